@@ -1,0 +1,9 @@
+"""The engine: plan, run, pick, bookkeep.
+
+This room knows requests, token budgets and KV blocks. It imports neither torch nor starlette and none of the
+other rooms, so a scheduler is tested without a model and a model without a server. What runs a plan is an
+`Executor` (`engine.executor`), which the application chooses and hands in.
+
+Reading order: `messages` (what crosses the thread), `request`, `block_pool`, `kv_cache_manager`, `scheduler`,
+`core`, `channel`, `client`, `detokenizer`, `output_processor`, `async_llm`, `llm`.
+"""

@@ -1,0 +1,29 @@
+"""Errors that the engine raises to its callers. Each carries what a client needs to mend the request."""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of every error that Headrace raises on purpose."""
+
+
+class InvalidRequest(HeadraceError):
+    """A request that can never run: the client must change it.
+
+    `param` names the field in the client's own words (``"temperature"``, ``"messages.0.content"``); the message
+    says what was given and what is allowed. `code` is an optional machine-readable word such as
+    ``"context_length_exceeded"``.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineDead(HeadraceError):
+    """The engine thread has ended; nothing will be generated any more."""
+
+
+class RequestFailed(HeadraceError):
+    """One request failed inside the engine (`FinishReason.ERROR`); others are unharmed."""

@@ -1,0 +1,34 @@
+"""The seam between the engine and whatever runs a plan.
+
+The application chooses an executor and hands it to the engine; a simulated one stands in for a device in tests.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+
+
+class StepHandle(Protocol):
+    """A step in flight."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and return its output. Raises what the step raised. Called once."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in order. Used by one thread only, the engine's."""
+
+    num_blocks: int  # KV blocks that exist; ids are 0 .. num_blocks - 1
+    block_size: int  # tokens per block
+    vocab_size: int
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Start one step. May return before it has run; plans are executed in the order given."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release the device. Idempotent."""
+        ...

@@ -1,0 +1,189 @@
+"""What crosses the seams: the structs between client code, front end and engine core.
+
+Everything here is a `msgspec.Struct` without behaviour beyond checks, so that it can cross a thread for free and a
+process as msgpack. The protocol room imports this module and nothing else of the engine.
+
+Times are seconds of `time.monotonic()`, which is one clock for all processes of a machine on Linux.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the words of the metrics; the API has its own, smaller vocabulary."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The decoding knobs of one request.
+
+    temperature 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0
+    mean off. `max_tokens` None means up to the end of the context. `logprobs` None means none, 0 the sampled
+    token's only, k also the k most likely tokens of that position. `seed` None draws a fresh one.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` naming the first field that is out of range. Called once, at the edge."""
+        _in_range("n", self.n, 1, MAX_N)
+        _in_range("temperature", self.temperature, 0.0, 2.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 1e3, low_open=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}.",
+                    param="min_tokens",
+                )
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _at_most("stop", self.stop, MAX_STOP_STRINGS)
+        if any(not s for s in self.stop):
+            raise InvalidRequest("stop must not contain an empty string.", param="stop")
+        _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        for token_id in self.stop_token_ids:
+            _in_range("stop_token_ids", token_id, 0, vocab_size - 1)
+        if self.logit_bias:
+            _at_most("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIAS)
+            for token_id, bias in self.logit_bias.items():
+                _in_range("logit_bias", token_id, 0, vocab_size - 1)
+                _in_range("logit_bias", bias, -100.0, 100.0)
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    # Written so that NaN, which compares false with everything, is refused.
+    if not math.isfinite(value) or not (low < value if low_open else low <= value) or not value <= high:
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}.", param=name)
+
+
+def _at_most(name: str, values: Sequence[object], limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(f"{name} takes at most {limit} entries, got {len(values)}.", param=name)
+
+
+class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """One tokenized request on its way to the core. `sampling.n` is fanned out before it gets there."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_time: float
+    priority: int = 0  # lower runs first
+    tenant: str = ""  # salts the prefix cache: no hits across tenants
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities (natural) at one generated position, from the raw logits before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: list[tuple[int, float]]  # most likely first; as many as the request asked for
+
+
+class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """What one request gained in one step."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id or string that matched; None for EOS
+    logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache provided
+    first_scheduled_time: float = 0.0
+    error: str | None = None  # set with FinishReason.ERROR
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """The books after one step. The last four are what this step added, the others are levels."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0..1: share of blocks that requests own
+    num_preemptions: int
+    prompt_tokens: int  # prompt tokens whose KV was computed
+    prefix_cache_queries: int  # in tokens
+    prefix_cache_hits: int  # in tokens
+
+
+class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """One step's batch: at most one of these crosses per step."""
+
+    outputs: list[EngineCoreOutput]
+    stats: SchedulerStats
+    timestamp: float
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
+    """What the caller of `AsyncLLM.stream` sees: the new part of one choice since the last look.
+
+    `text`, `token_ids` and `logprobs` are deltas; when the caller lags, several steps' deltas arrive merged. Text may
+    trail the token ids: what could still become part of a stop string or of an unfinished character is held back.
+    """
+
+    request_id: str
+    index: int  # which of the n choices
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int  # so far, this choice
+    error: str | None = None

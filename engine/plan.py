@@ -1,0 +1,49 @@
+"""The plan of one step, from the scheduler to the executor, and what comes back.
+
+The plan is a diff. A request's tokens, sampling parameters and block table are sent once, in `NewRequestData`; after
+that the runner keeps its own row and is told only who runs, for how many tokens, and which blocks were added. The
+runner appends the tokens it samples to its own row, so they never travel back down.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import SamplingParams, TokenLogprobs
+
+
+class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """A request that the runner does not know: new, or resumed after a preemption."""
+
+    request_id: str
+    token_ids: list[int]  # the prompt and, when resumed, what was generated before
+    num_prompt_tokens: int
+    num_computed_tokens: int  # tokens whose KV is in the cache already (prefix hits)
+    block_ids: list[int]
+    sampling: SamplingParams  # `seed` is always set here
+    stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
+
+
+class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """Who runs in this step, and for how many tokens each.
+
+    `request_ids` and `num_scheduled_tokens` are parallel and in batch order. A request samples in this step if and only
+    if its scheduled tokens reach the end of the tokens known for it. `removed_request_ids` are applied first: the
+    rows of requests that finished, were aborted or were preempted since the last plan.
+    """
+
+    step: int
+    removed_request_ids: list[str]
+    new_requests: list[NewRequestData]
+    new_block_ids: dict[str, list[int]]  # appended to block tables that the runner knows
+    request_ids: list[str]
+    num_scheduled_tokens: list[int]
+    total_num_scheduled_tokens: int
+
+
+class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """What one step produced. `sampled_token_ids` is parallel to the plan's `request_ids`; -1 where nothing was sampled
+    because the prefill goes on."""
+
+    sampled_token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs]  # by index into the batch, only for requests that asked

@@ -1,0 +1,50 @@
+"""Attention over the paged KV cache: the interface that models call and the metadata of one step.
+
+A backend owns the layout of its cache. Models only hand it queries, keys and values of the step's tokens; `forward`
+writes the keys and values to their slots and attends over everything the block tables reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Where the tokens of one step belong. B requests, T tokens in all; requests lie one after the other in T.
+
+    The first `num_decodes` requests have exactly one token in this step; the others may have any number. `seq_lens`
+    counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length
+    are unspecified and must not be read as data.
+    """
+
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+    seq_lens: torch.Tensor  # int32 [B]
+    block_table: torch.Tensor  # int32 [B, max_blocks]
+    slot_mapping: torch.Tensor  # int64 [T], block id * block_size + offset
+    num_decodes: int
+    # The same lengths on the host, so that no backend has to read them back from the device.
+    query_lens_list: list[int]  # [B]
+    seq_lens_list: list[int]  # [B]
+
+
+class AttentionBackend(Protocol):
+    """Stateless but for configuration; one object serves all layers."""
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """The zeroed cache of every layer, in the layout of this backend."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [T, num_heads, head_dim], rotated
+        key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
+        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Store key and value, attend causally, return [T, num_heads, head_dim]."""
+        ...

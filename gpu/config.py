@@ -1,0 +1,45 @@
+"""The shape of a model, whatever kind of file it came from. Torch-free, so that the front end can read it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (`rope_type: llama3`) or linear position interpolation (`rope_type: linear`)."""
+
+    rope_type: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer. Field names are those of a Hugging Face `config.json`."""
+
+    architecture: str  # key into gpu.models.registry, e.g. "LlamaForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # biases on q, k and v (Qwen2)
+    qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
+    sliding_window: int | None = None  # None: full causal attention in every layer
+    torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
+    eos_token_ids: tuple[int, ...] = field(default=())
+    bos_token_id: int | None = None
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of KV cache that one token takes over all layers."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * element_size

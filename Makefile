@@ -1,0 +1,79 @@
+# Headrace on a machine that has Python 3.11+ (with venv), make and git:
+#
+#   make serve    environment, install, fetch the embedded model, start the server
+#   make test     environment, install, every check and test
+#
+# Flags for the server: make serve ARGS="--port 9000 --model path/to/model". Another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+BIN := $(VENV)/bin
+# Wheels only: a missing one fails at once with its name, instead of asking for a compiler.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --quiet --only-binary :all: --constraint requirements.lock
+
+.DEFAULT_GOAL := help
+.PHONY: help serve chat test lint format storm lock clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+serve: $(VENV)/.runtime
+	@$(BIN)/headrace pull $(ARGS)
+	@exec $(BIN)/headrace serve $(ARGS)
+
+chat: $(VENV)/.runtime
+	@exec $(BIN)/headrace chat $(ARGS)
+
+test: lint
+	$(BIN)/headrace pull
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Minutes of load and faults; not part of `make test`.
+storm: $(VENV)/.dev
+	$(BIN)/pytest -m storm --timeout 900
+
+# Pins what the environment holds now. Run it in a fresh environment after changing pyproject.toml.
+lock: $(VENV)/.dev
+	@sed -n '/^#/p' requirements.lock > requirements.lock.new
+	@$(PIP) freeze --all --exclude-editable \
+	  | sed 's/+[a-z0-9.]*$$//' \
+	  | grep -ivE '^(pip|wheel|headrace|triton|nvidia[-_].*|cuda[-_].*)==' \
+	  | tr '[:upper:]_' '[:lower:]-' | sort >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# ------------------------------------------------------------------------------------------- the environment
+# A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
+# not isolated, so that the pinned one builds the package.
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Headrace needs Python 3.11 or newer; $(PYTHON) is not. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "$(PYTHON) has no venv module. On Debian: apt install python3-venv" >&2; exit 1; }
+
+$(VENV)/.runtime: pyproject.toml requirements.lock | $(BIN)/python
+	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing what the tests need"
+	@$(INSTALL) --no-build-isolation --editable '.[dev,otel,load]'
+	@touch $@

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+# The names a checkpoint may carry in `architectures`. gpu.weights refuses others before anything heavy is loaded; the
+# registry of gpu.models has one entry for each.
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama 3's frequency scaling (`rope_type: llama3`) or linear position interpolation (`rope_type: linear`)."""
@@ -20,7 +25,7 @@ class RopeScaling:
 class ModelConfig:
     """A decoder-only transformer. Field names are those of a Hugging Face `config.json`."""
 
-    architecture: str  # key into gpu.models.registry, e.g. "LlamaForCausalLM"
+    architecture: str  # one of SUPPORTED_ARCHITECTURES: the key into gpu.models.registry
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -187,3 +187,19 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     num_cached_tokens: int
     num_output_tokens: int  # so far, this choice
     error: str | None = None
+
+
+class FinishRequests(msgspec.Struct, array_like=True, gc=False):
+    """End these requests: the client has left (ABORT), or the front end found a stop string (STOP)."""
+
+    request_ids: list[str]
+    reason: FinishReason
+
+
+class EngineReady(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """The first thing an engine says: it is loaded, and these are its measures."""
+
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int

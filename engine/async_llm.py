@@ -1,0 +1,128 @@
+"""The server's front door to the engine: a request is a scope.
+
+    async with llm.stream(request) as outputs:
+        async for output in outputs:
+            ...
+
+Entering registers the request with the engine; leaving the block, for whatever reason, ends everything that the request
+owned there. Both are synchronous puts, so leaving works inside a cancelled scope without a shield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from tokenizers import Tokenizer
+
+from engine.channel import OutboxMessage
+from engine.client import EngineClient
+from engine.detokenizer import Vocabulary
+from engine.errors import EngineDead, HeadraceError, InvalidRequest
+from engine.input_processor import InputProcessor
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
+from engine.observer import Observer
+from engine.output_processor import OutputProcessor, RequestStream
+
+
+class EngineNotReady(HeadraceError):
+    """The model is still being loaded."""
+
+
+class AsyncLLM:
+    """Streams of an engine, on one event loop (asyncio or trio). Every method belongs to that loop.
+
+    `error` is what the engine died of, None while it lives. `ready` has its measures once the model is loaded.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        observer: Observer | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.vocabulary = Vocabulary(tokenizer)
+        self.ready: EngineReady | None = None
+        self.error: BaseException | None = None
+        self.last_stats: SchedulerStats | None = None
+        self._client = client
+        self._seed = seed
+        self._inputs: InputProcessor | None = None
+        self._outputs = OutputProcessor(self.vocabulary, observer)
+        self._changed = anyio.Event()  # set when the engine becomes ready or dies
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine lives as long as this block. Streams still open when it ends get EngineDead."""
+        async with self._client.running(self._receive):
+            yield
+
+    async def wait_ready(self) -> EngineReady:
+        """Wait until the model is loaded. Raises what loading failed with."""
+        await self._changed.wait()
+        if self.ready is None:
+            assert self.error is not None
+            raise self.error
+        return self.ready
+
+    @asynccontextmanager
+    async def stream(self, request: EngineCoreRequest) -> AsyncIterator[RequestStream]:
+        """Generate for one request, `sampling.n` choices. Cancelling or leaving the block aborts what is unfinished.
+
+        Raises InvalidRequest before anything is queued, EngineNotReady while the model loads, EngineDead when the
+        engine has ended; iterating raises EngineDead if it ends meanwhile.
+        """
+        stream = self._open(request)
+        try:
+            yield stream
+        finally:
+            unfinished = self._outputs.close(stream)
+            if unfinished:
+                self._client.finish(unfinished, FinishReason.ABORT)
+
+    def _open(self, request: EngineCoreRequest) -> RequestStream:
+        if self.error is not None:
+            raise EngineDead("the engine has ended; restart the server") from self.error
+        if self._inputs is None:
+            raise EngineNotReady("the model is still being loaded; ask /readyz when it is done")
+        children = self._inputs.process(request)
+        if any(child.request_id in self._outputs for child in children):
+            raise InvalidRequest(
+                f"A request with the id {request.request_id!r} is running. Use another id, or none.", param="request_id"
+            )
+        stream = self._outputs.open(request, children)
+        for child in children:
+            self._client.add(child)
+        return stream
+
+    @property
+    def num_steps(self) -> int:
+        """The engine's heartbeat."""
+        return self._client.num_steps
+
+    @property
+    def num_open_choices(self) -> int:
+        """Choices that callers are waiting for."""
+        return self._outputs.num_choices
+
+    def _receive(self, message: OutboxMessage) -> None:
+        if isinstance(message, EngineCoreOutputs):
+            self.last_stats = message.stats
+            stopped = self._outputs.process(message)
+            if stopped:
+                self._client.finish(stopped, FinishReason.STOP)
+        elif isinstance(message, EngineReady):
+            self.ready = message
+            self._inputs = InputProcessor(
+                vocab_size=message.vocab_size, max_model_len=message.max_model_len, seed=self._seed
+            )
+            self._changed.set()
+        else:
+            self.error = message
+            dead = EngineDead("the engine has ended; restart the server")
+            dead.__cause__ = message
+            self._outputs.fail_all(dead)
+            self._changed.set()

@@ -1,0 +1,101 @@
+"""The pool of KV blocks: who may write where, and which content can be found again.
+
+A block is in exactly one of three states:
+
+    owned   ref_count > 0: in the block tables of that many requests
+    cached  ref_count = 0, in the free list, and its content can be found by its hash
+    free    ref_count = 0, in the free list, content worthless
+
+An owned block may be findable too (a running request shares its prefix). Allocation takes the head of the free list:
+worthless blocks first, then cached ones from the least recently used on. All operations are O(1) per block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Reference-counted KV blocks with ids 0 .. num_blocks - 1. Owned by the KVCacheManager."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._by_hash: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns, whether or not their content can still be found."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks whose content can be found by its hash, owned or not."""
+        return len(self._by_hash)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks with one reference each. The caller has checked `num_free`."""
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            content = self._hashes[block_id]
+            if content is not None:
+                del self._by_hash[content]
+                self._hashes[block_id] = None
+        return block_ids
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody owns this block."""
+        return self._ref_counts[block_id] == 0
+
+    def find(self, content: bytes) -> int | None:
+        """The block that holds this content, or None. Takes no reference."""
+        return self._by_hash.get(content)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference to each of these blocks, which `find` gave."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def publish(self, block_id: int, content: bytes) -> None:
+        """Make an owned, fully computed block findable. The first block with a content keeps the name."""
+        if content not in self._by_hash:
+            self._by_hash[content] = block_id
+            self._hashes[block_id] = content
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give one reference back for each block of a request's table, in table order.
+
+        The tail of a sequence is the least likely to be shared, so it is evicted first: the free list gets the blocks
+        in reverse.
+        """
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def forget_contents(self) -> None:
+        """Make nothing findable any more. Owned blocks stay owned."""
+        self._by_hash.clear()
+        self._hashes = [None] * self.num_blocks
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the books balance with the block tables of all living requests."""
+        expected = [0] * self.num_blocks
+        for table in block_tables:
+            for block_id in table:
+                expected[block_id] += 1
+        if expected != self._ref_counts:
+            wrong = [i for i in range(self.num_blocks) if expected[i] != self._ref_counts[i]]
+            raise AssertionError(f"reference counts differ from block tables at blocks {wrong[:8]}")
+        if set(self._free) != {i for i, count in enumerate(self._ref_counts) if count == 0}:
+            raise AssertionError("the free list is not the set of blocks without owner")
+        if {content: i for i, content in enumerate(self._hashes) if content is not None} != self._by_hash:
+            raise AssertionError("the hash index differs from the blocks' contents")

@@ -1,0 +1,87 @@
+"""The request channel: the one way across the boundary between the event loop and the engine's thread.
+
+    inbox   event loop → engine   requests, ends of requests; put without waiting, drained between steps
+    outbox  engine → event loop   one batch per step; the engine never waits for the loop
+
+Both directions are synchronous puts on unbounded queues, so an abort works inside a cancelled scope without a shield
+and cannot be lost. What bounds the inbox is admission; what bounds the outbox is that the engine only produces for
+requests which are alive on the loop's side, and that the loop merges a lagging reader's deltas.
+
+The loop is woken at most once per step, and not at all while an earlier wake-up is still on its way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from anyio.lowlevel import current_token
+
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests
+
+
+class Close:
+    """Last message of an inbox: the engine ends its loop."""
+
+
+InboxMessage = EngineCoreRequest | FinishRequests | Close
+OutboxMessage = EngineReady | EngineCoreOutputs | BaseException
+
+
+class RequestChannel:
+    """A channel between this event loop and one other thread.
+
+    Created on the event loop, which is asyncio's or trio's. `deliver` is called there, once per message from the engine
+    and in order. An exception as a message says that the engine has ended because of it.
+    """
+
+    def __init__(self, deliver: Callable[[OutboxMessage], None]) -> None:
+        self._inbox: SimpleQueue[InboxMessage] = SimpleQueue()
+        self._outbox: deque[OutboxMessage] = deque()
+        self._deliver = deliver
+        self._wake_up_pending = False
+        self._call_soon = _threadsafe_call_soon()
+
+    # --- the event loop's side
+
+    def put(self, message: InboxMessage) -> None:
+        """Hand a message to the engine. Never waits, never fails."""
+        self._inbox.put(message)
+
+    def _drain_outbox(self) -> None:
+        # The flag falls first: what arrives from here on schedules its own wake-up.
+        self._wake_up_pending = False
+        while self._outbox:
+            self._deliver(self._outbox.popleft())
+
+    # --- the engine's side
+
+    def receive(self, *, wait: bool) -> list[InboxMessage]:
+        """Everything that has arrived. With `wait`, sleeps until there is something."""
+        messages = [self._inbox.get()] if wait else []
+        try:
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except Empty:
+            return messages
+
+    def send(self, message: OutboxMessage) -> None:
+        """Hand a message to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
+        self._outbox.append(message)
+        if not self._wake_up_pending:
+            self._wake_up_pending = True
+            try:
+                self._call_soon(self._drain_outbox)
+            except RuntimeError:  # trio.RunFinishedError is one, asyncio raises it plainly
+                self._outbox.clear()
+
+
+def _threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:
+    """How to run a function soon on the current event loop from another thread, without waiting for it."""
+    loop: Any = current_token().native_token
+    call_soon: Callable[[Callable[[], None]], Any] = (
+        loop.call_soon_threadsafe if hasattr(loop, "call_soon_threadsafe") else loop.run_sync_soon
+    )
+    return call_soon

@@ -1,0 +1,112 @@
+"""How the front end reaches an engine, wherever it runs.
+
+`EngineClient` is the interface; `ThreadClient` runs the engine in one worker thread of this process, for its whole
+life: the model is loaded there, every step runs there, and the thread's end is the engine's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+import anyio
+from anyio import to_thread
+
+from engine.channel import Close, OutboxMessage, RequestChannel
+from engine.core import EngineCore
+from engine.errors import EngineDead
+from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests
+
+
+class EngineClient(Protocol):
+    """Synchronous, non-blocking puts down; `deliver` calls on the event loop up.
+
+    `deliver` gets one EngineReady, then one EngineCoreOutputs per step, and at last one exception: what the engine died
+    of, or EngineDead when it ended because it was told to.
+    """
+
+    def running(self, deliver: Callable[[OutboxMessage], None]) -> AbstractAsyncContextManager[None]:
+        """Start the engine; on leaving, end it and wait until it has ended."""
+        ...
+
+    def add(self, request: EngineCoreRequest) -> None: ...
+
+    def finish(self, request_ids: list[str], reason: FinishReason) -> None: ...
+
+    @property
+    def num_steps(self) -> int:
+        """The engine's heartbeat: steps taken so far."""
+        ...
+
+
+class ThreadClient:
+    """An engine in a worker thread. `make_core` loads the model; it is called on that thread."""
+
+    def __init__(self, make_core: Callable[[], EngineCore]) -> None:
+        self._make_core = make_core
+        self._core: EngineCore | None = None
+        self._channel: RequestChannel | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self._core.num_steps if self._core else 0
+
+    @asynccontextmanager
+    async def running(self, deliver: Callable[[OutboxMessage], None]) -> AsyncIterator[None]:
+        self._channel = RequestChannel(deliver)
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(self._live_in_thread, self._channel)
+            try:
+                yield
+            finally:
+                # A cancelled scope waits for its worker thread all the same; this is what lets the thread end.
+                self._channel.put(Close())
+
+    def add(self, request: EngineCoreRequest) -> None:
+        if self._channel is None:
+            raise EngineDead("the engine has not been started")
+        self._channel.put(request)
+
+    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
+        if self._channel is not None:
+            self._channel.put(FinishRequests(request_ids, reason))
+
+    async def _live_in_thread(self, channel: RequestChannel) -> None:
+        # A limiter of its own: the engine must not take a seat from tokenization, nor wait for one.
+        await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
+
+    def _live(self, channel: RequestChannel) -> None:
+        try:
+            self._core = core = self._make_core()
+            try:
+                channel.send(
+                    EngineReady(
+                        vocab_size=core.executor.vocab_size,
+                        num_blocks=core.executor.num_blocks,
+                        block_size=core.executor.block_size,
+                        max_model_len=core.config.max_model_len,
+                    )
+                )
+                run_until_closed(core, channel)
+            finally:
+                core.shutdown()
+        except Exception as error:
+            channel.send(error)
+        else:
+            channel.send(EngineDead("the engine has been shut down"))
+
+
+def run_until_closed(core: EngineCore, channel: RequestChannel) -> None:
+    """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
+    while True:
+        for message in channel.receive(wait=not core.has_work):
+            if isinstance(message, EngineCoreRequest):
+                core.add(message)
+            elif isinstance(message, FinishRequests):
+                for request_id in message.request_ids:
+                    core.finish(request_id, message.reason)
+            else:
+                return
+        if core.has_work:
+            channel.send(core.step())

@@ -1,0 +1,26 @@
+"""What the engine is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and tokens that hold for the whole life of an engine.
+
+    KV geometry (block size and count) and the vocabulary are not here: the executor knows them.
+    """
+
+    max_model_len: int  # prompt and output tokens of one request, at most
+    max_num_seqs: int = 64  # requests that run at the same time, at most
+    max_num_batched_tokens: int = 512  # token budget of one step
+    enable_prefix_caching: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request decodes one token a step."
+            )

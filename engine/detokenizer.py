@@ -1,0 +1,155 @@
+"""From token ids to text, a few tokens at a time: never a broken character, never a part of a stop string.
+
+Two ways to the same text. A byte-level tokenizer (GPT-2's family: Llama 3, Qwen, SmolLM) gives every token a fixed
+byte string, so decoding is a table look-up and an incremental UTF-8 decoder; this is the fast path. Anything else goes
+through the tokenizers library's own DecodeStream.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel, DecodeStream
+
+
+class TokenDecoder(Protocol):
+    """Decodes the tokens of one sequence in order."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        ...
+
+
+class Vocabulary:
+    """What every token looks like. Built once per tokenizer, shared by all requests, read-only afterwards."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
+
+    @cached_property
+    def bytes_of(self) -> list[bytes]:
+        """The bytes of every token by its id; b"" where the vocabulary has a hole.
+
+        A token of a sentencepiece vocabulary stands for its text with a space for U+2581, and `<0xHH>` for that byte.
+        """
+        table = [b""] * self.tokenizer.get_vocab_size(with_added_tokens=True)
+        for token, token_id in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id >= len(table):
+                table += [b""] * (token_id + 1 - len(table))
+            table[token_id] = _byte_level_bytes(token) if self.is_byte_level else _sentencepiece_bytes(token)
+        return table
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; b"" for an id that the model can produce but the tokenizer does not know."""
+        return self.bytes_of[token_id] if token_id < len(self.bytes_of) else b""
+
+    def decoder(self, *, skip_special_tokens: bool) -> TokenDecoder:
+        if self.is_byte_level:
+            return _ByteLevelDecoder(self, skip_special_tokens)
+        return _StreamDecoder(self.tokenizer, skip_special_tokens)
+
+
+class _ByteLevelDecoder:
+    __slots__ = ("_bytes_of", "_skipped", "_utf8")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._bytes_of = vocabulary.bytes_of
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        # Replaces what can never become valid, as the tokenizers library does, and keeps what still may.
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._skipped or token_id >= len(self._bytes_of):
+            return ""
+        return self._utf8.decode(self._bytes_of[token_id])
+
+
+class _StreamDecoder:
+    __slots__ = ("_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def feed(self, token_id: int) -> str:
+        return self._stream.step(self._tokenizer, token_id) or ""
+
+
+class StopStrings:
+    """Looks for stop strings in a growing text and holds back what may still become one.
+
+    Held back is exactly the longest end of the text that some stop string begins with, not a fixed length, so text
+    that cannot match flows on at once.
+    """
+
+    __slots__ = ("_held", "_include", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
+        self._stops = stops
+        self._include = include_in_output
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what is decided. Once `matched` is set, nothing more comes."""
+        text = self._held + text
+        self._held = ""
+        first: tuple[int, int] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0 and (first is None or (start, len(stop)) < first):
+                first = (start, len(stop))
+        if first is not None:
+            start, length = first
+            self.matched = text[start : start + length]
+            return text[: start + length] if self._include else text[:start]
+        length = max((_overlap(text, stop) for stop in self._stops), default=0)
+        if length:
+            self._held = text[-length:]
+            return text[:-length]
+        return text
+
+    def flush(self) -> str:
+        """What was held back, when the text has ended without a match."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update((chr(0x100 + index), byte) for index, byte in enumerate(others))
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:  # an added token, spelled in plain text
+        return token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()

@@ -1,0 +1,68 @@
+"""The last check before the engine: what passes here can run."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from engine.errors import InvalidRequest
+from engine.messages import EngineCoreRequest
+
+
+class InputProcessor:
+    """Checks requests against the model's measures and fans out n > 1."""
+
+    def __init__(self, *, vocab_size: int, max_model_len: int, seed: int | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._random = random.Random(seed)
+
+    def process(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
+        """The requests that the core will run: one per choice, each with a seed and a token limit of its own.
+
+        Raises InvalidRequest naming the field, its value and the limit.
+        """
+        sampling = request.sampling
+        sampling.check(self.vocab_size)
+        self._check_prompt(request.prompt_token_ids)
+        max_tokens = self._max_tokens(len(request.prompt_token_ids), sampling.max_tokens)
+        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
+        return [
+            msgspec.structs.replace(
+                request,
+                request_id=request.request_id if sampling.n == 1 else f"{request.request_id}-{index}",
+                sampling=msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, seed=(seed + index) % 2**63),
+            )
+            for index in range(sampling.n)
+        ]
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest("The prompt is empty: it must have at least one token.", param="prompt")
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"Token id {token_id} in the prompt is not in the vocabulary, 0 to {self.vocab_size - 1}.",
+                    param="prompt",
+                )
+
+    def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        room = self.max_model_len - num_prompt_tokens
+        if room <= 0:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
+                f"{num_prompt_tokens} tokens and at least one must be left for the answer. "
+                "Please shorten the prompt.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you asked for "
+                f"{max_tokens} output tokens after a prompt of {num_prompt_tokens} tokens. Please shorten the prompt "
+                f"or ask for at most {room} output tokens.",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return room if max_tokens is None else max_tokens

@@ -1,0 +1,104 @@
+"""Which blocks a request gets, and which of them it can share.
+
+Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, and the
+tenant. The hash is BLAKE2b keyed with a secret of this process, so nobody can compute a collision from outside
+(vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from hashlib import blake2b
+
+from engine.block_pool import BlockPool
+from engine.request import Request
+
+_DIGEST_SIZE = 16
+
+
+class KVCacheManager:
+    """Block tables of the scheduler's requests over one BlockPool. Owned by the Scheduler."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.enable_prefix_caching = enable_prefix_caching
+        self._key = secrets.token_bytes(32)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests own, 0 .. 1."""
+        return 1.0 - self.pool.num_free / self.pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """The cached blocks that hold the longest prefix of the request's tokens. Takes no references.
+
+        At least one token is left to compute: without it there would be no logits to sample from.
+        """
+        found: list[int] = []
+        if self.enable_prefix_caching:
+            for index in range((request.num_tokens - 1) // self.block_size):
+                block_id = self.pool.find(self.block_hash(request, index))
+                if block_id is None:
+                    break
+                found.append(block_id)
+        return found
+
+    def can_admit(self, request: Request, prefix: list[int]) -> bool:
+        """Whether all tokens known for the request would fit now, so that its prefill is not cut short at once."""
+        unowned_prefix = sum(1 for block_id in prefix if self.pool.is_free(block_id))
+        return self.blocks_for(request.num_tokens) - len(prefix) + unowned_prefix <= self.pool.num_free
+
+    def adopt_prefix(self, request: Request, prefix: list[int]) -> None:
+        """Start the request's block table with the blocks that `find_prefix` gave."""
+        self.pool.share(prefix)
+        request.block_ids = list(prefix)
+        request.num_committed_blocks = len(prefix)
+        request.num_computed_tokens = len(prefix) * self.block_size
+
+    def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Make room for the next `num_new_tokens` tokens. Returns the blocks added, or None if too few are free."""
+        missing = self.blocks_for(request.num_computed_tokens + num_new_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return []
+        if missing > self.pool.num_free:
+            return None
+        block_ids = self.pool.allocate(missing)
+        request.block_ids += block_ids
+        return block_ids
+
+    def publish_computed(self, request: Request) -> None:
+        """Make the request's full, computed blocks findable.
+
+        Called after the step that computed them has succeeded: a step that fails leaves nothing wrong to be found.
+        """
+        if not self.enable_prefix_caching:
+            return
+        full = request.num_computed_tokens // self.block_size
+        for index in range(request.num_committed_blocks, full):
+            self.pool.publish(request.block_ids[index], self.block_hash(request, index))
+        request.num_committed_blocks = max(full, request.num_committed_blocks)
+
+    def free(self, request: Request) -> None:
+        """Give back everything the request owns. What was published can still be found until it is overwritten."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_committed_blocks = 0
+        request.num_computed_tokens = 0
+
+    def block_hash(self, request: Request, index: int) -> bytes:
+        """Hash of the request's full block `index`, computed when first asked for."""
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self.block_size
+            tokens = array("I", request.token_ids[start : start + self.block_size])
+            parent = hashes[-1] if hashes else self._root(request.tenant)
+            hashes.append(blake2b(parent + tokens.tobytes(), key=self._key, digest_size=_DIGEST_SIZE).digest())
+        return hashes[index]
+
+    def _root(self, tenant: str) -> bytes:
+        return blake2b(tenant.encode(), key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()

@@ -1,0 +1,55 @@
+"""What the front end tells whoever keeps the figures. The application's metrics are one observer; tests have others."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from engine.messages import FinishReason, SchedulerStats
+
+
+class Observer(Protocol):
+    """Called on the front end's thread. Implementations are quick and never raise. Times are in seconds."""
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        """After each step: the scheduler's books and how many tokens the step generated."""
+        ...
+
+    def on_first_token(self, seconds: float) -> None:
+        """A choice got its first token, this long after the request's arrival."""
+        ...
+
+    def on_inter_token(self, seconds: float, count: int) -> None:
+        """`count` choices got a further token in this step, `seconds` after their last one, on average."""
+        ...
+
+    def on_request_finished(
+        self,
+        reason: FinishReason,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int,
+        e2e_seconds: float,
+        queue_seconds: float,
+    ) -> None:
+        """A request is gone, once per request whatever its n; the figures are those of its usage."""
+        ...
+
+
+class NullObserver:
+    """Keeps no figures."""
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None: ...
+
+    def on_first_token(self, seconds: float) -> None: ...
+
+    def on_inter_token(self, seconds: float, count: int) -> None: ...
+
+    def on_request_finished(
+        self,
+        reason: FinishReason,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int,
+        e2e_seconds: float,
+        queue_seconds: float,
+    ) -> None: ...

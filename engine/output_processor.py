@@ -1,0 +1,252 @@
+"""From the engine's token ids to what a caller reads: text, stop strings, usage, and the figures of each request.
+
+One OutputProcessor serves all requests of a front end, on the front end's thread. A `RequestStream` is one request's
+outbox: steps put deltas in, one task takes them out, and deltas that pile up in between are merged, so a reader that
+lags costs memory for its text and for nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import anyio
+
+from engine.detokenizer import StopStrings, Vocabulary
+from engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    RequestOutput,
+)
+from engine.observer import NullObserver, Observer
+
+
+class RequestStream:
+    """The deltas of one request, all its choices together; iterate it from one task.
+
+    Iteration ends after the last choice has finished. It raises what the engine died of, if it did.
+    """
+
+    def __init__(self, request: EngineCoreRequest, children: Sequence[EngineCoreRequest]) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.child_ids = [child.request_id for child in children]
+        self.arrival_time = request.arrival_time
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_unfinished = len(children)
+        self.finish_reason: FinishReason | None = None  # of the choice that finished last
+        self._pending: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        self._arrived: anyio.Event | None = None
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._pending:
+            if self._error is not None:
+                raise self._error
+            if self.num_unfinished == 0:
+                raise StopAsyncIteration
+            self._arrived = anyio.Event()
+            await self._arrived.wait()
+        return self._pending.pop(next(iter(self._pending)))
+
+    def drain(self) -> list[RequestOutput]:
+        """Everything pending, without waiting: one merged delta per choice."""
+        pending, self._pending = list(self._pending.values()), {}
+        return pending
+
+    def push(self, output: RequestOutput) -> None:
+        pending = self._pending.get(output.index)
+        if pending is None:
+            self._pending[output.index] = output
+        else:
+            _merge(pending, output)
+        if output.text or output.finish_reason is not None:
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come. What is pending can still be read."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
+            self._arrived = None
+
+
+class OutputProcessor:
+    """All streams of a front end."""
+
+    def __init__(self, vocabulary: Vocabulary, observer: Observer | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._observer = observer or NullObserver()
+        self._choices: dict[str, _Choice] = {}
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that are still being generated."""
+        return len(self._choices)
+
+    def __contains__(self, child_id: str) -> bool:
+        return child_id in self._choices
+
+    def open(self, request: EngineCoreRequest, children: Sequence[EngineCoreRequest]) -> RequestStream:
+        """Start listening for a request's children."""
+        stream = RequestStream(request, children)
+        for index, child in enumerate(children):
+            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary)
+        return stream
+
+    def close(self, stream: RequestStream) -> list[str]:
+        """Stop listening. Returns the children that the engine still has to be told to drop, and books the request."""
+        unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
+        reason = stream.finish_reason if not unfinished and stream.finish_reason else FinishReason.ABORT
+        now = time.monotonic()
+        scheduled = stream.first_scheduled_time or now
+        self._observer.on_request_finished(
+            reason,
+            stream.num_prompt_tokens,
+            stream.num_output_tokens,
+            stream.num_cached_tokens,
+            now - stream.arrival_time,
+            scheduled - stream.arrival_time,
+        )
+        stream.finish_reason = reason
+        return unfinished
+
+    def process(self, batch: EngineCoreOutputs) -> list[str]:
+        """Hand a step's tokens to their streams. Returns the children that a stop string has ended.
+
+        Children that are not listened for any more, because their client has left, are passed over.
+        """
+        stopped: list[str] = []
+        gaps: list[float] = []
+        num_generated = 0
+        for output in batch.outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None:
+                continue
+            num_generated += len(output.new_token_ids)
+            if output.new_token_ids:
+                if choice.last_token_time is None:
+                    self._observer.on_first_token(batch.timestamp - choice.stream.arrival_time)
+                else:
+                    gaps.append(batch.timestamp - choice.last_token_time)
+            if choice.process(output, batch.timestamp):
+                del self._choices[output.request_id]
+                if output.finish_reason is None:
+                    stopped.append(output.request_id)
+        if gaps:
+            self._observer.on_inter_token(sum(gaps) / len(gaps), len(gaps))
+        self._observer.on_step(batch.stats, num_generated)
+        return stopped
+
+    def fail_all(self, error: Exception) -> None:
+        """The engine is gone: every open stream ends with this error."""
+        for choice in self._choices.values():
+            choice.stream.fail(error)
+
+
+class _Choice:
+    """One choice of a request while it is generated."""
+
+    __slots__ = (
+        "_decoder",
+        "_hide_stop_token",
+        "_min_tokens",
+        "_stops",
+        "index",
+        "last_token_time",
+        "num_output_tokens",
+        "stream",
+    )
+
+    def __init__(self, stream: RequestStream, index: int, child: EngineCoreRequest, vocabulary: Vocabulary) -> None:
+        sampling = child.sampling
+        self.stream = stream
+        self.index = index
+        self.num_output_tokens = 0
+        self.last_token_time: float | None = None
+        self._decoder = vocabulary.decoder(skip_special_tokens=sampling.skip_special_tokens)
+        self._stops = (
+            StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output) if sampling.stop else None
+        )
+        self._hide_stop_token = not sampling.include_stop_str_in_output
+        self._min_tokens = sampling.min_tokens
+
+    def process(self, output: EngineCoreOutput, timestamp: float) -> bool:
+        """Decode a step's tokens and push the delta. Returns whether the choice is finished."""
+        stream = self.stream
+        token_ids = output.new_token_ids
+        text, num_used = self._decode(output)
+        stop_string = self._stops.matched if self._stops else None
+        finish_reason = FinishReason.STOP if stop_string is not None else output.finish_reason
+        if finish_reason is not None and stop_string is None and self._stops:
+            text += self._stops.flush()
+
+        self.num_output_tokens += num_used
+        stream.num_output_tokens += num_used
+        stream.num_cached_tokens = max(stream.num_cached_tokens, output.num_cached_tokens)
+        if token_ids:
+            self.last_token_time = timestamp
+            if stream.first_token_time is None:
+                stream.first_token_time = timestamp
+                stream.first_scheduled_time = output.first_scheduled_time
+        if finish_reason is not None:
+            stream.num_unfinished -= 1
+            stream.finish_reason = finish_reason
+        stream.push(
+            RequestOutput(
+                request_id=stream.request_id,
+                index=self.index,
+                text=text,
+                token_ids=token_ids[:num_used],
+                logprobs=None if output.logprobs is None else output.logprobs[:num_used],
+                finish_reason=finish_reason,
+                stop_reason=output.stop_reason if stop_string is None else stop_string,
+                num_prompt_tokens=stream.num_prompt_tokens,
+                num_cached_tokens=output.num_cached_tokens,
+                num_output_tokens=self.num_output_tokens,
+                error=output.error,
+            )
+        )
+        return finish_reason is not None
+
+    def _decode(self, output: EngineCoreOutput) -> tuple[str, int]:
+        """The decided text of a step's tokens, and how many of them were used before a stop string matched."""
+        text = ""
+        for position, token_id in enumerate(output.new_token_ids):
+            is_last = position == len(output.new_token_ids) - 1
+            if is_last and output.finish_reason is FinishReason.STOP and self._hide_stop_token:
+                break  # the stop token itself is counted, not shown
+            piece = self._decoder.feed(token_id)
+            if self._stops is None:
+                text += piece
+            elif self.num_output_tokens + position < self._min_tokens:
+                text += piece  # stop strings do not count yet
+            else:
+                text += self._stops.feed(piece)
+                if self._stops.matched is not None:
+                    return text, position + 1
+        return text, len(output.new_token_ids)
+
+
+def _merge(pending: RequestOutput, output: RequestOutput) -> None:
+    """Add a later delta of the same choice to one that has not been read yet."""
+    pending.text += output.text
+    pending.token_ids += output.token_ids
+    if output.logprobs is not None:
+        pending.logprobs = (pending.logprobs or []) + output.logprobs
+    pending.finish_reason = output.finish_reason
+    pending.stop_reason = output.stop_reason
+    pending.num_cached_tokens = output.num_cached_tokens
+    pending.num_output_tokens = output.num_output_tokens
+    pending.error = output.error

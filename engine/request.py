@@ -1,0 +1,133 @@
+"""A request as the scheduler sees it: its tokens, how far they are computed, and the blocks it owns.
+
+Owned by the scheduler alone, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from engine.messages import EngineCoreRequest, FinishReason
+
+
+class RequestStatus(enum.IntEnum):
+    """WAITING → RUNNING → FINISHED_*, with RUNNING → PREEMPTED → RUNNING in between. Terminal states sort last."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+    FINISHED_EXPIRED = 7
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_EXPIRED: FinishReason.TIMEOUT,
+}
+
+
+class Request:
+    """Live state of one request. Two counters tell its whole story: `num_computed_tokens` catches up with `num_tokens`.
+
+    `token_ids` is the prompt followed by the output. `block_ids` is the block table: block i holds the keys and
+    values of tokens [i * block_size, (i + 1) * block_size). `block_hashes[i]` identifies the content of block i and
+    of everything before it; it is filled lazily, for full blocks only.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "block_ids",
+        "eos_token_ids",
+        "first_scheduled_time",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_committed_blocks",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "sampling",
+        "sequence_number",
+        "status",
+        "stop_reason",
+        "tenant",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        message: EngineCoreRequest,
+        *,
+        sequence_number: int,
+        eos_token_ids: Iterable[int],
+        max_model_len: int,
+    ) -> None:
+        sampling = message.sampling
+        self.request_id = message.request_id
+        self.sampling = sampling
+        self.priority = message.priority
+        self.tenant = message.tenant
+        self.arrival_time = message.arrival_time
+        self.sequence_number = sequence_number  # order of arrival at the core; breaks ties
+        self.token_ids = list(message.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        room = max_model_len - self.num_prompt_tokens
+        self.max_num_tokens = self.num_prompt_tokens + min(sampling.max_tokens or room, room)
+        self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.num_computed_tokens = 0
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.num_committed_blocks = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.first_scheduled_time = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the smaller priority value, then the earlier arrival."""
+        return (self.priority, self.sequence_number)
+
+    def append_output_token(self, token_id: int) -> bool:
+        """Add a sampled token and return whether it ended the request, with `status` and `stop_reason` set."""
+        self.token_ids.append(token_id)
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            if token_id in self.eos_token_ids:
+                self.status = RequestStatus.FINISHED_STOPPED
+                return True
+            if token_id in self.sampling.stop_token_ids:
+                self.status = RequestStatus.FINISHED_STOPPED
+                self.stop_reason = token_id
+                return True
+        if self.num_tokens >= self.max_num_tokens:
+            self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            return True
+        return False
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, computed {self.num_computed_tokens} of "
+            f"{self.num_tokens}, {len(self.block_ids)} blocks)"
+        )

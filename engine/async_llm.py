@@ -19,15 +19,11 @@ from tokenizers import Tokenizer
 from engine.channel import OutboxMessage
 from engine.client import EngineClient
 from engine.detokenizer import Vocabulary
-from engine.errors import EngineDead, HeadraceError, InvalidRequest
+from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.input_processor import InputProcessor
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
 from engine.observer import Observer
 from engine.output_processor import OutputProcessor, RequestStream
-
-
-class EngineNotReady(HeadraceError):
-    """The model is still being loaded."""
 
 
 class AsyncLLM:
@@ -69,13 +65,14 @@ class AsyncLLM:
         return self.ready
 
     @asynccontextmanager
-    async def stream(self, request: EngineCoreRequest) -> AsyncIterator[RequestStream]:
-        """Generate for one request, `sampling.n` choices. Cancelling or leaving the block aborts what is unfinished.
+    async def stream(self, *requests: EngineCoreRequest) -> AsyncIterator[RequestStream]:
+        """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
+        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished.
         Raises InvalidRequest before anything is queued, EngineNotReady while the model loads, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
         """
-        stream = self._open(request)
+        stream = self._open(requests)
         try:
             yield stream
         finally:
@@ -83,17 +80,19 @@ class AsyncLLM:
             if unfinished:
                 self._client.finish(unfinished, FinishReason.ABORT)
 
-    def _open(self, request: EngineCoreRequest) -> RequestStream:
+    def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
         if self.error is not None:
             raise EngineDead("the engine has ended; restart the server") from self.error
         if self._inputs is None:
-            raise EngineNotReady("the model is still being loaded; ask /readyz when it is done")
-        children = self._inputs.process(request)
+            raise EngineNotReady("the model is still being loaded")
+        inputs = self._inputs
+        children = [child for request in requests for child in inputs.process(request)]
         if any(child.request_id in self._outputs for child in children):
             raise InvalidRequest(
-                f"A request with the id {request.request_id!r} is running. Use another id, or none.", param="request_id"
+                f"A request with the id {requests[0].request_id!r} is running. Use another id, or none.",
+                param="request_id",
             )
-        stream = self._outputs.open(request, children)
+        stream = self._outputs.open(requests, children)
         for child in children:
             self._client.add(child)
         return stream

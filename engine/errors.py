@@ -21,6 +21,10 @@ class InvalidRequest(HeadraceError):
         self.code = code
 
 
+class EngineNotReady(HeadraceError):
+    """The model is still being loaded; nothing can be generated yet."""
+
+
 class EngineDead(HeadraceError):
     """The engine thread has ended; nothing will be generated any more."""
 

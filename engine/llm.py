@@ -75,7 +75,7 @@ class LLM:
             for number, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
         children = [self._inputs.process(request) for request in requests]
-        streams = [self._outputs.open(request, kids) for request, kids in zip(requests, children, strict=True)]
+        streams = [self._outputs.open([request], kids) for request, kids in zip(requests, children, strict=True)]
         try:
             for kids in children:
                 for child in kids:

@@ -26,18 +26,19 @@ from engine.observer import NullObserver, Observer
 class RequestStream:
     """The deltas of one request, all its choices together; iterate it from one task.
 
-    Iteration ends after the last choice has finished. It raises what the engine died of, if it did.
+    A request has `n` choices for each of its prompts, numbered prompt by prompt. Iteration ends after the last choice
+    has finished. It raises what the engine died of, if it did.
     """
 
-    def __init__(self, request: EngineCoreRequest, children: Sequence[EngineCoreRequest]) -> None:
-        self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_token_ids)
+    def __init__(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> None:
+        self.request_id = requests[0].request_id
+        self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.child_ids = [child.request_id for child in children]
-        self.arrival_time = request.arrival_time
+        self.arrival_time = requests[0].arrival_time
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.num_output_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
         self.num_unfinished = len(children)
         self.finish_reason: FinishReason | None = None  # of the choice that finished last
         self._pending: dict[int, RequestOutput] = {}
@@ -98,11 +99,12 @@ class OutputProcessor:
     def __contains__(self, child_id: str) -> bool:
         return child_id in self._choices
 
-    def open(self, request: EngineCoreRequest, children: Sequence[EngineCoreRequest]) -> RequestStream:
-        """Start listening for a request's children."""
-        stream = RequestStream(request, children)
+    def open(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> RequestStream:
+        """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
+        stream = RequestStream(requests, children)
+        n = len(children) // len(requests)
         for index, child in enumerate(children):
-            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary)
+            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary, leads=index % n == 0)
         return stream
 
     def close(self, stream: RequestStream) -> list[str]:
@@ -165,14 +167,20 @@ class _Choice:
         "_stops",
         "index",
         "last_token_time",
+        "leads",
         "num_output_tokens",
+        "num_prompt_tokens",
         "stream",
     )
 
-    def __init__(self, stream: RequestStream, index: int, child: EngineCoreRequest, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, stream: RequestStream, index: int, child: EngineCoreRequest, vocabulary: Vocabulary, *, leads: bool
+    ) -> None:
         sampling = child.sampling
         self.stream = stream
         self.index = index
+        self.leads = leads  # the first choice of its prompt; the others share that one's prefill
+        self.num_prompt_tokens = len(child.prompt_token_ids)
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
         self._decoder = vocabulary.decoder(skip_special_tokens=sampling.skip_special_tokens)
@@ -194,8 +202,9 @@ class _Choice:
 
         self.num_output_tokens += num_used
         stream.num_output_tokens += num_used
-        stream.num_cached_tokens = max(stream.num_cached_tokens, output.num_cached_tokens)
         if token_ids:
+            if self.last_token_time is None and self.leads:
+                stream.num_cached_tokens += output.num_cached_tokens
             self.last_token_time = timestamp
             if stream.first_token_time is None:
                 stream.first_token_time = timestamp
@@ -212,7 +221,7 @@ class _Choice:
                 logprobs=None if output.logprobs is None else output.logprobs[:num_used],
                 finish_reason=finish_reason,
                 stop_reason=output.stop_reason if stop_string is None else stop_string,
-                num_prompt_tokens=stream.num_prompt_tokens,
+                num_prompt_tokens=self.num_prompt_tokens,
                 num_cached_tokens=output.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
                 error=output.error,

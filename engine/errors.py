@@ -31,3 +31,15 @@ class EngineDead(HeadraceError):
 
 class RequestFailed(HeadraceError):
     """One request failed inside the engine (`FinishReason.ERROR`); others are unharmed."""
+
+
+class ConfigError(HeadraceError):
+    """A setting that cannot work with this model or on this machine; the operator must change it.
+
+    The message says what was given, what is allowed and a value that works.
+    """
+
+    def __init__(self, setting: str, value: object, *, allowed: str, hint: str) -> None:
+        super().__init__(f"{setting} is {value}: {allowed}. {hint}")
+        self.setting = setting
+        self.value = value

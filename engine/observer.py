@@ -19,19 +19,23 @@ class Observer(Protocol):
         ...
 
     def on_inter_token(self, seconds: float, count: int) -> None:
-        """`count` choices got a further token in this step, `seconds` after their last one, on average."""
+        """`count` choices got a further token in this step, each `seconds` after the one before."""
         ...
 
     def on_request_finished(
         self,
         reason: FinishReason,
+        *,
         prompt_tokens: int,
         output_tokens: int,
         cached_tokens: int,
         e2e_seconds: float,
-        queue_seconds: float,
+        queue_seconds: float | None,
     ) -> None:
-        """A request is gone, once per request whatever its n; the figures are those of its usage."""
+        """A request is gone, once per request whatever its n; the figures are those of its usage.
+
+        `queue_seconds` is None for a request that never ran.
+        """
         ...
 
 
@@ -47,9 +51,10 @@ class NullObserver:
     def on_request_finished(
         self,
         reason: FinishReason,
+        *,
         prompt_tokens: int,
         output_tokens: int,
         cached_tokens: int,
         e2e_seconds: float,
-        queue_seconds: float,
+        queue_seconds: float | None,
     ) -> None: ...

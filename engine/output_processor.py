@@ -8,6 +8,7 @@ lags costs memory for its text and for nothing else.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import anyio
@@ -49,14 +50,18 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        while not self._pending:
-            if self._error is not None:
-                raise self._error
-            if self.num_unfinished == 0:
-                raise StopAsyncIteration
+        await self.wait()
+        if self._pending:
+            return self._pending.pop(next(iter(self._pending)))
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    async def wait(self) -> None:
+        """Wait until there is something to read, or nothing more will come. Loses nothing when cancelled."""
+        while not self._pending and self._error is None and self.num_unfinished:
             self._arrived = anyio.Event()
             await self._arrived.wait()
-        return self._pending.pop(next(iter(self._pending)))
 
     def drain(self) -> list[RequestOutput]:
         """Everything pending, without waiting: one merged delta per choice."""
@@ -111,15 +116,14 @@ class OutputProcessor:
         """Stop listening. Returns the children that the engine still has to be told to drop, and books the request."""
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
         reason = stream.finish_reason if not unfinished and stream.finish_reason else FinishReason.ABORT
-        now = time.monotonic()
-        scheduled = stream.first_scheduled_time or now
+        scheduled = stream.first_scheduled_time
         self._observer.on_request_finished(
             reason,
-            stream.num_prompt_tokens,
-            stream.num_output_tokens,
-            stream.num_cached_tokens,
-            now - stream.arrival_time,
-            scheduled - stream.arrival_time,
+            prompt_tokens=stream.num_prompt_tokens,
+            output_tokens=stream.num_output_tokens,
+            cached_tokens=stream.num_cached_tokens,
+            e2e_seconds=time.monotonic() - stream.arrival_time,
+            queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
         )
         stream.finish_reason = reason
         return unfinished
@@ -130,7 +134,8 @@ class OutputProcessor:
         Children that are not listened for any more, because their client has left, are passed over.
         """
         stopped: list[str] = []
-        gaps: list[float] = []
+        # Choices that got their last token in the same step have the same gap, so there are few different ones.
+        gaps: Counter[float] = Counter()
         num_generated = 0
         for output in batch.outputs:
             choice = self._choices.get(output.request_id)
@@ -141,13 +146,13 @@ class OutputProcessor:
                 if choice.last_token_time is None:
                     self._observer.on_first_token(batch.timestamp - choice.stream.arrival_time)
                 else:
-                    gaps.append(batch.timestamp - choice.last_token_time)
+                    gaps[batch.timestamp - choice.last_token_time] += 1
             if choice.process(output, batch.timestamp):
                 del self._choices[output.request_id]
                 if output.finish_reason is None:
                     stopped.append(output.request_id)
-        if gaps:
-            self._observer.on_inter_token(sum(gaps) / len(gaps), len(gaps))
+        for seconds, count in gaps.items():
+            self._observer.on_inter_token(seconds, count)
         self._observer.on_step(batch.stats, num_generated)
         return stopped
 

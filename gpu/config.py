@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
 # The names a checkpoint may carry in `architectures`. gpu.weights refuses others before anything heavy is loaded; the
 # registry of gpu.models has one entry for each.
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -1,0 +1,33 @@
+"""Random weights from a configuration alone, for benchmarks: the speed of a model without its download."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpu.config import ModelConfig
+from gpu.weights.tensors import tensor_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+_STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
+
+
+def dummy_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the model in `config.torch_dtype`: norm weights are 1, all else is N(0, 0.02).
+
+    Each tensor has its own generator, seeded by its name, so that its values depend neither on the order in which
+    tensors are drawn nor on which ranks draw them.
+    """
+    import torch
+
+    dtype = getattr(torch, config.torch_dtype)
+    for name, shape in tensor_shapes(config).items():
+        if name.endswith("norm.weight"):
+            yield name, torch.ones(shape, dtype=dtype)
+            continue
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+        generator = torch.Generator().manual_seed(seed)
+        yield name, torch.empty(shape, dtype=dtype).normal_(0.0, _STANDARD_DEVIATION, generator=generator)

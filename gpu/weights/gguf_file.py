@@ -1,0 +1,244 @@
+"""The GGUF container: metadata and tensors of one mapped file. Imported by the other `gguf_*` modules only. Torch-free.
+
+Layout (github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic "GGUF", version u32, tensor count u64,
+pair count u64; the pairs (key, type u32, value); the tensor infos (name, dimensions, type u32, offset u64); padding to
+`general.alignment`; tensor data. Strings are a u64 length and UTF-8.
+
+The header is read here and not by `gguf.GGUFReader`, because that wraps every element of every array in numpy objects:
+2.4 s for the 98,000 strings of SmolLM2's vocabulary, 0.05 s here. Dequantization is the `gguf` library's. Every length
+in the file is checked against what is left of it, so a damaged file ends in a `ModelError`, not in garbage.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+
+from gpu.weights.errors import ModelError
+
+T = TypeVar("T", str, int, float, bool, list)
+
+SUPPORTED_TENSOR_TYPES = tuple(
+    GGMLQuantizationType[name]
+    for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+)
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)  # 1 had 32-bit counts and was short-lived
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+_TENSOR_TYPES = {tensor_type.value: tensor_type for tensor_type in GGMLQuantizationType}
+_VALUE_TYPES = {value_type.value: value_type for value_type in GGUFValueType}
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where a tensor lies and what it is."""
+
+    name: str
+    shape: tuple[int, ...]  # outermost dimension first, as in torch; the file has it the other way round
+    type: GGMLQuantizationType
+    offset: int  # from the start of the file, bytes
+    nbytes: int
+
+
+class GGUFFile:
+    """An opened GGUF file. Immutable; the file stays mapped as long as this object lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Read metadata and tensor infos. Raises `ModelError` if the file is not GGUF, damaged or unsupported."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            raise ModelError(f"{path} cannot be read: {error}.") from error
+        header = _Header(path, self._map)
+        self.metadata: dict[str, Any] = header.metadata
+        self.tensors: dict[str, GGUFTensor] = {tensor.name: tensor for tensor in header.tensors}
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The metadata value of `key`, or `default` if it is absent. Raises `ModelError` if it is not a `kind`."""
+        value = self.metadata.get(key)
+        if value is None:
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ModelError(f"{self.path.name}: metadata {key} must be of type {kind.__name__}, got {value!r:.60}.")
+        return value
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """As `get`, but raises `ModelError` if the key is absent."""
+        value = self.get(key, kind)
+        if value is None:
+            raise ModelError(f"{self.path.name}: metadata {key} is missing. Convert the model anew.")
+        return value
+
+    def packed(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor as they are in the file: [..., bytes of a row], quantization blocks and all.
+
+        A view of the mapped file, read-only.
+        """
+        tensor = self.tensors[name]
+        data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        return data.reshape(*tensor.shape[:-1], -1)
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor, dequantized: float32, [shape of the tensor], its own memory."""
+        values = dequantize(self.packed(name), self.tensors[name].type)
+        return values if values.flags.writeable else values.copy()
+
+
+class _Header:
+    """Parses metadata and tensor infos, front to back."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self._path = path
+        self._buffer = buffer
+        self._end = len(buffer)
+        self._position = 0
+
+        if buffer[: len(_MAGIC)] != _MAGIC:
+            self._fail(f"it begins with {bytes(buffer[:4])!r} where a GGUF file begins with {_MAGIC!r}")
+        self._position = len(_MAGIC)
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            self._fail(f"GGUF version {version} (as little-endian) is not supported; supported are 2 and 3")
+        tensor_count, pair_count = self._scalar("Q"), self._scalar("Q")
+
+        self.metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._string()
+            if key in self.metadata:
+                self._fail(f"metadata {key} occurs twice")
+            self.metadata[key] = self._value(key)
+
+        infos = [self._tensor_info() for _ in range(tensor_count)]
+        self.tensors = self._placed(infos)
+
+    def _placed(self, infos: list[tuple[str, tuple[int, ...], int, int]]) -> list[GGUFTensor]:
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment <= 0 or alignment % 8 != 0:
+            self._fail(f"general.alignment must be a multiple of 8, got {alignment!r}")
+        start = -(-self._position // alignment) * alignment
+
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, type_id, offset in infos:
+            if name in tensors:
+                self._fail(f"tensor {name} occurs twice")
+            tensor_type = self._tensor_type(name, type_id)
+            block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
+            if shape[-1] % block_elements != 0:
+                self._fail(
+                    f"tensor {name} has rows of {shape[-1]} elements, which is no multiple of the "
+                    f"{block_elements} of a {tensor_type.name} block"
+                )
+            nbytes = math.prod(shape) // block_elements * block_bytes
+            if offset % alignment != 0 or start + offset + nbytes > self._end:
+                self._fail(
+                    f"tensor {name} would end at byte {start + offset + nbytes:,} of a file of {self._end:,} bytes; "
+                    f"the download may be incomplete"
+                )
+            tensors[name] = GGUFTensor(name, shape, tensor_type, start + offset, nbytes)
+        return list(tensors.values())
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        dimensions = self._scalar("I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            self._fail(f"tensor {name} has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
+        shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            self._fail(f"tensor {name} has the shape {list(shape)}")
+        return name, shape, self._scalar("I"), self._scalar("Q")
+
+    def _tensor_type(self, name: str, type_id: int) -> GGMLQuantizationType:
+        tensor_type = _TENSOR_TYPES.get(type_id)
+        if tensor_type not in SUPPORTED_TENSOR_TYPES:
+            named = f"number {type_id}" if tensor_type is None else tensor_type.name
+            supported = ", ".join(supported.name for supported in SUPPORTED_TENSOR_TYPES)
+            self._fail(
+                f"tensor {name} has the type {named}; supported are {supported}. "
+                f"Fetch the model in another quantization, such as Q8_0 or Q4_K_M"
+            )
+        return tensor_type
+
+    def _value(self, key: str) -> Any:
+        kind = self._value_type(key)
+        if kind is GGUFValueType.STRING:
+            return self._string()
+        if kind is not GGUFValueType.ARRAY:
+            return self._scalar(_SCALARS[kind])
+        kind, count = self._value_type(key), self._scalar("Q")
+        if kind is GGUFValueType.ARRAY:
+            self._fail(f"metadata {key} is an array of arrays, which is not supported")
+        if kind is GGUFValueType.STRING:
+            return self._strings(count)
+        code = _SCALARS[kind]
+        start = self._advance(count * struct.calcsize(f"<{code}"))
+        return np.frombuffer(self._buffer, np.dtype(code).newbyteorder("<"), count, start).tolist()
+
+    def _value_type(self, key: str) -> GGUFValueType:
+        number = self._scalar("I")
+        if number not in _VALUE_TYPES:
+            self._fail(f"metadata {key} has the unknown type {number}")
+        return _VALUE_TYPES[number]
+
+    def _scalar(self, code: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        return struct.unpack_from(f"<{code}", self._buffer, self._advance(size))[0]
+
+    def _string(self) -> str:
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        # The one hot loop: a vocabulary and its merges are some 100,000 to 400,000 strings.
+        buffer, position, end = self._buffer, self._position, self._end
+        if count * 8 > end - position:
+            self._fail(f"it claims {count:,} strings at byte {position:,} and ends before them")
+        length_at = struct.Struct("<Q").unpack_from
+        strings = []
+        for _ in range(count):
+            start = position + 8
+            if start > end or (position := start + length_at(buffer, start - 8)[0]) > end:
+                self._fail(f"a string at byte {start - 8:,} runs past its end")
+            try:
+                strings.append(buffer[start:position].decode())
+            except UnicodeDecodeError:
+                self._fail(f"the string at byte {start:,} is not UTF-8")
+        self._position = position
+        return strings
+
+    def _advance(self, size: int) -> int:
+        """Step over `size` bytes and return where they begin."""
+        start = self._position
+        if start + size > self._end:
+            self._fail(f"it ends at byte {self._end:,}, inside its header")
+        self._position = start + size
+        return start
+
+    def _fail(self, what: str) -> NoReturn:
+        raise ModelError(f"{self._path} is not a GGUF file that can be read: {what}.")

@@ -1,0 +1,92 @@
+"""A GGUF file as a `ModelFiles`: names, row order and numbers as in the Hugging Face checkpoint it was made from.
+
+Torch-free until a weight is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.config import ModelConfig
+from gpu.weights.gguf_config import config_from_gguf
+from gpu.weights.gguf_file import GGUFFile
+from gpu.weights.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
+from gpu.weights.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_IN_THE_CONFIG = "rope_freqs.weight"  # a tensor that gguf_config reads
+
+
+def open_gguf(path: Path, *, name: str) -> ModelFiles:
+    """Open a GGUF file. Raises `ModelError` if it is damaged or holds what cannot be run."""
+    file = GGUFFile(path)
+    config = config_from_gguf(file)
+    return ModelFiles(
+        name=name,
+        config=config,
+        chat_template=file.get("tokenizer.chat_template", str),
+        special_tokens=special_tokens_from_gguf(file),
+        load_tokenizer=partial(tokenizer_from_gguf, file),
+        read_weights=partial(_read_weights, file, config),
+    )
+
+
+def hf_tensor_name(gguf_name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. A name that is not known comes back as it is."""
+    stem, _, kind = gguf_name.rpartition(".")
+    prefix = ""
+    if stem.startswith("blk."):
+        _, layer, stem = stem.split(".", 2)
+        prefix = f"model.layers.{layer}."
+    return f"{prefix}{_NAMES[stem]}.{kind}" if stem in _NAMES else gguf_name
+
+
+def unpermute_rows(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+    """Undo the row order that GGUF files keep q and k of Llama models in.
+
+    [num_heads * head_dim, ...] -> the same shape.
+    Hugging Face's RoPE turns element i of a head with element i + head_dim / 2; ggml's turns neighbours, so the
+    converter interleaves the two halves of each head. (Qwen's RoPE is of the first kind in both, and is left alone.)
+    """
+    head_dim = rows.shape[0] // num_heads
+    return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    permuted_heads: dict[str, int] = {}
+    if config.architecture == "LlamaForCausalLM":
+        permuted_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name in file.tensors:
+        if name == _IN_THE_CONFIG:
+            continue
+        values = file.read(name)
+        num_heads = permuted_heads.get(name.split(".")[-2])
+        if num_heads is not None and values.shape[0] % (2 * num_heads) == 0:  # else its shape is about to be refused
+            values = unpermute_rows(values, num_heads)
+        yield hf_tensor_name(name), torch.from_numpy(np.ascontiguousarray(values))

@@ -1,0 +1,154 @@
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file. Torch-free.
+
+Only byte-level BPE (`tokenizer.ggml.model` = "gpt2"), which is what all supported architectures use but the first
+Llamas and Mistrals. GGUF keeps vocabulary, merges and token types, but of the pre-tokenizer only a name: the patterns
+behind the names are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gguf.constants import TokenType
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from gpu.weights.errors import ModelError
+from gpu.weights.gguf_file import GGUFFile
+
+# The name that templates know a token by, and where GGUF keeps its id.
+_SPECIAL_TOKEN_KEYS = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+    """The tokenizer of the model in `file`. Raises `ModelError` if it is damaged or of a kind that is not supported."""
+    kind = file.require("tokenizer.ggml.model", str)
+    if kind != "gpt2":
+        raise ModelError(
+            f"{file.path.name} has a tokenizer of the kind {kind!r}; supported in GGUF files is 'gpt2' (byte-level "
+            f"BPE). Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
+        )
+    pre_name = file.get("tokenizer.ggml.pre", str, "default") or "default"
+    if pre_name not in _PRE_TOKENIZERS:
+        raise ModelError(
+            f"{file.path.name} has the pre-tokenizer {pre_name!r}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            f"Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
+        )
+    pre = _PRE_TOKENIZERS[pre_name]
+    tokens = _tokens(file)
+    merges = file.require("tokenizer.ggml.merges", list)
+    try:
+        model = models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in merges],  # byte-level tokens spell a space as Ġ
+            ignore_merges=pre.ignore_merges,
+        )
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"{file.path.name}: the merges do not fit the vocabulary: {error}.") from error
+
+    tokenizer = Tokenizer(model)
+    if pre.normalizer is not None:
+        tokenizer.normalizer = pre.normalizer()
+    tokenizer.pre_tokenizer = pre.build()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(_added_tokens(file, tokens))
+    if file.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos):
+        bos = file.require("tokenizer.ggml.bos_token_id", int)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=["[BOS]", "$A"],
+            pair=["[BOS]", "$A", "[BOS]:1", "$B:1"],
+            special_tokens=[{"id": "[BOS]", "ids": [bos], "tokens": [_token_text(file, tokens, bos)]}],
+        )
+    return tokenizer
+
+
+def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
+    """The texts of the special tokens that chat templates refer to, such as {"eos_token": "<|im_end|>"}."""
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        return {}
+    tokens = file.require("tokenizer.ggml.tokens", list)
+    ids = {name: file.get(key, int) for name, key in _SPECIAL_TOKEN_KEYS.items()}
+    return {name: _token_text(file, tokens, index) for name, index in ids.items() if index is not None}
+
+
+def _tokens(file: GGUFFile) -> list[str]:
+    tokens = file.require("tokenizer.ggml.tokens", list)
+    if len(set(tokens)) != len(tokens):
+        raise ModelError(f"{file.path.name}: tokenizer.ggml.tokens holds a token twice. Convert the model anew.")
+    return tokens
+
+
+def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
+    if not 0 <= index < len(tokens):
+        raise ModelError(
+            f"{file.path.name}: a special token has the id {index}; the vocabulary has {len(tokens)} tokens."
+        )
+    return tokens[index]
+
+
+def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
+    """The tokens that are found in text as a whole, before it is split: control tokens, and what users defined."""
+    types = file.require("tokenizer.ggml.token_type", list)
+    if len(types) != len(tokens):
+        raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
+    return [
+        AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PreTokenizer:
+    """How a family of models cuts text before the merges, and what goes with it in the family's tokenizer.json."""
+
+    build: Callable[[], pre_tokenizers.PreTokenizer]
+    ignore_merges: bool = False  # a word that is in the vocabulary is taken as it is
+    add_bos: bool = False  # where the metadata does not say
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    # Digits are cut off first, so that two spaces before a digit are one word; GPT-2's pattern alone splits them.
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split_by(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        rf"|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    )
+
+    def build() -> pre_tokenizers.PreTokenizer:
+        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    return build
+
+
+_GPT2 = _PreTokenizer(build=_gpt2)
+_LLAMA3 = _PreTokenizer(build=_split_by(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer(build=_split_by(r"\p{N}"), normalizer=normalizers.NFC)
+
+# By `tokenizer.ggml.pre`.
+_PRE_TOKENIZERS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _PreTokenizer(build=_smollm),
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+}

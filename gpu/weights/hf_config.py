@@ -1,0 +1,186 @@
+"""What a Hugging Face config.json says about the model's shape. Torch-free.
+
+Both spellings are read: `rope_theta`, `rope_scaling` and `torch_dtype`, and what transformers 5 writes instead,
+`rope_parameters` and `dtype`. What would change the numbers and is not implemented is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.weights.errors import ModelError
+
+T = TypeVar("T", int, float)
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_QWEN3_HEAD_DIM = 128  # what transformers assumes where a Qwen3 config.json is silent
+# Keys that change the computation, with the only values that are implemented.
+_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+
+
+def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
+    """The `ModelConfig` of a parsed config.json.
+
+    `eos_token_ids` are those that the model's other files name; they come before config.json's own. `source` names
+    the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
+    """
+    fields = _Fields(values, source)
+    architecture = _architecture(values, source)
+    for key, allowed in _ONLY_VALUES.items():
+        if values.get(key) not in allowed:
+            raise ModelError(
+                f"{source}: {key}={values[key]!r:.80} in config.json is not supported; it must be {allowed[0]!r}."
+            )
+    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+    if values.get("attention_bias") and not qwen2:
+        raise ModelError(
+            f"{source}: attention_bias=true in config.json is not supported for {architecture}: it adds a bias to the "
+            f"output projection too. Qwen2's biases are supported."
+        )
+
+    hidden_size = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden_size // max(heads, 1))
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    num_layers = fields.integer("num_hidden_layers")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=_Fields(rope, source).number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope, source),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        attention_bias=qwen2,
+        qk_norm=qwen3,
+        sliding_window=_sliding_window(values, architecture, num_layers, source),
+        torch_dtype=_dtype(values, source),
+        eos_token_ids=tuple(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
+        bos_token_id=next(iter(token_ids(values.get("bos_token_id"))), None),
+    )
+    check_config(config, source=source)
+    return config
+
+
+def check_config(config: ModelConfig, *, source: str) -> None:
+    """Raise `ModelError` if the numbers cannot be those of a model."""
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    ):  # fmt: skip
+        if not getattr(config, name) > 0:
+            raise ModelError(f"{source}: {name} must be positive, got {getattr(config, name)}.")
+    if config.num_attention_heads % config.num_key_value_heads != 0:
+        raise ModelError(
+            f"{source}: num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
+            f"({config.num_key_value_heads})."
+        )
+    if config.head_dim % 2 != 0:
+        raise ModelError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}.")
+    if any(not 0 <= token < config.vocab_size for token in config.eos_token_ids):
+        raise ModelError(
+            f"{source}: the EOS token ids {list(config.eos_token_ids)} must be below vocab_size ({config.vocab_size})."
+        )
+
+
+def token_ids(value: Any) -> list[int]:
+    """A token id field as a list: files hold one id, a list of them or null."""
+    listed = value if isinstance(value, list) else [value]
+    return [token for token in listed if type(token) is int]
+
+
+class _Fields:
+    """Typed access to parsed JSON; every error names the field."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return self._field(name, int, "an integer", default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._values.get(name)
+        return float(value) if type(value) is int else self._field(name, float, "a number", default)
+
+    def _field(self, name: str, kind: type[T], named: str, default: T | None) -> T:
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not kind:
+            raise ModelError(f"{self._source}: {name} in config.json must be {named}, got {value!r:.80}.")
+        return value
+
+
+def _architecture(values: Mapping[str, Any], source: str) -> str:
+    named = values.get("architectures")
+    for architecture in named if isinstance(named, list) else []:
+        if architecture in SUPPORTED_ARCHITECTURES:
+            return str(architecture)
+    raise ModelError(
+        f"{source} is of architecture {named!r:.200}, which is not supported; supported are "
+        f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+    )
+
+
+def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
+    fields = _Fields(rope, source)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(rope_type="linear", factor=fields.number("factor"))
+    if kind == "llama3":
+        return RopeScaling(
+            rope_type="llama3",
+            factor=fields.number("factor"),
+            low_freq_factor=fields.number("low_freq_factor"),
+            high_freq_factor=fields.number("high_freq_factor"),
+            original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
+        )
+    raise ModelError(
+        f"{source}: RoPE scaling {kind!r} is not supported; supported are llama3 and linear. Taking it out of "
+        f"config.json gives the model its original context."
+    )
+
+
+def _sliding_window(values: Mapping[str, Any], architecture: str, num_layers: int, source: str) -> int | None:
+    """The window of all layers. Qwen switches windows on by `use_sliding_window`, from layer `max_window_layers` on."""
+    window = values.get("sliding_window")
+    switched_on = values.get("use_sliding_window", architecture == "MistralForCausalLM")
+    if window is None or not switched_on:
+        return None
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list):
+        sliding = kinds.count("sliding_attention")
+    else:
+        sliding = num_layers - min(_Fields(values, source).integer("max_window_layers", 0), num_layers)
+    if sliding == 0:
+        return None
+    if sliding < num_layers:
+        raise ModelError(
+            f"{source}: a sliding window in {sliding} of {num_layers} layers is not supported; it must be all or none."
+        )
+    return _Fields(values, source).integer("sliding_window")
+
+
+def _dtype(values: Mapping[str, Any], source: str) -> str:
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in _DTYPES:
+        raise ModelError(
+            f"{source}: dtype {dtype!r:.80} in config.json is not supported; supported are {', '.join(_DTYPES)}."
+        )
+    return str(dtype)

@@ -1,0 +1,69 @@
+"""From what the operator typed to an opened model."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from gpu.weights.dummy import dummy_weights
+from gpu.weights.embedded import EMBEDDED_MODEL, default_cache_dir, fetch_embedded_model
+from gpu.weights.errors import ModelError
+from gpu.weights.gguf_model import open_gguf
+from gpu.weights.hf_directory import open_hf_directory
+from gpu.weights.hub import fetch_from_hub
+from gpu.weights.model_files import ModelFiles
+from gpu.weights.progress import Progress, no_progress
+
+LOAD_FORMATS = ("auto", "dummy")
+
+_EMBEDDED_NAMES = (EMBEDDED_MODEL, "embedded")
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_WHAT_WORKS = (
+    f"A model is one of: {EMBEDDED_MODEL!r} (embedded, fetched once); a .gguf file; a directory with config.json, "
+    "*.safetensors and tokenizer.json; a Hugging Face repository as 'org/name' or 'org/name@revision', "
+    "for example 'Qwen/Qwen3-0.6B'."
+)
+
+
+def open_model(
+    model: str,
+    *,
+    cache_dir: Path | None = None,
+    load_format: str = "auto",
+    progress: Progress | None = None,
+) -> ModelFiles:
+    """Find `model`, fetching it if need be, and read all of it but the weights. Blocks; call it off the event loop.
+
+    `model` is the embedded model's alias, a .gguf file, a Hugging Face directory, or a hub repository id with an
+    optional "@revision"; what exists on disk wins over the hub. `cache_dir` is where the embedded model is kept
+    (`default_cache_dir()` if None); hub downloads go to Hugging Face's own cache (HF_HOME), which other tools share.
+    `load_format` "dummy" puts random weights in place of the file's, which need not exist.
+
+    Raises `ModelError` if the model cannot be found, fetched, read or run.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
+    random_weights = load_format == "dummy"
+    progress = progress or no_progress
+    files = _open(model, cache_dir or default_cache_dir(), with_weights=not random_weights, progress=progress)
+    if random_weights:
+        files = replace(files, read_weights=partial(dummy_weights, files.config))
+    return replace(files, progress=progress)
+
+
+def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:
+    if model in _EMBEDDED_NAMES:
+        return open_gguf(fetch_embedded_model(cache_dir, progress), name=EMBEDDED_MODEL)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_hf_directory(path, name=path.resolve().name, with_weights=with_weights)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return open_gguf(path, name=path.stem)
+    if path.exists():
+        raise ModelError(f"{model!r} is neither a directory nor a .gguf file. {_WHAT_WORKS}")
+    if path.suffix.lower() != ".gguf" and (hub_id := _HUB_ID.fullmatch(model)):
+        directory = fetch_from_hub(hub_id["repo"], hub_id["revision"], with_weights=with_weights, progress=progress)
+        return open_hf_directory(directory, name=hub_id["repo"], with_weights=with_weights)
+    raise ModelError(f"There is no model {model!r}. {_WHAT_WORKS}")

@@ -1,0 +1,91 @@
+"""Which tensors a model consists of, under their Hugging Face names; and the check that a file holds just these.
+
+Imported by every reader of this package. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gpu.config import ModelConfig
+from gpu.weights.errors import ModelError
+from gpu.weights.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    import torch
+
+# Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
+_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every weight of a model, linear weights as [out_features, in_features]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.attention_bias:
+        layer["self_attn.q_proj.bias"] = (q_size,)
+        layer["self_attn.k_proj.bias"] = (kv_size,)
+        layer["self_attn.v_proj.bias"] = (kv_size,)
+    if config.qk_norm:
+        layer["self_attn.q_norm.weight"] = (config.head_dim,)
+        layer["self_attn.k_norm.weight"] = (config.head_dim,)
+
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for index in range(config.num_hidden_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def checked_weights(
+    weights: Iterator[tuple[str, torch.Tensor]],
+    config: ModelConfig,
+    *,
+    source: str,
+    progress: Progress = no_progress,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on the weights that `config` calls for, each exactly once and in its shape; raise `ModelError` otherwise.
+
+    A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
+    """
+    missing = tensor_shapes(config)
+    total = len(missing)
+    for name, tensor in weights:
+        if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        if name not in missing:
+            raise ModelError(
+                f"{source}: tensor {name} is repeated or has no place in a {config.architecture} of "
+                f"{config.num_hidden_layers} layers (attention_bias={config.attention_bias}, qk_norm={config.qk_norm})."
+            )
+        expected = missing.pop(name)
+        if tuple(tensor.shape) != expected:
+            raise ModelError(
+                f"{source}: tensor {name} has the shape {list(tensor.shape)}; the configuration makes it "
+                f"{list(expected)}. The weights and the configuration are of different models."
+            )
+        yield name, tensor
+        progress("Loading weights", total - len(missing), total)
+    if missing:
+        named = ", ".join(list(missing)[:3])
+        raise ModelError(
+            f"{source}: {len(missing)} of {total} tensors are missing, among them {named}. "
+            f"Fetch the model's files anew."
+        )

@@ -1,0 +1,254 @@
+"""Paged attention in plain torch: the reference for every kernel, and what serves where no kernel does.
+
+Imported by whoever builds the model. Keys and values are gathered through the block table into contiguous memory and
+handed to torch's own scaled-dot-product attention; queries of one KV head share its keys without repeating them.
+
+What is promised:
+
+- Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, NaN
+  included: masking alone would not do, because 0 * NaN is NaN.
+- A request's result does not depend on the others in the batch, but for the last bits of a float: padding adds exact
+  zeros, yet may change the order of a sum.
+- Memory beyond the cache is bounded by the tokens that one decode group or one chunk can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from gpu.attention import AttentionMetadata
+
+# Decodes of unequal length share one call as long as padding adds no more than a quarter to what is gathered, or no
+# more than one call costs by itself: about as much as 256 tokens of a small model on a CPU.
+FREE_PADDING = 256
+PADDING_SHARE = 0.25
+
+# Queries of a chunk per call. A call computes every key that its last query sees, so large tiles waste work above the
+# diagonal and small ones split the product; 256 was best or near it for chunks of 512 at contexts of 512 and 2048.
+TILE = 256
+
+
+class TorchAttention:
+    """An `AttentionBackend`. One layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first.
+
+    `sliding_window` is how many tokens a query sees, itself included; None is all. `scale` multiplies the scores,
+    1 / sqrt(head_dim) by default.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        sliding_window: int | None = None,
+        scale: float | None = None,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+        self.scale = head_dim**-0.5 if scale is None else scale
+        # What the layers of one step share, and the metadata it was made from (held, so that its id stays its own).
+        self._plan: tuple[AttentionMetadata, _Plan] | None = None
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        shape = (num_blocks, self.block_size, 2, self.num_kv_heads, self.head_dim)
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        plan = self._plan_for(metadata, query.dtype)
+        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+        slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
+        slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
+        output = query.new_empty(query.shape)
+        for group in plan.decodes:
+            self._decode(query, slots, group, output)
+        for chunk in plan.chunks:
+            self._prefill(query, slots, chunk, output)
+        return output
+
+    def _decode(self, query: torch.Tensor, slots: torch.Tensor, group: _DecodeGroup, output: torch.Tensor) -> None:
+        """One query each of B requests, padded to L keys. The queries of a KV head are the rows of one product."""
+        batch = group.rows.shape[0]
+        kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
+        key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
+        rows = query.index_select(0, group.rows).unflatten(1, (self.num_kv_heads, self.group_size))
+        attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=self.scale)
+        output.index_copy_(0, group.rows, attended.flatten(1, 2))
+
+    def _prefill(self, query: torch.Tensor, slots: torch.Tensor, chunk: _Chunk, output: torch.Tensor) -> None:
+        """All queries of one request, tile by tile. KV heads take the batch dimension, and the queries' heads over one
+        of them read its keys through a stride of zero."""
+        kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
+        key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
+        heads = (self.num_kv_heads, self.group_size)
+        for tile in chunk.tiles:
+            attended = F.scaled_dot_product_attention(
+                query[tile.rows].unflatten(1, heads).permute(1, 2, 0, 3),  # [kv_heads, group_size, rows, head_dim]
+                key[:, :, tile.keys],
+                value[:, :, tile.keys],
+                attn_mask=tile.mask,
+                scale=self.scale,
+            )
+            output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
+
+    def _plan_for(self, metadata: AttentionMetadata, dtype: torch.dtype) -> _Plan:
+        if self._plan is None or self._plan[0] is not metadata:
+            self._plan = metadata, _make_plan(metadata, self.block_size, self.sliding_window, dtype)
+        return self._plan[1]
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """B requests of similar length with one query each."""
+
+    rows: torch.Tensor  # int64 [B], which tokens of the step
+    slots: torch.Tensor  # int64 [B * L], each request's keys; padding repeats its last one, which is finite
+    mask: torch.Tensor | None  # [B, 1, 1, L], 0 or -inf; None where nothing is padded
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some queries of a chunk, and what they see."""
+
+    rows: slice  # of the step's tokens
+    keys: slice  # of the chunk's slots
+    mask: torch.Tensor  # [rows, keys], 0 or -inf
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The queries of one request."""
+
+    slots: torch.Tensor  # int64 [L], every key that any of them sees
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to gather and what to mask: the same for all layers of a step."""
+
+    decodes: list[_DecodeGroup]
+    chunks: list[_Chunk]
+
+
+def _make_plan(metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype) -> _Plan:
+    groups = group_by_length(
+        [
+            seq_len if window is None else min(seq_len, window)
+            for seq_len in metadata.seq_lens_list[: metadata.num_decodes]
+        ]
+    )
+    return _Plan(
+        decodes=[_plan_decodes(metadata, group, block_size, window, dtype) for group in groups],
+        chunks=list(_plan_chunks(metadata, block_size, window, dtype)),
+    )
+
+
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Split requests, given by the number of keys they read, into groups that are padded to their longest member.
+
+    Returns lists of indices that cover all of them once. Within a group padding stays within PADDING_SHARE of the keys
+    that are needed, or within FREE_PADDING.
+    """
+    groups: list[list[int]] = []
+    longest = padding = needed = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if not groups or padding + longest - length > max(FREE_PADDING, PADDING_SHARE * (needed + length)):
+            groups.append([])
+            longest, padding, needed = length, 0, 0
+        groups[-1].append(index)
+        padding += longest - length
+        needed += length
+    return groups
+
+
+def _plan_decodes(
+    metadata: AttentionMetadata, group: list[int], block_size: int, window: int | None, dtype: torch.dtype
+) -> _DecodeGroup:
+    device = metadata.block_table.device
+    ends = [metadata.seq_lens_list[i] for i in group]
+    starts = [0 if window is None else max(0, end - window) for end in ends]
+    longest = max(end - start for end, start in zip(ends, starts, strict=True))
+    rows = torch.tensor(group, device=device)
+    first = torch.tensor(starts, device=device).unsqueeze(1)
+    last = torch.tensor(ends, device=device).unsqueeze(1) - 1
+    positions = first + torch.arange(longest, device=device)  # [B, L]
+    mask = None
+    if longest * len(group) > sum(ends) - sum(starts):
+        mask = torch.zeros(positions.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(positions > last, float("-inf"))[:, None, None]
+    slots = _slots(metadata.block_table.index_select(0, rows), torch.minimum(positions, last), block_size)
+    return _DecodeGroup(rows, slots.flatten(), mask)
+
+
+def _plan_chunks(
+    metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype
+) -> Iterator[_Chunk]:
+    requests = range(metadata.num_decodes, len(metadata.query_lens_list))
+    if not requests:
+        return
+    device = metadata.block_table.device
+    reach = max(metadata.seq_lens_list[i] for i in requests)
+    if window is not None:
+        reach = min(reach, window)
+    band = _causal_band(reach, window, dtype, device)
+    row = metadata.num_decodes
+    for i in requests:
+        query_len, seq_len = metadata.query_lens_list[i], metadata.seq_lens_list[i]
+        if query_len == 0:
+            continue
+        computed = seq_len - query_len
+        first = 0 if window is None else max(0, computed + 1 - window)
+        positions = torch.arange(first, seq_len, device=device).unsqueeze(0)
+        slots = _slots(metadata.block_table[i : i + 1], positions, block_size)[0]
+        tiles = []
+        for start in range(0, query_len, TILE):
+            stop = min(start + TILE, query_len)
+            oldest = 0 if window is None else max(0, computed + start + 1 - window)
+            behind = computed + start - oldest  # tokens before the tile that its first query sees
+            tiles.append(
+                _Tile(
+                    rows=slice(row + start, row + stop),
+                    keys=slice(oldest - first, computed + stop - first),
+                    mask=band[: stop - start, reach - behind : reach + stop - start],
+                )
+            )
+        yield _Chunk(slots, tiles)
+        row += query_len
+
+
+def _causal_band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The mask of every tile, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 columns before it.
+
+    A causal mask depends only on how far a key lies behind its query, so the mask of a tile that follows n tokens is
+    the part of this one from column reach - n on. One tensor serves all chunks of a step.
+    """
+    query = torch.arange(TILE, device=device).unsqueeze(1) + reach
+    key = torch.arange(reach + TILE, device=device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def _slots(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The cache slots of token positions: int32 [B, max_blocks] and int64 [B, L] -> int64 [B, L]"""
+    blocks = block_table.gather(1, positions // block_size).long()
+    return blocks * block_size + positions % block_size

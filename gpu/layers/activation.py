@@ -1,0 +1,12 @@
+"""The gated activation of Llama's feed-forward network. Imported by gpu.models."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU without its matrices (Shazeer, arXiv:2002.05202): [T, 2 * n], gate first -> silu(gate) * up, [T, n]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

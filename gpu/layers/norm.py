@@ -1,0 +1,67 @@
+"""Root-mean-square normalization (Zhang and Sennrich, arXiv:1910.07467). Imported by gpu.models.
+
+Statistics are taken in float32 whatever the dtype of the input, as Hugging Face does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpu.layers.weights import WeightSlot, empty_parameter, sibling
+
+
+class RMSNorm(nn.Module):
+    """Normalizes the residual stream, and first adds to it what the last sublayer contributed."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+
+    def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
+        if delta is not None:
+            residual.add_(delta)
+        return F.rms_norm(residual, self.shape, self.weight, self.eps)
+
+    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        yield f"{path}.weight", WeightSlot.into(self.weight)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm over each query and key head (Qwen3): one weight for all query heads, one for all key heads.
+
+    Queries and keys lie side by side in the merged projection, so one call takes both.
+    """
+
+    head_index: torch.Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.shape = (head_dim,)
+        self.eps = eps
+        self.weight = empty_parameter(2, head_dim, dtype=dtype, device=device)  # of the queries, of the keys
+        rows = [0] * num_heads + [1] * num_kv_heads
+        self.register_buffer("head_index", torch.tensor(rows, device=device), persistent=False)
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        """[T, num_heads + num_kv_heads, head_dim], queries first -> the same, normalized and contiguous"""
+        return F.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight.index_select(0, self.head_index))
+
+    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        yield sibling(path, "q_norm.weight"), WeightSlot.into(self.weight[0])
+        yield sibling(path, "k_norm.weight"), WeightSlot.into(self.weight[1])

@@ -1,0 +1,47 @@
+"""The way of a checkpoint tensor into a layer. Implemented by the layers, walked by gpu.models.loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """The place of one checkpoint tensor: the shape it must have, and how it is taken in.
+
+    `load` copies and converts dtype and device; it keeps no reference to the tensor. A layer that packs its weights
+    does so in its own `load`.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[torch.Tensor], object]
+
+    @staticmethod
+    def into(target: torch.Tensor) -> WeightSlot:
+        """The slot of a tensor that is kept as it comes, in `target`: a parameter, or rows of a merged one."""
+        return WeightSlot(tuple(target.shape), target.copy_)
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A layer that takes tensors from a checkpoint."""
+
+    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint names of everything this layer holds. `path` is where it is in the model, such as
+        ``"model.layers.0.self_attn.qkv_proj"``; a merged layer replaces the last part of it."""
+        ...
+
+
+def sibling(path: str, name: str) -> str:
+    """`path` with its last part replaced by `name`."""
+    parent, dot, _ = path.rpartition(".")
+    return parent + dot + name
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Parameter:
+    """An uninitialized weight: whatever loads the model writes all of it, so no time goes into random values."""
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

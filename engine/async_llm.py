@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from engine.channel import OutboxMessage
 from engine.client import EngineClient
 from engine.detokenizer import Vocabulary
-from engine.errors import EngineDead, EngineNotReady, InvalidRequest
+from engine.errors import EngineDead, EngineNotReady
 from engine.input_processor import InputProcessor
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
 from engine.observer import Observer
@@ -48,7 +48,8 @@ class AsyncLLM:
         self._seed = seed
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(self.vocabulary, observer)
-        self._changed = anyio.Event()  # set when the engine becomes ready or dies
+        self._loaded = anyio.Event()  # or failed to
+        self._dead = anyio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,11 +59,17 @@ class AsyncLLM:
 
     async def wait_ready(self) -> EngineReady:
         """Wait until the model is loaded. Raises what loading failed with."""
-        await self._changed.wait()
+        await self._loaded.wait()
         if self.ready is None:
             assert self.error is not None
             raise self.error
         return self.ready
+
+    async def wait_dead(self) -> BaseException:
+        """Wait until the engine ends; returns what it ended of."""
+        await self._dead.wait()
+        assert self.error is not None
+        return self.error
 
     @asynccontextmanager
     async def stream(self, *requests: EngineCoreRequest) -> AsyncIterator[RequestStream]:
@@ -87,11 +94,6 @@ class AsyncLLM:
             raise EngineNotReady("the model is still being loaded")
         inputs = self._inputs
         children = [child for request in requests for child in inputs.process(request)]
-        if any(child.request_id in self._outputs for child in children):
-            raise InvalidRequest(
-                f"A request with the id {requests[0].request_id!r} is running. Use another id, or none.",
-                param="request_id",
-            )
         stream = self._outputs.open(requests, children)
         for child in children:
             self._client.add(child)
@@ -118,10 +120,11 @@ class AsyncLLM:
             self._inputs = InputProcessor(
                 vocab_size=message.vocab_size, max_model_len=message.max_model_len, seed=self._seed
             )
-            self._changed.set()
+            self._loaded.set()
         else:
             self.error = message
             dead = EngineDead("the engine has ended; restart the server")
             dead.__cause__ = message
             self._outputs.fail_all(dead)
-            self._changed.set()
+            self._loaded.set()
+            self._dead.set()

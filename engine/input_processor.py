@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -17,9 +18,13 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._random = random.Random(seed)
+        self._numbers = itertools.count()
 
     def process(self, request: EngineCoreRequest) -> list[EngineCoreRequest]:
         """The requests that the core will run: one per choice, each with a seed and a token limit of its own.
+
+        Their ids are never used twice, whatever clients call their requests: what the engine still sends for an aborted
+        request must not reach a later one of the same name.
 
         Raises InvalidRequest naming the field, its value and the limit.
         """
@@ -31,7 +36,7 @@ class InputProcessor:
         return [
             msgspec.structs.replace(
                 request,
-                request_id=request.request_id if sampling.n == 1 else f"{request.request_id}-{index}",
+                request_id=f"{request.request_id}-{next(self._numbers)}",
                 sampling=msgspec.structs.replace(sampling, n=1, max_tokens=max_tokens, seed=(seed + index) % 2**63),
             )
             for index in range(sampling.n)

@@ -101,9 +101,6 @@ class OutputProcessor:
         """Choices that are still being generated."""
         return len(self._choices)
 
-    def __contains__(self, child_id: str) -> bool:
-        return child_id in self._choices
-
     def open(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> RequestStream:
         """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
         stream = RequestStream(requests, children)

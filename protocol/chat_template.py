@@ -1,0 +1,242 @@
+"""Messages to the text that a model was trained on, by the Jinja template that came with the model.
+
+A template is foreign code: it runs in Jinja's immutable sandbox, sees JSON values only, and stops when its output
+passes a limit. Messages are foreign text: where one spells a control token (``<|im_end|>``) it must not become that
+token, or a user could end their turn and speak as the system (CVE-2026-44222 in vLLM). Before rendering, each
+such spelling is put between markers nobody can guess; after it, the text is split there, and the caller encodes the
+marked segments without special tokens. Text that spells no control token, which is nearly all text, passes untouched
+as one segment, so tokens agree with the reference implementation.
+
+What this cannot see: a template that itself cuts text out of the middle of a message could join the halves of a
+control token. Rendering runs for milliseconds per 100k characters: off the event loop, please.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import HeadraceError, InvalidRequest
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""For models that bring no template of their own."""
+
+MAX_RENDERED_CHARS = 32 * 2**20
+"""Above any context length that exists, below what hurts the server."""
+
+Segment = tuple[str, bool]
+"""Text, and whether it is plain: to be encoded without recognizing special tokens."""
+
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Template variables that a request cannot set on the side."""
+
+_MAX_TEMPLATE_COMPLAINT = 200  # characters of it that reach the client
+
+# What raise_exception and Python raise when a template meets a message it was not written for.
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplateError(HeadraceError):
+    """The model's template is at fault, not the request: it does not parse, or tries what the sandbox forbids."""
+
+
+class ChatTemplate:
+    """A compiled chat template. Immutable: any number of threads may render at once.
+
+    `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
+    strings that the tokenizer turns into control tokens; user text that spells one stays text.
+    Raises `ChatTemplateError` if `source` does not parse.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+        spellings = sorted({*control_tokens, *special_tokens.values()} - {""}, key=len, reverse=True)
+        # The longest first: of two tokens that start alike the tokenizer takes the longer one.
+        self._control = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        try:
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise ChatTemplateError(f"The chat template does not parse: {exc.message} (line {exc.lineno}).") from exc
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[Segment]:
+        """The prompt in order, as (text, is_plain) segments for `encode_segments`.
+
+        `variables` reach the template too, but cannot replace what this class sets. A role ``developer`` becomes
+        ``system`` for templates that do not know it. Raises `InvalidRequest` (param ``messages``) if the template
+        cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden.
+        """
+        if not self._knows_developer:
+            messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+        shield = _Shield(self._control)
+        try:
+            context = {
+                **shield.protect(variables or {}),
+                **self._special_tokens,
+                "messages": shield.protect(messages),
+                "tools": shield.protect(tools),
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return shield.split(self._bounded(context))
+        except SecurityError as exc:
+            raise ChatTemplateError(f"The chat template of this model tries something unsafe: {exc}.") from exc
+        except _RENDERING_ERRORS as exc:
+            # Other exceptions may quote a message. These are in the template's words: cut short, without our markers.
+            speaks = isinstance(exc, jinja2.TemplateError | TypeError)
+            complaint = segments_text(shield.split(str(exc) if speaks else type(exc).__name__))
+            complaint = complaint[:_MAX_TEMPLATE_COMPLAINT]
+            raise InvalidRequest(
+                f"The chat template of this model cannot render these messages: {complaint}", param="messages"
+            ) from exc
+
+    def _bounded(self, context: dict[str, Any]) -> str:
+        pieces, size = [], 0
+        for piece in self._template.generate(context):
+            size += len(piece)
+            if size > MAX_RENDERED_CHARS:
+                raise InvalidRequest(
+                    f"messages must render to at most {MAX_RENDERED_CHARS} characters; send a shorter conversation.",
+                    param="messages",
+                )
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def segments_text(segments: Iterable[Segment]) -> str:
+    """The rendered prompt as one string, as the reference implementation renders it."""
+    return "".join(text for text, _ in segments)
+
+
+def encode_segments(
+    segments: Iterable[Segment], encode: Callable[[str], list[int]], encode_plain: Callable[[str], list[int]]
+) -> list[int]:
+    """Token ids of rendered segments: `encode` recognizes special tokens and adds none, `encode_plain` knows none."""
+    return [token_id for text, plain in segments for token_id in (encode_plain if plain else encode)(text)]
+
+
+class _Shield:
+    """Marks control-token spellings in what a client sent, and finds them again in what the template made of it.
+
+    Markers are private-use characters, 64 random bits and more per request, so no text can contain them by chance
+    or by intent. They are drawn only when there is something to mark.
+    """
+
+    def __init__(self, control: re.Pattern[str] | None) -> None:
+        self._control = control
+        self._open = ""
+        self._close = ""
+
+    def protect(self, value: Any) -> Any:
+        """`value` (any JSON value) with every spelling in every string, keys included, between markers."""
+        if self._control is None:
+            return value
+        match value:
+            case str():
+                return self._control.sub(self._mark, value)
+            case Mapping():
+                return {self.protect(key): self.protect(item) for key, item in value.items()}
+            case list() | tuple():
+                return [self.protect(item) for item in value]
+            case _:
+                return value
+
+    def split(self, rendered: str) -> list[Segment]:
+        """Segments of the rendered text, without markers and without empty ones."""
+        if not self._open:
+            return [(rendered, False)]
+        segments: list[Segment] = []
+        plain = False
+        for piece in re.split(f"({self._open}|{self._close})", rendered):
+            if piece in (self._open, self._close):
+                plain = piece == self._open
+            elif piece:
+                segments.append((piece, plain))
+        return segments
+
+    def _mark(self, match: re.Match[str]) -> str:
+        if not self._open:
+            self._open, self._close = _random_marker(), _random_marker()
+        return self._open + match[0] + self._close
+
+
+def _random_marker() -> str:
+    # Plane 16 is private use: 65,534 characters, 16 bits each. No filter that templates use touches them.
+    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        # Jinja's own answer is an undefined value, which prints as nothing: a trick would pass unnoticed.
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()

@@ -1,0 +1,154 @@
+"""Every failure that a client can see, as one value: HTTP status plus OpenAI's error envelope.
+
+The app turns whatever a handler raises into an answer with `to_api_error(exc).body()`. Messages name the field in the
+client's own words (``messages.0.content``), what was given and what is allowed. They never carry prompt text: a string
+that a client sent comes back only where a fixed word was expected and only when it is short, and what an unexpected
+exception says stays on the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from json import JSONDecodeError  # orjson.JSONDecodeError is a subclass
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from engine.errors import EngineDead, InvalidRequest, RequestFailed
+
+TAG_PREFIX = "$"
+"""Union tags in request models start with this, so that they can be dropped from a field's path."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MAX_SHOWN = 40  # characters of a client's value that come back in a message
+
+
+class ApiError(Exception):
+    """A failure as the client sees it: `status` and `headers` of the response, the rest in its body.
+
+    `type` defaults to OpenAI's word for the status. `param` is the path of the field at fault, `code` a word for
+    programs such as ``model_not_found``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str | None = None,  # noqa: A002 - the wire's name
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers: Mapping[str, str] = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The JSON error envelope."""
+        return error_body(self.message, self.type, self.param, self.code)
+
+
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:  # noqa: A002
+    """`{"error": {"message", "type", "param", "code"}}` as JSON; the same on every route."""
+    return orjson.dumps({"error": {"message": message, "type": type, "param": param, "code": code}})
+
+
+def to_api_error(exc: Exception) -> ApiError:
+    """What the client is told about `exc`. Never raises; an exception that nobody foresaw is a bare 500."""
+    match exc:
+        case ApiError():
+            return exc
+        case InvalidRequest():
+            return ApiError(400, str(exc), param=exc.param, code=exc.code)
+        case ValidationError():
+            return _from_validation_error(exc)
+        case JSONDecodeError():
+            return _from_json_error(exc)
+        case RequestFailed():
+            return ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
+        case EngineDead():
+            return ApiError(503, "The engine of this server has stopped; the server is restarting.", code="engine_dead")
+        case _:
+            return ApiError(500, "The server met an unexpected error.", code="internal_error")
+
+
+def _from_json_error(exc: JSONDecodeError) -> ApiError:
+    if not exc.doc:
+        return ApiError(400, "The request body is empty; send a JSON object.", code="invalid_json")
+    # exc.msg is one of the parser's fixed phrases; exc.doc is the client's text and stays here.
+    where = f"line {exc.lineno}, column {exc.colno}"
+    return ApiError(400, f"The request body is not valid JSON: {exc.msg} at {where}.", code="invalid_json")
+
+
+def _from_validation_error(exc: ValidationError) -> ApiError:
+    # The first error only: the envelope has room for one `param`, and the later ones often follow from it.
+    error = exc.errors(include_url=False)[0]
+    path = _client_path(error)
+    return ApiError(400, _sentence(error, path or "The request body"), param=path or None)
+
+
+def _client_path(error: ErrorDetails) -> str:
+    parts = [str(part) for part in error["loc"]]
+    field = error.get("ctx", {}).get("field")  # set by rules that look at a whole object
+    if field is not None:
+        parts.append(str(field))
+    return ".".join(part for part in parts if not part.startswith(TAG_PREFIX))
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "string_unicode": "valid Unicode text",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "too_short": "an array of at least {min_length}",
+}
+
+
+def _sentence(error: ErrorDetails, path: str) -> str:
+    kind, given = error["type"], error["input"]
+    if kind == "missing":
+        return f"{path} is required."
+    if kind == "rule":  # our own, worded where it is written
+        return f"{path} {error['msg']}."
+    if kind == "shape":  # our own, when a field takes several JSON types
+        return f"{path} must be {error['msg']}, got {_shown(given)}."
+    expected = _EXPECTED.get(kind)
+    if expected is None:
+        return f"{path} is not valid: {error['msg']}."
+    secret = path.split(".", 1)[0] in ("messages", "prompt") and kind != "literal_error"
+    return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {_shown(given, secret)}."
+
+
+def _shown(value: Any, secret: bool = False) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return str(value)[:_MAX_SHOWN]
+        case str():
+            if secret or len(value) > _MAX_SHOWN:
+                return f"a string of {len(value)} characters"
+            return repr(value)
+        case list():
+            return f"an array of {len(value)}"
+        case dict():
+            return "an object"
+        case _:
+            return f"a value of type {type(value).__name__}"

@@ -1,0 +1,158 @@
+"""POST /v1/chat/completions: the request, its messages, and how its answers are spelled.
+
+Content parts are text; other types are refused by name. Parts are joined with a line break, as in vLLM, because
+chat templates of text models want one string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from engine.errors import InvalidRequest
+from protocol.body import ClientModel
+from protocol.chat_template import RESERVED_VARIABLES
+from protocol.openai.common import GenerationRequest
+from protocol.openai.logprobs import ChatLogprobs
+from protocol.openai.output import WireFormat
+
+
+def _string_or_parts(value: Any) -> str | None:
+    return "$text" if isinstance(value, str) else "$parts" if isinstance(value, list) else None
+
+
+class TextPart(ClientModel):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("$text")] | Annotated[list[TextPart], Tag("$parts")],
+    Discriminator(
+        _string_or_parts, custom_error_type="shape", custom_error_message="a string or an array of text parts"
+    ),
+]
+
+
+class ChatMessage(ClientModel):
+    """One turn of the conversation. Only the assistant's may lack content."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Content | None = Field(default=None, validate_default=True)
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _content_is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> Any:
+        # A role that failed its own check is not in info.data: one complaint is enough.
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("rule", "is required: a string or an array of text parts")
+        return content
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates read it: content is one string, absent keys are absent."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        extras = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": text} | {key: value for key, value in extras.items() if value is not None}
+
+
+CHAT = WireFormat(
+    chunk_object="chat.completion.chunk",
+    full_object="chat.completion",
+    opening={"delta": {"role": "assistant", "content": ""}},
+    closing={"delta": {}},
+    chunk_text=lambda text: {"delta": {"content": text}},
+    full_text=lambda text: {
+        "message": {
+            "role": "assistant",
+            "content": text,
+            "refusal": None,
+            "annotations": None,
+            "audio": None,
+            "function_call": None,
+            "reasoning": None,
+            "reasoning_content": None,
+        }
+    },
+    logprobs=ChatLogprobs,
+    choice_nulls={"token_ids": None},
+    body_nulls={
+        "service_tier": None,
+        "system_fingerprint": None,
+        "prompt_logprobs": None,
+        "prompt_token_ids": None,
+        "kv_transfer_params": None,
+    },
+)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`."""
+
+    wire: ClassVar[WireFormat] = CHAT
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationRequest.unsupported,
+        "tools": (),
+        "tool_choice": ("none",),
+        "functions": (),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "include_reasoning": (True,),
+        "thinking_token_budget": (-1,),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs != 0 and not self.logprobs:
+            raise InvalidRequest("top_logprobs is only allowed with logprobs: true.", param="top_logprobs")
+        return self
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(RESERVED_VARIABLES & variables.keys()):
+            raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
+        return variables
+
+    def messages_for_template(self) -> list[dict[str, str]]:
+        """The conversation as `ChatTemplate` takes it."""
+        return [message.for_template() for message in self.messages]
+
+    def template_variables(self) -> dict[str, Any]:
+        """What else the client gives the template, as vLLM does: effort `none` also turns thinking off."""
+        variables = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                variables.setdefault("enable_thinking", False)
+        return variables
+
+    def _max_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super()._max_tokens()
+
+    def _logprobs(self) -> tuple[str, int | None]:
+        return "top_logprobs", self.top_logprobs if self.logprobs else None

@@ -1,0 +1,104 @@
+"""POST /v1/completions: the request, its prompts, and how its answers are spelled.
+
+Several prompts make one response; choice `i` of prompt `p` has index `p * n + i`, in streams too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self, cast
+
+from pydantic import Discriminator, Tag, model_validator
+
+from engine.errors import InvalidRequest
+from protocol.openai.common import GenerationRequest
+from protocol.openai.logprobs import CompletionLogprobs
+from protocol.openai.output import WireFormat
+
+MAX_PROMPTS = 1024
+
+TokenIds = list[int]
+
+
+def _prompt_shape(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "$text"
+    if not isinstance(value, list):
+        return None
+    match value:
+        case [int(), *_]:
+            return "$tokens"
+        case [list(), *_]:
+            return "$token_lists"
+        case _:
+            return "$texts"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("$text")]
+    | Annotated[list[str], Tag("$texts")]
+    | Annotated[TokenIds, Tag("$tokens")]
+    | Annotated[list[TokenIds], Tag("$token_lists")],
+    Discriminator(
+        _prompt_shape,
+        custom_error_type="shape",
+        custom_error_message="a string, an array of strings, an array of token ids or an array of arrays of token ids",
+    ),
+]
+
+COMPLETION = WireFormat(
+    chunk_object="text_completion",
+    full_object="text_completion",
+    opening=None,
+    closing={"text": ""},
+    chunk_text=lambda text: {"text": text},
+    full_text=lambda text: {"text": text},
+    logprobs=CompletionLogprobs,
+    choice_nulls={"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None},
+    body_nulls={"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None},
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    wire: ClassVar[WireFormat] = COMPLETION
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationRequest.unsupported,
+        "best_of": (1,),
+        "suffix": (),
+        "add_special_tokens": (True,),
+    }
+
+    prompt: Prompt
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _prompts_can_run(self) -> Self:
+        prompts = self._prompt_list()
+        if not prompts or not all(prompts):
+            raise InvalidRequest("prompt must not be empty: it needs at least one token.", param="prompt")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompts)}.", param="prompt")
+        return self
+
+    def prompts(self, vocab_size: int) -> list[str | TokenIds]:
+        """The prompts, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
+        prompts = self._prompt_list()
+        for prompt in prompts:
+            if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+                wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+                raise InvalidRequest(
+                    f"prompt must hold token ids in [0, {vocab_size - 1}], got {wrong}.", param="prompt"
+                )
+        return prompts
+
+    def _prompt_list(self) -> list[str | TokenIds]:
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return cast("list[str | TokenIds]", prompt)
+
+    def _logprobs(self) -> tuple[str, int | None]:
+        return "logprobs", self.logprobs

@@ -1,0 +1,245 @@
+"""What chat and completions do alike with `RequestOutput`: stream it as chunks, collect it, count usage.
+
+The two differ in data, not in steps: a `WireFormat` says how a choice spells its text. `ChunkStream` is on the
+per-token path: without logprobs and running usage, a chunk costs one `orjson.dumps` of its text between two byte
+strings made once per choice.
+
+Neither class does I/O or knows time. Both raise `ApiError` for an output that failed (`FinishReason.ERROR`, `TIMEOUT`):
+before the first byte the app answers it as plain JSON, after it as an error frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import orjson
+
+from engine.messages import FinishReason, RequestOutput, TokenLogprobs
+from protocol.errors import ApiError
+from protocol.openai.logprobs import LogprobsWriter, TokenBytes
+from protocol.sse import DONE, data_frame
+
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+"""The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
+
+_FAILURES = {
+    FinishReason.ERROR: (500, "The request failed inside the server. It may be sent again.", "request_failed"),
+    FinishReason.TIMEOUT: (504, "The request did not finish before its deadline.", "deadline_exceeded"),
+}
+
+
+class Head(NamedTuple):
+    """What every chunk of a response repeats. `created` is in Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(frozen=True)
+class WireFormat:
+    """How one endpoint spells a choice.
+
+    `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the
+    finish reason, which carries no text; `chunk_text` and `full_text` put text in a chunk and in a whole response.
+    """
+
+    chunk_object: str
+    full_object: str
+    opening: dict[str, Any] | None
+    closing: dict[str, Any]
+    chunk_text: Callable[[str], dict[str, Any]]
+    full_text: Callable[[str], dict[str, Any]]
+    logprobs: Callable[[TokenBytes], LogprobsWriter]
+    choice_nulls: dict[str, None]  # keys that users read from a whole response although we never fill them
+    body_nulls: dict[str, None]
+
+
+class UsageMeter:
+    """Token counts of one HTTP request: each prompt once, the completions of all choices.
+
+    `n` is the number of choices per prompt; choice `i` belongs to prompt `i // n`.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._prompt: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._completion: dict[int, int] = {}
+
+    def add(self, choice: int, output: RequestOutput) -> None:
+        """Take in the running totals of `output`; they replace the choice's earlier ones."""
+        prompt = choice // self._n
+        self._prompt[prompt] = output.num_prompt_tokens
+        # The choices of a prompt share it through the prefix cache: only what the first one found was cached before.
+        self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
+        self._completion[choice] = output.num_output_tokens
+
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object."""
+        prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "completion_tokens_details": None,
+        }
+
+
+class ChunkStream:
+    """Makes the event stream of one request: `feed` every output, then `end`.
+
+    Each choice gets its opening chunk with its first output, one chunk per output that brings text or logprobs, and
+    one chunk with the finish reason and no text.
+    """
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        head: Head,
+        token_bytes: TokenBytes,
+        *,
+        n: int = 1,
+        include_usage: bool = False,
+        continuous_usage: bool = False,
+    ) -> None:
+        self._wire = wire
+        self._head = head
+        self._token_bytes = token_bytes
+        self._n = n
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+        self._meter = UsageMeter(n)
+        self._choices: dict[int, _StreamedChoice] = {}
+
+    def feed(self, output: RequestOutput, prompt_index: int = 0) -> bytes:
+        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+        raise_if_failed(output)
+        index = prompt_index * self._n + output.index
+        self._meter.add(index, output)
+        frames = []
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = self._open(index)
+            if self._wire.opening is not None:
+                frames.append(self._frame(index, self._wire.opening))
+        if output.logprobs or (output.text and self._continuous_usage):
+            logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
+            frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs))
+        elif output.text:
+            frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
+        if output.finish_reason is not None:
+            finish = {"finish_reason": FINISH_REASONS[output.finish_reason], "stop_reason": output.stop_reason}
+            frames.append(self._frame(index, self._wire.closing, finish=finish))
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """The usage chunk if the client asked for it, and `[DONE]`."""
+        if not self._include_usage:
+            return DONE
+        return data_frame(orjson.dumps(self._chunk([], self._meter.usage()))) + DONE
+
+    def _open(self, index: int) -> _StreamedChoice:
+        # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
+        hole = "\0"
+        prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
+        return _StreamedChoice(prefix, suffix, self._wire.logprobs(self._token_bytes))
+
+    def _frame(
+        self,
+        index: int,
+        text: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish: dict[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, **text, "logprobs": logprobs, **(finish or {"finish_reason": None})}
+        usage = self._meter.usage() if self._continuous_usage else None
+        return data_frame(orjson.dumps(self._chunk([choice], usage)))
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = {
+            "id": self._head.id,
+            "object": self._wire.chunk_object,
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": choices,
+        }
+        # Without include_usage the key is absent: some clients take its presence for the last chunk.
+        return {**chunk, "usage": usage} if self._include_usage else chunk
+
+
+class Collector:
+    """Makes the whole response of one request that does not stream: `feed` every output, then `body`."""
+
+    def __init__(self, wire: WireFormat, head: Head, token_bytes: TokenBytes, *, n: int = 1) -> None:
+        self._wire = wire
+        self._head = head
+        self._token_bytes = token_bytes
+        self._n = n
+        self._meter = UsageMeter(n)
+        self._choices: dict[int, _CollectedChoice] = {}
+
+    def feed(self, output: RequestOutput, prompt_index: int = 0) -> None:
+        """Take in the next part of a choice. Raises `ApiError` if the output failed."""
+        raise_if_failed(output)
+        index = prompt_index * self._n + output.index
+        self._meter.add(index, output)
+        choice = self._choices.setdefault(index, _CollectedChoice())
+        choice.text.append(output.text)
+        if output.logprobs is not None:
+            if choice.logprobs is None:
+                choice.logprobs = []
+            choice.logprobs.extend(output.logprobs)
+        if output.finish_reason is not None:
+            choice.finish_reason = FINISH_REASONS[output.finish_reason]
+            choice.stop_reason = output.stop_reason
+
+    def body(self) -> bytes:
+        """The response body, choices in the order of their index."""
+        choices = [self._choice(index, choice) for index, choice in sorted(self._choices.items())]
+        return orjson.dumps(
+            {
+                "id": self._head.id,
+                "object": self._wire.full_object,
+                "created": self._head.created,
+                "model": self._head.model,
+                "choices": choices,
+                "usage": self._meter.usage(),
+                **self._wire.body_nulls,
+            }
+        )
+
+    def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
+        write_logprobs = self._wire.logprobs(self._token_bytes)
+        return {
+            "index": index,
+            **self._wire.full_text("".join(choice.text)),
+            "logprobs": None if choice.logprobs is None else write_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **self._wire.choice_nulls,
+        }
+
+
+def raise_if_failed(output: RequestOutput) -> None:
+    """Raise the `ApiError` of an output that ended in failure. `output.error` is for the log and stays out of it."""
+    if output.finish_reason in _FAILURES:
+        status, message, code = _FAILURES[output.finish_reason]
+        raise ApiError(status, message, code=code)
+
+
+class _StreamedChoice(NamedTuple):
+    prefix: bytes  # of a frame with text only: everything before the text's JSON
+    suffix: bytes
+    write_logprobs: LogprobsWriter
+
+
+@dataclass(slots=True)
+class _CollectedChoice:
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None

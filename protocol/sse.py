@@ -1,0 +1,21 @@
+"""Frames of a `text/event-stream` body. Imported by the streamed wire formats and by the app's SSE response."""
+
+from __future__ import annotations
+
+from protocol.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+"""Ends every OpenAI stream, one that failed too."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see that the connection lives."""
+
+
+def data_frame(payload: bytes) -> bytes:
+    """One event. JSON has no raw line breaks, so one `data:` line holds any payload."""
+    return b"data: " + payload + b"\n\n"
+
+
+def error_frame(error: ApiError) -> bytes:
+    """What tells a client that a stream, which began with HTTP 200, failed. `DONE` still follows."""
+    return data_frame(error.body())

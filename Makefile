@@ -12,7 +12,8 @@ ARGS   ?=
 BIN := $(VENV)/bin
 # Wheels only: a missing one fails at once with its name, instead of asking for a compiler.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-INSTALL := $(PIP) install --quiet --only-binary :all: --constraint requirements.lock
+QUIET := $(if $(CI),-qq)
+INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements.lock
 
 .DEFAULT_GOAL := help
 .PHONY: help serve chat test lint format storm lock clean
@@ -51,7 +52,7 @@ lock: $(VENV)/.dev
 	@$(PIP) freeze --all --exclude-editable \
 	  | sed 's/+[a-z0-9.]*$$//' \
 	  | grep -ivE '^(pip|wheel|headrace|triton|nvidia[-_].*|cuda[-_].*)==' \
-	  | tr '[:upper:]_' '[:lower:]-' | sort >> requirements.lock.new
+	  | tr '[:upper:]_' '[:lower:]-' | LC_ALL=C sort >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
 clean:

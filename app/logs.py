@@ -1,0 +1,156 @@
+"""What the server says about itself while it runs: readable lines in a terminal, JSON elsewhere, on standard error.
+
+`app` configures it once at start-up and routes log one line per request through `log_request`. What libraries log by
+the standard library (Hypercorn's start and error lines) comes out in the same form.
+
+Promises: no prompt, no output text and no key is logged: `log_request` has no parameter for them, and tracebacks carry
+no local variables. What a client chose (a path, a model name) cannot forge a line or move the cursor of a terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor
+
+from app.settings import Settings
+
+request_logger = structlog.stdlib.get_logger("headrace.request")
+
+
+def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
+    """Send every log line of this process to `stream` (standard error) in the form that the settings ask for.
+
+    May be called again: the last call counts.
+    """
+    stream = stream if stream is not None else sys.stderr
+    readable = settings.log_format == "console" or (settings.log_format == "auto" and stream.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if readable else "iso", utc=not readable),
+    ]
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+            + (_console(stream) if readable else _json()),
+        )
+    )
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h.formatter, structlog.stdlib.ProcessorFormatter)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(settings.log_level.upper())
+    _adopt(logging.getLogger("hypercorn.error"), handler)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def log_request(
+    *,
+    request_id: str,
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    model: str | None = None,
+    finish_reason: str | None = None,
+    prompt_tokens: int | None = None,
+    cached_tokens: int | None = None,
+    output_tokens: int | None = None,
+    ttft_seconds: float | None = None,
+    error: str | None = None,
+) -> None:
+    """Log one request that has ended, however it ended. What is None did not happen and is left out.
+
+    `status` is what the client was sent, or 499 when it left before the first byte. `error` is a type or code, not a
+    message that may quote the prompt.
+    """
+    fields: dict[str, Any] = {
+        "method": method,
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 3),
+        "finish_reason": finish_reason,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "output_tokens": output_tokens,
+        "ttft_seconds": None if ttft_seconds is None else round(ttft_seconds, 3),
+        "model": model,
+        "error": error,
+        "request_id": request_id,
+    }
+    # The level says whose fault it was: 5xx is ours.
+    request_logger.log(
+        logging.ERROR if status >= 500 else logging.INFO,
+        _REQUEST,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+
+
+_REQUEST = "request"
+
+
+def _console(stream: TextIO) -> list[Processor]:
+    return [
+        _title_requests,
+        _escape_control_characters,  # JSON escapes them by itself
+        structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(),
+            sort_keys=False,
+            pad_event_to=28,
+            pad_level=False,
+            # Not rich's: it prints local variables, and those hold prompts.
+            exception_formatter=structlog.dev.plain_traceback,
+        ),
+    ]
+
+
+def _json() -> list[Processor]:
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)]
+
+
+def _title_requests(_: Any, __: str, event: EventDict) -> EventDict:
+    """For people, what was asked is the line's title; for machines it stays in two fields."""
+    if event["event"] == _REQUEST:
+        event["event"] = f"{event.pop('method')} {event.pop('path')}"
+        event.pop("logger", None)
+    return event
+
+
+def _escape_control_characters(_: Any, __: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    return event
+
+
+def _adopt(logger: logging.Logger, handler: logging.Handler) -> None:
+    """Route a logger's records to `handler` alone, whatever handlers it is given later.
+
+    Hypercorn installs its own handler when it first logs, after the application was loaded, and leaves propagation on:
+    every line would come twice, once in its own form. A filter of the logger runs before any of its handlers.
+    """
+
+    def route(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.getLogger().level:
+            handler.handle(record)
+        return False
+
+    for old in list(logger.filters):
+        logger.removeFilter(old)
+    logger.addFilter(route)

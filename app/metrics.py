@@ -1,0 +1,158 @@
+"""What Prometheus reads from `/metrics`, under vLLM's names, so that its dashboards and autoscalers work unchanged.
+
+`app` makes one `Metrics` per server. Its `on_*` methods are called by the front end on the event loop; `on_step` and
+`on_inter_token` are the hot ones, and cost is kept per step where a step can speak for its requests. The children of
+every labelled metric are bound once, here, because looking one up costs more than counting.
+
+The books: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
+it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`
+and `generation_tokens_total` count work done, per step, so that rates are smooth while a long request runs.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from engine.messages import FinishReason, SchedulerStats
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+# vLLM's buckets: a dashboard's quantiles stay comparable between the two.
+TTFT_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Metrics:
+    """The counters of one server. Not thread-safe in its order of events: call it from the event loop."""
+
+    def __init__(self, model_name: str, *, prefix: str = "vllm:") -> None:
+        disable_created_metrics()  # a second series per counter that nobody asked for
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+        labels = ("model_name", "engine")
+        values = (model_name, "0")
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(prefix + name, text, labels, registry=self._registry).labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=self._registry).labels(*values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, text, labels, registry=self._registry, buckets=buckets).labels(*values)
+
+        self._running = gauge("num_requests_running", "Requests that are being computed.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
+        self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were computed.")
+        self._generation_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache provided.")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request.", ITL_BUCKETS)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
+        self._queue_time = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
+
+        finished = Counter(
+            prefix + "request_success",
+            "Requests that ended, by reason.",
+            (*labels, "finished_reason"),
+            registry=self._registry,
+        )
+        # All reasons exist from the start, so that a rate over them has a zero to begin from.
+        self._finished = {reason: finished.labels(*values, reason.value) for reason in FinishReason}
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests by route, method and status class.",
+            ("handler", "method", "status"),
+            registry=self._registry,
+        )
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        """One engine step ended; `generated_tokens` were sampled in it."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_cache_usage)
+        if stats.prompt_tokens:
+            self._prompt_tokens.inc(stats.prompt_tokens)
+        if generated_tokens:
+            self._generation_tokens.inc(generated_tokens)
+        if stats.prefix_cache_queries:
+            self._cache_queries.inc(stats.prefix_cache_queries)
+            self._cache_hits.inc(stats.prefix_cache_hits)
+        if stats.num_preemptions:
+            self._preemptions.inc(stats.num_preemptions)
+        if tokens := stats.prompt_tokens + generated_tokens:
+            self._step_tokens.observe(tokens)
+
+    def on_first_token(self, seconds: float) -> None:
+        """A request's first token reached the front end, `seconds` after it arrived."""
+        self._ttft.observe(seconds)
+
+    def on_inter_token(self, seconds: float, count: int = 1) -> None:
+        """`count` tokens of one request came, on average `seconds` apart. About a microsecond per token."""
+        for _ in range(count):
+            self._itl.observe(seconds)
+
+    def on_request_finished(
+        self,
+        reason: FinishReason,
+        *,
+        prompt_tokens: int,
+        output_tokens: int,
+        cached_tokens: int,
+        e2e_seconds: float,
+        queue_seconds: float | None,
+    ) -> None:
+        """A request that was accepted has ended, for whatever reason. `queue_seconds` is None if it never ran."""
+        self._finished[reason].inc()
+        self._request_prompt.observe(prompt_tokens)
+        self._request_output.observe(output_tokens)
+        self._e2e.observe(e2e_seconds)
+        if cached_tokens:
+            self._cached_tokens.inc(cached_tokens)
+        if queue_seconds is not None:
+            self._queue_time.observe(queue_seconds)
+
+    def on_http_request(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""
+        self._http.labels(handler, method if method in _METHODS else "OTHER", f"{status // 100}xx").inc()
+
+    def render(self) -> bytes:
+        """The text that `/metrics` answers with, of type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)

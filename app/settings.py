@@ -1,0 +1,333 @@
+"""Every setting of the server, defined once: its type, range, default and what it does.
+
+The same fields make the environment variables (`HEADRACE_MAX_NUM_SEQS`), the keys of a TOML file (`max_num_seqs`) and
+the flags of the command line (`--max-num-seqs`, built by `app.cli`). Whoever starts the server calls `load_settings`;
+everybody else is handed a `Settings`, which is frozen and reads nothing by itself, so a test builds one with the
+fields it cares about.
+
+Promises: the first source that speaks wins, in the order flag, environment, file, default. A name that is not a
+setting is refused in all three. What is refused is refused with a `SettingsError` that says which setting, where it
+was set, what was given, what is allowed and a value that works. Secrets are never shown. Nothing here imports torch
+or starlette.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from engine.errors import HeadraceError
+
+ENV_PREFIX = "HEADRACE_"
+CONFIG_VARIABLE = "HEADRACE_CONFIG"
+MIB = 2**20
+
+
+class SettingsError(HeadraceError):
+    """The server cannot start as it was told to. One line per setting that is wrong."""
+
+
+def _split_commas(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+CommaSeparatedSecrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_commas)]
+
+
+class Settings(BaseSettings):
+    """How one server runs. Immutable; `model_copy(update=...)` makes a variant."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        enable_decoding=False,  # lists are written with commas, not as JSON
+        env_ignore_empty=True,  # `HEADRACE_X=` in a compose file means "not set"
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        validate_default=True,
+    )
+
+    # The model.
+    model: str = Field(
+        "smollm2-135m-instruct",
+        description="What to serve: the embedded model's alias, a .gguf file, a Hugging Face directory or a hub id.",
+        min_length=1,
+    )
+    served_model_name: CommaSeparated = Field(
+        (),
+        description="Names that clients may ask for, comma separated; responses carry the first. Default: the model's.",
+        examples=["my-model"],
+    )
+    check_model_name: bool = Field(
+        True, description="Refuse requests for a model name that is not served; otherwise any name gets the model."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto: the model's weights. dummy: random weights from its configuration, for benchmarks."
+    )
+    cache_dir: UserPath | None = Field(
+        None,
+        description="Where the embedded model is kept. Default: headrace in the user's cache folder.",
+        examples=["/var/cache/headrace"],
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and activations. auto: what suits model and device."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
+    seed: int = Field(
+        0, description="Seeds dummy weights and the draws of requests that bring no seed.", ge=0, le=2**63 - 1
+    )
+
+    # The engine.
+    max_model_len: int | None = Field(
+        None,
+        description="Longest prompt plus output, in tokens. Default: what the model allows.",
+        ge=1,
+        examples=[2048],
+    )
+    max_num_seqs: int = Field(64, description="Most requests that run at once.", ge=1, le=65536)
+    max_num_batched_tokens: int = Field(
+        512,
+        description="Token budget of one step: bounds how much a long prompt delays the streams beside it.",
+        ge=1,
+        le=2**20,
+    )
+    block_size: int = Field(16, description="Tokens per KV block.", ge=1, le=1024)
+    kv_cache_memory: ByteSize | None = Field(
+        None,
+        description="Memory for the KV cache, for example 2GiB. Default: chosen from what is free.",
+        ge=MIB,
+        examples=["2GiB"],
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
+    num_threads: int | None = Field(
+        None, description="Threads for computing on a CPU. Default: one per core.", ge=1, le=4096, examples=[2]
+    )
+
+    # The server.
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.", min_length=1)
+    port: int = Field(8000, description="Port to listen on; 0 picks a free one.", ge=0, le=65535)
+    worker_class: Literal["asyncio", "uvloop", "trio"] = Field("uvloop", description="The event loop.")
+    drain_timeout: float = Field(
+        30.0, description="Seconds that requests in flight have to finish after SIGTERM.", ge=0, le=86400
+    )
+    api_keys: CommaSeparatedSecrets = Field(
+        (),
+        description="Keys that clients must send, comma separated; none: no key is asked for. Flags show in process "
+        "lists: set HEADRACE_API_KEYS or the file instead.",
+        examples=["key-one,key-two"],
+    )
+    max_body_bytes: ByteSize = Field(
+        ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
+    )
+    default_max_tokens: int | None = Field(
+        None,
+        description="Output limit of requests that set none. Default: up to the end of the context.",
+        ge=1,
+        examples=[1024],
+    )
+    sse_keep_alive: float = Field(
+        10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600
+    )
+
+    # What it tells about itself.
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severity that is logged."
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="auto: readable lines in a terminal, JSON elsewhere."
+    )
+    log_requests: bool = Field(True, description="One line per request, without its text.")
+    metrics_prefix: str = Field(
+        "vllm:",
+        description="Begins the metrics' names; the default is what dashboards and autoscalers look for.",
+        pattern=r"^([a-zA-Z_:][a-zA-Z0-9_:]*)?$",
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OTLP/HTTP collector that gets a trace per request. Needs the extra: pip install 'headrace[otel]'.",
+        pattern=r"^https?://",
+        examples=["http://127.0.0.1:4318/v1/traces"],
+    )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that clients may ask for; the first is the one in responses. A local path shows only its last part."""
+        if self.served_model_name:
+            return self.served_model_name
+        path = Path(self.model).expanduser()
+        if path.suffix == ".gguf":
+            return (path.stem,)
+        return (path.resolve().name,) if path.is_dir() else (self.model,)
+
+    @model_validator(mode="after")
+    def _every_running_request_fits_a_step(self) -> Settings:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), because every running request needs one token of each step. For example: "
+                f"max_num_batched_tokens = {max(512, self.max_num_seqs)}"
+            )
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `load_settings` reads the sources, in the open and in order; constructing a Settings reads none.
+        return (init_settings,)
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config_file: Path | None = None) -> Settings:
+    """Read flags, environment and file. `flags` are field names with the text that was given.
+
+    `config_file` is `--config`; without it the file that `HEADRACE_CONFIG` names, if any. Raises `SettingsError`.
+    """
+    if config_file is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        config_file = Path(named)
+    given = _from_file(config_file) | _from_environment()
+    given |= {name: _Given(value, flag_name(name)) for name, value in (flags or {}).items()}
+    try:
+        return Settings(**{name: entry.value for name, entry in given.items()})
+    except ValidationError as error:
+        # `from None`: pydantic's own message shows values, and one of them may be a key.
+        raise SettingsError("\n".join(_explain(problem, given) for problem in error.errors())) from None
+
+
+def flag_name(field_name: str) -> str:
+    """The spelling on the command line: ``max_num_seqs`` is ``--max-num-seqs``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a setting takes, in words: ``"1 to 65535"``, ``"auto, cpu or cuda"``, ``"true or false"``."""
+    annotation = _without_none(field.annotation)
+    if get_origin(annotation) is Literal:
+        *first, last = get_args(annotation)
+        return f"{', '.join(first)} or {last}"
+    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
+    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
+    if annotation is bool:
+        return "true or false"
+    if annotation is ByteSize:
+        bounds = " to ".join(ByteSize(int(str(b))).human_readable() for b in (low, high) if b is not None)
+        return f"a size such as 2GiB, {bounds if high is not None else f'at least {bounds}'}"
+    if annotation in (int, float):
+        kind = "a whole number" if annotation is int else "a number"
+        return f"{kind}, {low} to {high}" if high is not None else f"{kind}, at least {low}"
+    pattern = next((m.pattern for m in field.metadata if getattr(m, "pattern", None)), None)
+    if pattern:
+        return f"text that matches {pattern}"
+    return "a comma-separated list" if get_origin(annotation) is tuple else "text that is not empty"
+
+
+def working_value(field: FieldInfo) -> str:
+    """A value that works, as it would be typed."""
+    return shown(field.examples[0] if field.examples else field.default)
+
+
+def shown(value: object) -> str:
+    """A setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)
+
+
+class _Given(NamedTuple):
+    value: Any
+    where: str  # as the user spelled it: --port, HEADRACE_PORT, port in headrace.toml
+
+
+def _from_file(path: Path | None) -> dict[str, _Given]:
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            f"Cannot read the settings file {path}: {error.strerror}. Name one that exists, or leave out --config."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
+    problems = [
+        f"{path}: {_unknown(name, {n: n for n in Settings.model_fields})}"
+        for name in values
+        if name not in Settings.model_fields
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return {name: _Given(value, f"{name} in {path}") for name, value in values.items()}
+
+
+# Kubernetes tells pods about every Service through the environment; a Service called "headrace" gives HEADRACE_PORT,
+# HEADRACE_SERVICE_HOST and more, which are not meant for us.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP)(_.+)?)$")
+
+
+def _from_environment() -> dict[str, _Given]:
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX)
+        and name != CONFIG_VARIABLE
+        and not _SERVICE_LINK.search(name)
+        and not value.startswith(("tcp://", "udp://"))
+    }
+    known = {env_name(name): name for name in Settings.model_fields}
+    problems = [_unknown(name, known) for name in variables if name not in known]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    values = EnvSettingsSource(Settings, case_sensitive=False)()
+    return {name: _Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
+
+
+def env_name(field_name: str) -> str:
+    """The environment variable of a setting: ``max_num_seqs`` is ``HEADRACE_MAX_NUM_SEQS``."""
+    return ENV_PREFIX + field_name.upper()
+
+
+def _unknown(name: str, known: Mapping[str, str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    hint = f"Did you mean {nearest[0]}?" if nearest else "`headrace serve --help` lists the settings."
+    return f"there is no setting {name!r}. {hint}"
+
+
+def _explain(problem: Any, given: Mapping[str, _Given]) -> str:
+    if not problem["loc"]:  # a check across fields, whose message is written for people already
+        return str(problem["ctx"]["error"]) if "error" in problem.get("ctx", {}) else str(problem["msg"])
+    name = str(problem["loc"][0])
+    field = Settings.model_fields.get(name)
+    if field is None:
+        return _unknown(name, {n: n for n in Settings.model_fields})
+    entry = given[name]
+    value = "a value that is not shown" if is_secret(field) else repr(entry.value)
+    example = working_value(field)
+    return f"{entry.where}: got {value}; allowed: {allowed_values(field)}. A value that works: {example}"
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a setting's value must never be shown."""
+    return SecretStr in get_args(_without_none(field.annotation))
+
+
+def _without_none(annotation: Any) -> Any:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(arg for arg in get_args(annotation) if arg is not type(None))
+    return annotation

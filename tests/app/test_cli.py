@@ -1,0 +1,152 @@
+"""What the command line promises before there is a model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from app.cli import main
+from app.settings import Settings, flag_name
+
+HEADRACE = [sys.executable, "-m", "app.cli"]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")} | environment
+    return subprocess.run([*HEADRACE, *arguments], capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "pull"])
+def test_help_lists_every_setting_with_its_range(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    page = " ".join(capsys.readouterr().out.split())
+    for name in Settings.model_fields:
+        assert flag_name(name) in page
+    assert "(a whole number, 0 to 65535) Default: 8000." in page
+
+
+def test_parsing_imports_neither_torch_nor_a_web_server() -> None:
+    code = """
+    import contextlib, sys
+    from app.cli import main
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
+        main(["serve", "--help"])
+    print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "starlette", "hypercorn", "tokenizers", "numpy"}))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_value_is_one_line_without_a_traceback() -> None:
+    done = run("serve", "--port", "eighty")
+    assert done.returncode == 1
+    assert done.stderr == "error: --port: got 'eighty'; allowed: a whole number, 0 to 65535. A value that works: 8000\n"
+
+
+def test_a_key_is_not_echoed() -> None:
+    done = run("serve", "--port", "eighty", HEADRACE_API_KEYS="sk-secret")
+    assert done.returncode == 1
+    assert "sk-secret" not in done.stdout + done.stderr
+
+
+def test_a_prefix_of_a_flag_is_no_flag() -> None:
+    done = run("serve", "--max-num", "3")
+    assert done.returncode == 2
+    assert "--max-num" in done.stderr
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded(taken_port: int) -> None:
+    # A model that does not exist: whoever tried to load it first would complain about that instead.
+    done = run("serve", "--port", str(taken_port), "--model", "no/such-model")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: Port {taken_port} on 127.0.0.1 is in use. Stop what listens there, or take another: "
+        f"headrace serve --port {taken_port + 1}"
+    )
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    done = run("serve", "--host", "192.0.2.1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: host: got '192.0.2.1'")
+
+
+def test_chat_with_nobody_there_says_whom_it_asked(taken_port: int) -> None:
+    done = run("chat", "--url", "ftp://127.0.0.1")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free_port = listener.getsockname()[1]
+    done = run("chat", "--url", f"http://127.0.0.1:{free_port}")
+    assert done.returncode == 1
+    assert f"No answer from http://127.0.0.1:{free_port}" in done.stderr
+
+
+# A server whose answer takes a moment, under the runner that `headrace serve` uses.
+SLOW_SERVER = """
+import sys
+import anyio
+from app.logs import configure_logging
+from app.runner import bind, run
+from app.settings import Settings
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        while True:
+            message = await receive()
+            await send({"type": message["type"] + ".complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for piece in (b"one ", b"two ", b"three"):
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await anyio.sleep(0.3)
+    await send({"type": "http.response.body", "body": b""})
+
+settings = Settings(port=0, worker_class=sys.argv[1], log_format="json", drain_timeout=20)
+configure_logging(settings)
+listener = bind(settings)
+print(listener.getsockname()[1], flush=True)
+run(app, settings, listener)
+print("drained", flush=True)
+"""
+
+
+@pytest.mark.parametrize("worker_class", ["asyncio", "uvloop", "trio"])
+def test_an_answer_under_way_is_finished_after_sigterm_and_the_exit_code_is_0(worker_class: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_SERVER, worker_class], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            port = int(server.stdout.readline())
+            assert "Running on" in server.stderr.readline()
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answer = client.recv(65536)
+                while b"one" not in answer:
+                    answer += client.recv(65536)
+                server.send_signal(signal.SIGTERM)
+                while piece := client.recv(65536):
+                    answer += piece
+            assert b"three" in answer
+            assert answer.endswith(b"0\r\n\r\n"), "the answer was cut off"
+            assert b"server:" not in answer.lower()
+            assert server.wait() == 0
+            assert server.stdout.read() == "drained\n"
+        finally:
+            server.kill()

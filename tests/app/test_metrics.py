@@ -1,0 +1,130 @@
+"""What a dashboard may rely on."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.metrics import ITL_BUCKETS, Metrics
+from engine.messages import FinishReason, SchedulerStats
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample of the rendered page; labels that all of ours carry are checked and left out."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if sample.name.startswith("vllm:"):
+                assert labels.pop("model_name") == "tiny"
+                assert labels.pop("engine") == "0"
+            found[sample.name, frozenset(labels.items())] = sample.value
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, frozenset(labels.items())]
+
+
+def stats(**changes: float) -> SchedulerStats:
+    books = {
+        "step": 1,
+        "num_running": 0,
+        "num_waiting": 0,
+        "kv_cache_usage": 0.0,
+        "num_preemptions": 0,
+        "prompt_tokens": 0,
+        "prefix_cache_queries": 0,
+        "prefix_cache_hits": 0,
+    }
+    return SchedulerStats(**(books | changes))
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("tiny")
+
+
+def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
+    families = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    asked = (
+        "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens request_success "
+        "num_preemptions prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
+        "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prompt_tokens "
+        "request_generation_tokens iteration_tokens_total"
+    )
+    assert {f"vllm:{name}" for name in asked.split()} <= families
+    assert {"process_resident_memory_bytes", "process_cpu_seconds", "python_info", "http_requests"} <= families
+    assert not [name for name in families if name.endswith("_created")]
+
+
+def test_the_prefix_is_ours_to_choose() -> None:
+    page = Metrics("tiny", prefix="headrace_").render().decode()
+    assert 'headrace_num_requests_running{engine="0",model_name="tiny"} 0.0' in page
+    assert "vllm:" not in page
+
+
+def test_gauges_follow_the_last_step_and_counters_add_up(metrics: Metrics) -> None:
+    metrics.on_step(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prompt_tokens=100), generated_tokens=0)
+    metrics.on_step(
+        stats(num_running=2, kv_cache_usage=0.25, num_preemptions=1, prefix_cache_queries=64, prefix_cache_hits=48),
+        generated_tokens=2,
+    )
+    assert value(metrics, "vllm:num_requests_running") == 2
+    assert value(metrics, "vllm:num_requests_waiting") == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "vllm:prompt_tokens_total") == 100
+    assert value(metrics, "vllm:generation_tokens_total") == 2
+    assert value(metrics, "vllm:num_preemptions_total") == 1
+    assert value(metrics, "vllm:prefix_cache_queries_total") == 64
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 48
+    assert value(metrics, "vllm:iteration_tokens_total_sum") == 102
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 2
+
+
+def test_an_idle_step_leaves_the_step_histogram_alone(metrics: Metrics) -> None:
+    metrics.on_step(stats(), generated_tokens=0)
+    assert value(metrics, "vllm:iteration_tokens_total_count") == 0
+
+
+def test_every_reason_is_there_before_it_happens(metrics: Metrics) -> None:
+    for reason in FinishReason:
+        assert value(metrics, "vllm:request_success_total", finished_reason=reason.value) == 0
+
+
+def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:
+    """Peers count an aborted request's tokens in one place and not in the other, and bills disagree."""
+    done = {"prompt_tokens": 10, "output_tokens": 5, "cached_tokens": 4, "e2e_seconds": 1.0}
+    metrics.on_request_finished(FinishReason.STOP, **done, queue_seconds=0.1)
+    metrics.on_request_finished(FinishReason.ABORT, **done, queue_seconds=None)
+    assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
+        assert value(metrics, f"vllm:{name}_count") == 2
+    assert value(metrics, "vllm:request_prompt_tokens_sum") == 20
+    assert value(metrics, "vllm:prompt_tokens_cached_total") == 8
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
+
+
+def test_tokens_that_arrive_together_are_each_counted(metrics: Metrics) -> None:
+    metrics.on_first_token(0.05)
+    metrics.on_inter_token(0.02)
+    metrics.on_inter_token(0.04, count=3)
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == pytest.approx(0.14)
+    assert value(metrics, "vllm:inter_token_latency_seconds_bucket", le=str(ITL_BUCKETS[1])) == 1
+    assert value(metrics, "vllm:inter_token_latency_seconds_bucket", le="+Inf") == 4
+
+
+def test_a_made_up_method_makes_no_series_of_its_own(metrics: Metrics) -> None:
+    before = len(samples(metrics))
+    for method in ("BREW", "X" * 5000, "get"):
+        metrics.on_http_request("/v1/models", method, 405)
+    assert value(metrics, "http_requests_total", handler="/v1/models", method="OTHER", status="4xx") == 3
+    assert len(samples(metrics)) == before + 1
+
+
+def test_two_servers_in_a_process_keep_their_own_books(metrics: Metrics) -> None:
+    Metrics("tiny").on_first_token(1.0)
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0

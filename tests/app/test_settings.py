@@ -1,0 +1,192 @@
+"""What an operator may rely on when writing settings."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+import app
+from app.settings import Settings, SettingsError, env_name, is_secret, load_settings, working_value
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("HEADRACE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return tmp_path / "headrace.toml"
+
+
+def test_flag_beats_environment_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    config_file.write_text("port = 1001\nblock_size = 32\nseed = 7\n")
+    monkeypatch.setenv("HEADRACE_PORT", "1002")
+    monkeypatch.setenv("HEADRACE_BLOCK_SIZE", "64")
+    settings = load_settings({"port": "1003"}, config_file)
+    assert (settings.port, settings.block_size, settings.seed, settings.host) == (1003, 64, 7, "127.0.0.1")
+
+
+def test_headrace_config_names_the_file_and_a_flag_names_another(
+    monkeypatch: pytest.MonkeyPatch, config_file: Path, tmp_path: Path
+) -> None:
+    config_file.write_text("port = 1001\n")
+    other = tmp_path / "other.toml"
+    other.write_text("port = 1002\n")
+    monkeypatch.setenv("HEADRACE_CONFIG", str(config_file))
+    assert load_settings().port == 1001
+    assert load_settings(config_file=other).port == 1002
+
+
+def test_lists_and_sizes_read_the_same_from_file_and_environment(
+    monkeypatch: pytest.MonkeyPatch, config_file: Path
+) -> None:
+    config_file.write_text('served_model_name = ["a", "b"]\nkv_cache_memory = "2GiB"\n')
+    from_file = load_settings(config_file=config_file)
+    monkeypatch.setenv("HEADRACE_SERVED_MODEL_NAME", "a, b,")
+    monkeypatch.setenv("HEADRACE_KV_CACHE_MEMORY", "2GiB")
+    assert load_settings() == from_file
+    assert (from_file.served_model_name, from_file.kv_cache_memory) == (("a", "b"), 2048 * MIB)
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_PORT", "")
+    assert load_settings().port == 8000
+
+
+def test_a_kubernetes_service_named_headrace_does_not_break_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_PORT", "tcp://10.0.0.7:80")
+    monkeypatch.setenv("HEADRACE_SERVICE_HOST", "10.0.0.7")
+    monkeypatch.setenv("HEADRACE_PORT_80_TCP_ADDR", "10.0.0.7")
+    assert load_settings().port == 8000
+
+
+def test_an_unknown_key_in_the_file_is_named_with_its_nearest(config_file: Path) -> None:
+    config_file.write_text("max_num_seq = 3\n")
+    with pytest.raises(SettingsError, match=r"headrace\.toml.*'max_num_seq'.*Did you mean max_num_seqs\?"):
+        load_settings(config_file=config_file)
+
+
+def test_an_unknown_variable_is_named_with_its_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_MODLE", "x")
+    with pytest.raises(SettingsError, match="'HEADRACE_MODLE'.*Did you mean HEADRACE_MODEL?"):
+        load_settings()
+
+
+def test_every_wrong_value_gets_one_line_that_says_where_what_and_what_works(
+    monkeypatch: pytest.MonkeyPatch, config_file: Path
+) -> None:
+    config_file.write_text('dtype = "int3"\n')
+    monkeypatch.setenv("HEADRACE_KV_CACHE_MEMORY", "two gigs")
+    with pytest.raises(SettingsError) as refused:
+        load_settings({"port": "70000"}, config_file)
+    lines = sorted(str(refused.value).splitlines())
+    assert lines == [
+        "--port: got '70000'; allowed: a whole number, 0 to 65535. A value that works: 8000",
+        "HEADRACE_KV_CACHE_MEMORY: got 'two gigs'; allowed: a size such as 2GiB, at least 1.0MiB. "
+        "A value that works: 2GiB",
+        f"dtype in {config_file}: got 'int3'; allowed: auto, float32, bfloat16 or float16. A value that works: auto",
+    ]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "soon", ""])
+def test_seconds_are_finite_and_not_negative(value: str) -> None:
+    with pytest.raises(SettingsError, match="--sse-keep-alive"):
+        load_settings({"sse_keep_alive": value})
+
+
+def test_a_step_must_have_room_for_every_running_request() -> None:
+    with pytest.raises(SettingsError, match=r"max_num_batched_tokens \(512\) must be at least max_num_seqs \(600\)"):
+        load_settings({"max_num_seqs": "600"})
+
+
+def test_a_file_that_is_missing_or_broken_says_so(config_file: Path) -> None:
+    with pytest.raises(SettingsError, match="Cannot read the settings file .*No such file"):
+        load_settings(config_file=config_file)
+    config_file.write_text("port = \n")
+    with pytest.raises(SettingsError, match="is not TOML.*line 1"):
+        load_settings(config_file=config_file)
+
+
+def test_what_an_error_recommends_does_work() -> None:
+    for name, field in Settings.model_fields.items():
+        if field.default is None and not field.examples:
+            pytest.fail(f"{name} has no default and no example: its error message has nothing to recommend")
+        value = working_value(field)
+        if value != "()":
+            load_settings({name: value})
+
+
+def test_keys_are_never_shown(monkeypatch: pytest.MonkeyPatch, config_file: Path) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEYS", "sk-one,sk-two")
+    settings = load_settings()
+    assert settings.api_keys == (SecretStr("sk-one"), SecretStr("sk-two"))
+    for shown in (repr(settings), str(settings), settings.model_dump_json(), f"{settings.api_keys}"):
+        assert "sk-" not in shown
+
+    monkeypatch.delenv("HEADRACE_API_KEYS")
+    config_file.write_text('api_keys = { first = "sk-three" }\n')
+    with pytest.raises(SettingsError) as refused:
+        load_settings(config_file=config_file)
+    assert "api_keys" in str(refused.value)
+    assert "sk-three" not in str(refused.value)
+    assert refused.value.__cause__ is None, "a traceback would show pydantic's error, and that the key"
+    assert is_secret(Settings.model_fields["api_keys"])
+    assert not is_secret(Settings.model_fields["model"])
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().port = 1
+
+
+def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_PORT", "1234")
+    assert Settings().port == 8000
+
+
+def test_a_local_model_is_called_by_its_last_part_only(tmp_path: Path) -> None:
+    directory = tmp_path / "secret-project" / "my-llama"
+    directory.mkdir(parents=True)
+    assert Settings(model=str(directory)).model_names == ("my-llama",)
+    assert Settings(model=str(directory / "tiny.gguf")).model_names == ("tiny",)
+    assert Settings(model="org/name").model_names == ("org/name",)
+    assert Settings(model="org/name", served_model_name=("x", "y")).model_names == ("x", "y")
+
+
+def test_every_setting_says_what_it_does() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+        assert env_name(name) == "HEADRACE_" + name.upper()
+
+
+def test_no_setting_is_a_dead_knob() -> None:
+    """A setting that nothing reads is a bug. Read means: `settings.<name>` somewhere in the application."""
+    package = Path(app.__file__).parent
+    read: set[str] = set()
+    for source in package.rglob("*.py"):
+        if source.name == "settings.py":
+            continue
+        read |= {
+            node.attr
+            for node in ast.walk(ast.parse(source.read_text()))
+            if isinstance(node, ast.Attribute) and _is_settings(node.value)
+        }
+    if "model_names" in read:
+        read |= {"model", "served_model_name"}
+    dead = set(Settings.model_fields) - read
+    assert not dead, f"nothing in app/ reads {sorted(dead)}"
+
+
+def _is_settings(node: ast.expr) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.lstrip("_") == "settings"

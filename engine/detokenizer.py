@@ -1,8 +1,9 @@
 """From token ids to text, a few tokens at a time: never a broken character, never a part of a stop string.
 
 Two ways to the same text. A byte-level tokenizer (GPT-2's family: Llama 3, Qwen, SmolLM) gives every token a fixed
-byte string, so decoding is a table look-up and an incremental UTF-8 decoder; this is the fast path. Anything else goes
-through the tokenizers library's own DecodeStream.
+byte string, so decoding is a table look-up and an incremental UTF-8 decoder; this is the fast path. Anything else
+decodes a short window with the tokenizers library and takes what is new. (The library's own DecodeStream raises on
+token sequences that a model may well produce, such as a letter after an unfinished character: vllm#17448.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import Protocol
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel, DecodeStream
+from tokenizers.decoders import ByteLevel
 
 
 class TokenDecoder(Protocol):
@@ -53,7 +54,7 @@ class Vocabulary:
     def decoder(self, *, skip_special_tokens: bool) -> TokenDecoder:
         if self.is_byte_level:
             return _ByteLevelDecoder(self, skip_special_tokens)
-        return _StreamDecoder(self.tokenizer, skip_special_tokens)
+        return _WindowDecoder(self, skip_special_tokens)
 
 
 class _ByteLevelDecoder:
@@ -71,19 +72,42 @@ class _ByteLevelDecoder:
         return self._utf8.decode(self._bytes_of[token_id])
 
 
-class _StreamDecoder:
-    __slots__ = ("_stream", "_tokenizer")
+class _WindowDecoder:
+    """Decodes the last tokens shown together with those not shown yet, since a token's text can depend on the one
+    before it (the leading space of sentencepiece), and takes the difference."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+    __slots__ = ("_pending", "_shown", "_skipped", "_tokenizer")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._shown: list[int] = []
+        self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        return self._stream.step(self._tokenizer, token_id) or ""
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._shown + self._pending)
+        # One replacement character for each byte of an unfinished character, which has three bytes at most.
+        if text.endswith("\ufffd") and not text.endswith("\ufffd" * 4):
+            return ""
+        shown = self._decode(self._shown)
+        # The window decodes otherwise than its first half did alone when a run of byte tokens turns out broken.
+        new = text[len(shown) :] if text.startswith(shown) else self._decode(self._pending)
+        if new:
+            self._shown, self._pending = self._pending, []
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 class StopStrings:
     """Looks for stop strings in a growing text and holds back what may still become one.
+
+    The one that is complete first wins, and of those that end together the one that begins first, so it does not matter
+    how the text is cut into tokens.
 
     Held back is exactly the longest end of the text that some stop string begins with, not a fixed length, so text
     that cannot match flows on at once.
@@ -101,15 +125,11 @@ class StopStrings:
         """Add text; returns what is decided. Once `matched` is set, nothing more comes."""
         text = self._held + text
         self._held = ""
-        first: tuple[int, int] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0 and (first is None or (start, len(stop)) < first):
-                first = (start, len(stop))
-        if first is not None:
-            start, length = first
-            self.matched = text[start : start + length]
-            return text[: start + length] if self._include else text[:start]
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            end, start = min(matches)
+            self.matched = text[start:end]
+            return text[:end] if self._include else text[:start]
         length = max((_overlap(text, stop) for stop in self._stops), default=0)
         if length:
             self._held = text[-length:]

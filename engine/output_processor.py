@@ -42,8 +42,8 @@ class RequestStream:
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
         self.num_unfinished = len(children)
         self.finish_reason: FinishReason | None = None  # of the choice that finished last
+        self.error: Exception | None = None  # what the engine died of
         self._pending: dict[int, RequestOutput] = {}
-        self._error: Exception | None = None
         self._arrived: anyio.Event | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -53,13 +53,13 @@ class RequestStream:
         await self.wait()
         if self._pending:
             return self._pending.pop(next(iter(self._pending)))
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         raise StopAsyncIteration
 
     async def wait(self) -> None:
         """Wait until there is something to read, or nothing more will come. Loses nothing when cancelled."""
-        while not self._pending and self._error is None and self.num_unfinished:
+        while not self._pending and self.error is None and self.num_unfinished:
             self._arrived = anyio.Event()
             await self._arrived.wait()
 
@@ -79,7 +79,7 @@ class RequestStream:
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come. What is pending can still be read."""
-        self._error = error
+        self.error = error
         self._wake()
 
     def _wake(self) -> None:
@@ -112,7 +112,9 @@ class OutputProcessor:
     def close(self, stream: RequestStream) -> list[str]:
         """Stop listening. Returns the children that the engine still has to be told to drop, and books the request."""
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
-        reason = stream.finish_reason if not unfinished and stream.finish_reason else FinishReason.ABORT
+        reason = None if unfinished else stream.finish_reason
+        if reason is None:
+            reason = FinishReason.ABORT if stream.error is None else FinishReason.ERROR
         scheduled = stream.first_scheduled_time
         self._observer.on_request_finished(
             reason,

@@ -1,0 +1,99 @@
+"""Wires settings, server, routes, middleware and lifespan into one ASGI application."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from app.endpoint import Endpoint
+from app.logs import configure_logging
+from app.middleware import Authentication
+from app.routes import catalogue, generation, probes
+from app.scope import Handler
+from app.server import Server
+from app.settings import Settings
+from engine.errors import HeadraceError
+from protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings) -> Starlette:
+    """The server's ASGI application. It answers at once; the model loads in the background of its lifespan."""
+    configure_logging(settings)
+    server = Server(settings, on_fatal=end_process)
+
+    def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:
+        return Route(path, Endpoint(server, path, handler, quiet=quiet), methods=[method])
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(server.live)
+            yield
+            task_group.cancel_scope.cancel()
+        await to_thread.run_sync(server.tracer.close)
+
+    return Starlette(
+        routes=[
+            route("POST", "/v1/chat/completions", generation.chat_completions(server)),
+            route("POST", "/v1/completions", generation.completions(server)),
+            route("GET", "/v1/models", catalogue.list_models(server)),
+            route("GET", "/v1/models/{id:path}", catalogue.show_model(server)),
+            route("GET", "/livez", probes.livez(server), quiet=True),
+            route("GET", "/readyz", probes.readyz(server), quiet=True),
+            route("GET", "/startupz", probes.startupz(server), quiet=True),
+            route("GET", "/health", probes.health(server), quiet=True),
+            route("GET", "/metrics", probes.metrics(server), quiet=True),
+        ],
+        middleware=[Middleware(Authentication, api_keys=[key.get_secret_value() for key in settings.api_keys])],
+        exception_handlers={HTTPException: _answer_http_exception},
+        lifespan=lifespan,
+    )
+
+
+def end_process(error: BaseException) -> None:
+    """Say why on the last line, and end with status 1.
+
+    Neither Hypercorn nor ASGI has a way for an application that has started to end the server with a failure: an
+    exception from the lifespan is logged and the server goes on without it. A supervisor must see that this is
+    over, so the process ends here.
+    """
+    cause: BaseException = error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if not isinstance(cause, HeadraceError):
+        logger.error("The engine failed", exc_info=cause)
+    elif cause.__cause__ is not None:
+        logger.error("%s", cause, exc_info=cause.__cause__)
+    words = str(cause) if isinstance(cause, HeadraceError) else f"{type(cause).__name__}: {cause}"
+    logging.shutdown()
+    sys.stderr.write(f"headrace: {words}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (unknown path, wrong method) in the envelope of all errors."""
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"There is nothing at {request.scope['path'][:200]!r}.",
+        405: f"{request.scope['method'][:20]} is not allowed at {request.scope['path'][:200]!r}.",
+    }
+    message = messages.get(error.status_code, error.detail)
+    answer = ApiError(error.status_code, message, headers=error.headers)
+    return Response(
+        answer.body(), status_code=answer.status, media_type="application/json", headers=dict(answer.headers)
+    )

@@ -1,0 +1,73 @@
+"""The ASGI application behind every route: a handler in a request scope, and the books of each request afterwards."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import Receive, Scope, Send
+
+from app.logs import log_request
+from app.scope import Handler, RequestScope
+from app.server import Server
+from app.tracing import RequestTrace
+
+CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client that closed the connection
+
+
+class Endpoint:
+    """Runs `handler` for one route. `route` is the path's template, which metrics and traces go by.
+
+    Quiet endpoints (probes, metrics) are counted but not logged.
+    """
+
+    def __init__(self, server: Server, route: str, handler: Handler, *, quiet: bool = False) -> None:
+        self._server = server
+        self._route = route
+        self._handler = handler
+        self._log = server.settings.log_requests and not quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = RequestScope(scope, receive, send, max_body_bytes=self._server.settings.max_body_bytes)
+        try:
+            await request.run(self._handler)
+        finally:
+            self._book(request)
+
+    def _book(self, request: RequestScope) -> None:
+        now = time.monotonic()
+        status = request.status if request.status is not None else CLIENT_GONE
+        self._server.metrics.on_http_request(self._route, request.method, status)
+        generation = request.generation
+        if generation is not None:
+            self._server.tracer.record(
+                RequestTrace(
+                    name=self._route,
+                    request_id=request.request_id,
+                    model=self._server.settings.model_names[0],
+                    arrival=request.arrival_time,
+                    first_scheduled=generation.first_scheduled_time,
+                    first_token=generation.first_token_time,
+                    finished=now,
+                    finish_reason=generation.finish_reason,
+                    prompt_tokens=generation.num_prompt_tokens,
+                    cached_tokens=generation.num_cached_tokens,
+                    output_tokens=generation.num_output_tokens,
+                    traceparent=request.headers.get("traceparent"),
+                    tracestate=request.headers.get("tracestate"),
+                )
+            )
+        if self._log:
+            first_token = generation.first_token_time if generation else None
+            log_request(
+                request_id=request.request_id,
+                method=request.method,
+                path=request.path,
+                status=status,
+                seconds=now - request.arrival_time,
+                finish_reason=generation.finish_reason if generation else None,
+                prompt_tokens=generation.num_prompt_tokens if generation else None,
+                cached_tokens=generation.num_cached_tokens if generation else None,
+                output_tokens=generation.num_output_tokens if generation else None,
+                ttft_seconds=None if first_token is None else first_token - request.arrival_time,
+                error=request.error_code,
+            )

@@ -1,0 +1,59 @@
+"""An answer as server-sent events, kept alive while nothing happens.
+
+Headers go out as soon as there is something to say, or after a tenth of a second: a request that fails at once is
+still answered with a plain status, and one that has to wait in the queue is not mistaken for a dead server. From then
+on a comment is sent whenever nothing else was for `keep_alive` seconds, so that no proxy cuts the connection.
+"""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+
+from app.scope import RequestScope
+from protocol.errors import ApiError
+from protocol.sse import DONE, KEEP_ALIVE, error_frame
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+HEADERS_WITHIN = 0.1  # seconds
+
+
+class EventStream:
+    """Writes events to one RequestScope. Used by its handler only."""
+
+    def __init__(self, request: RequestScope, *, keep_alive: float) -> None:
+        self._request = request
+        self._keep_alive = keep_alive
+        self._last_sent = time.monotonic()
+        self._ended = False
+        self.started = False
+
+    async def start(self) -> None:
+        """Send the headers, and keep the connection alive from now on."""
+        self.started = True
+        await self._request.start_stream(CONTENT_TYPE, error_frame=_last_words)
+        self._last_sent = time.monotonic()
+        self._request.start_soon(self._keep_alive_while_silent)
+
+    async def send(self, events: bytes) -> None:
+        """One or more whole events."""
+        self._last_sent = time.monotonic()
+        await self._request.send_chunk(events)
+
+    async def end(self, events: bytes) -> None:
+        """The last events."""
+        self._ended = True
+        await self._request.end_stream(events)
+
+    async def _keep_alive_while_silent(self) -> None:
+        while not self._ended:
+            silence = time.monotonic() - self._last_sent
+            if silence >= self._keep_alive:
+                await self.send(KEEP_ALIVE)
+            else:
+                await anyio.sleep(self._keep_alive - silence)
+
+
+def _last_words(error: ApiError) -> bytes:
+    return error_frame(error) + DONE

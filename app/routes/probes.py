@@ -1,0 +1,51 @@
+"""/livez, /readyz, /startupz, /health and /metrics. They cost no token and touch nothing but memory.
+
+/livez     is the process worth keeping?   503 once the engine has failed: restart it
+/readyz    should it get traffic?          200 while tokens can be made
+/startupz  is it still starting?           200 once the model is loaded; the body says how far it is
+/health    vLLM's name for /readyz, with an empty body
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from app.metrics import CONTENT_TYPE
+from app.scope import Handler, RequestScope
+from app.server import Phase, Server
+
+
+def livez(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_json(200 if server.is_alive else 503, orjson.dumps({"alive": server.is_alive}))
+
+    return handler
+
+
+def readyz(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_json(200 if server.is_ready else 503, orjson.dumps(server.status()))
+
+    return handler
+
+
+def startupz(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        started = server.phase in (Phase.READY, Phase.STOPPING)
+        await request.send_json(200 if started else 503, orjson.dumps(server.status()))
+
+    return handler
+
+
+def health(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
+
+    return handler
+
+
+def metrics(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_body(200, server.metrics.render(), CONTENT_TYPE)
+
+    return handler

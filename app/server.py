@@ -1,0 +1,161 @@
+"""The server's state: what is loaded, how far loading is, and the way to the engine.
+
+One `Server` per application, on its event loop. Routes ask it for what they need and get an `ApiError` while it cannot
+be had.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from anyio import to_thread
+
+from app.loading import make_client, open_files
+from app.metrics import Metrics
+from app.prompts import PromptEncoder
+from app.settings import Settings
+from app.tracing import open_tracer
+from engine.async_llm import AsyncLLM
+from engine.errors import EngineDead
+from engine.messages import EngineReady
+from protocol.errors import ApiError
+from protocol.openai.models import unknown_model
+
+logger = logging.getLogger(__name__)
+
+# Streams that the engine's death has ended get this long to send their last frame before the process exits.
+LAST_WORDS_SECONDS = 0.5
+
+
+class Phase(enum.StrEnum):
+    """STARTING → READY → STOPPING; FAILED from anywhere."""
+
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """Everything that exists once the model is loaded."""
+
+    llm: AsyncLLM
+    prompts: PromptEncoder
+    root: str  # the weights' own name
+    measures: EngineReady
+
+
+@dataclass(kw_only=True)
+class StartUp:
+    """How far loading is. Written by the thread that loads, read by the event loop."""
+
+    task: str = "Starting"
+    done: int = 0
+    total: int | None = None
+
+    def report(self, phase: str, done: int, total: int | None) -> None:
+        """A `gpu.weights.Progress`."""
+        if phase != self.task:
+            logger.info("%s", phase)
+        self.task, self.done, self.total = phase, done, total
+
+
+class Server:
+    """State and lifetime of one application.
+
+    `on_fatal` is called when the engine could not be loaded or has died: serving on would be a lie, so the process
+    has to end.
+    """
+
+    def __init__(self, settings: Settings, on_fatal: Callable[[BaseException], None]) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.model_names[0], prefix=settings.metrics_prefix)
+        self.tracer = open_tracer(settings)
+        self.phase = Phase.STARTING
+        self.start_up = StartUp()
+        self.created = int(time.time())
+        self._started = time.monotonic()
+        self._on_fatal = on_fatal
+        self._llm: AsyncLLM | None = None
+        self._model: ServedModel | None = None
+
+    # --- for routes
+
+    @property
+    def model(self) -> ServedModel:
+        """The loaded model. Raises ApiError 503 while there is none."""
+        if self.phase is Phase.READY and self._model is not None:
+            return self._model
+        if self.phase is Phase.STARTING:
+            raise ApiError(
+                503,
+                "The model is still being loaded; /startupz tells how far it is.",
+                code="model_loading",
+                headers={"retry-after": "2"},
+            )
+        raise ApiError(503, "The server is shutting down.", code="shutting_down", headers={"connection": "close"})
+
+    def check_model_name(self, name: str | None) -> str:
+        """The name that the response carries. Raises ApiError 404 for a model that is not served here."""
+        names = self.settings.model_names
+        if name is None or not self.settings.check_model_name:
+            return name or names[0]
+        if name not in names:
+            raise unknown_model(name, names)
+        return name
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine lives or is on its way."""
+        return self.phase is not Phase.FAILED and (self._llm is None or self._llm.error is None)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase is Phase.READY and self.is_alive
+
+    def status(self) -> dict[str, Any]:
+        """For /startupz and /readyz: the phase, what is being done, and for how long."""
+        return {
+            "phase": self.phase,
+            "task": self.start_up.task if self.phase is Phase.STARTING else None,
+            "done": self.start_up.done,
+            "total": self.start_up.total,
+            "elapsed_seconds": round(time.monotonic() - self._started, 3),
+        }
+
+    # --- the lifetime
+
+    async def live(self) -> None:
+        """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""
+        try:
+            await self._load_and_serve()
+        except Exception as error:
+            self.phase = Phase.FAILED
+            self._on_fatal(error)
+
+    async def _load_and_serve(self) -> None:
+        files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
+        prompts = await to_thread.run_sync(PromptEncoder, files)
+        client = make_client(self.settings, files)
+        llm = AsyncLLM(client, files.tokenizer, observer=self.metrics, seed=self.settings.seed)
+        await to_thread.run_sync(lambda: llm.vocabulary.bytes_of)  # built now, not by the first request
+        async with llm.running():
+            try:
+                self._llm = llm
+                measures = await llm.wait_ready()
+                self._model = ServedModel(llm=llm, prompts=prompts, root=files.name, measures=measures)
+                self.phase = Phase.READY
+                logger.info("Ready after %.1f s", time.monotonic() - self._started)
+                error = await llm.wait_dead()
+            finally:
+                if self.phase is not Phase.FAILED:
+                    self.phase = Phase.STOPPING
+        await anyio.sleep(LAST_WORDS_SECONDS)
+        raise EngineDead("the engine has died while serving") from error

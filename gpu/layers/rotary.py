@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpu.config import RopeScaling
+from gpu.weights.errors import ModelError
 
 
 class RotaryEmbedding(nn.Module):
@@ -58,7 +59,7 @@ def rotate_(qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
     """Radians per position of each pair, float32 [head_dim / 2], on the CPU.
 
-    Raises ValueError for a `rope_type` that is not implemented.
+    Raises ModelError for a `rope_type` that is not implemented.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     inverse = 1.0 / theta**exponents
@@ -66,7 +67,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
         return inverse
     if scaling.rope_type not in _SCALINGS:
         supported = ", ".join(_SCALINGS)
-        raise ValueError(f"rope_type {scaling.rope_type!r} is not implemented; supported are {supported} and none")
+        raise ModelError(f"RoPE scaling {scaling.rope_type!r} is not supported; supported are {supported}, or none.")
     return _SCALINGS[scaling.rope_type](inverse, scaling)
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from engine.errors import HeadraceError
 from gpu.layers.weights import HoldsWeights, WeightSlot
+from gpu.weights.errors import ModelError
 
 NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 
 
-class WeightsMismatch(HeadraceError):
+class WeightsMismatch(ModelError):
     """The tensors of a checkpoint are not those of the model. The message names them."""
 
 
@@ -75,4 +75,4 @@ class _Problems:
                 more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
                 parts.append(f"{len(names)} {kind}: {', '.join(names[:NAMES_SHOWN])}{more}")
         if parts:
-            raise WeightsMismatch(f"the checkpoint does not fit the model: {'; '.join(parts)}")
+            raise WeightsMismatch(f"The checkpoint does not fit its configuration: {'; '.join(parts)}.")

@@ -7,6 +7,7 @@ import torch
 from gpu.attention import AttentionBackend
 from gpu.config import ModelConfig
 from gpu.models.decoder import CausalLM
+from gpu.weights.errors import ModelError
 
 # One decoder serves all: they differ in what the configuration says (biases, QK norms, windows), not in their shape.
 MODELS: dict[str, type[CausalLM]] = {
@@ -28,10 +29,10 @@ def build_model(
     """A model with uninitialized weights; call its `load_weights` next.
 
     `max_model_len` is the longest context that will be served, in tokens. On the meta device nothing is allocated.
-    Raises ValueError for an architecture or a rope scaling that is not implemented.
+    Raises ModelError for an architecture or a rope scaling that is not implemented.
     """
     if config.architecture not in MODELS:
         supported = ", ".join(MODELS)
-        raise ValueError(f"architecture {config.architecture!r} is not implemented; supported are {supported}")
+        raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {supported}.")
     model = MODELS[config.architecture]
     return model(config, dtype=dtype, device=device, max_model_len=max_model_len, attention=attention)

@@ -12,6 +12,7 @@ from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
 from gpu.layers.rotary import inverse_frequencies
 from gpu.models import CausalLM, WeightsMismatch, build_model
 from gpu.models.registry import MODELS
+from gpu.weights import ModelError
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 SMALL = {
@@ -266,12 +267,12 @@ def test_every_supported_architecture_can_be_built():
 
 def test_an_unknown_architecture_names_itself_and_what_is_supported():
     config = shape("GPT2LMHeadModel", 10, 8, 8, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
         build(config)
 
 
 def test_an_unknown_rope_scaling_names_itself_and_what_is_supported():
-    with pytest.raises(ValueError, match=r"'yarn'.*linear, llama3"):
+    with pytest.raises(ModelError, match=r"'yarn'.*linear, llama3"):
         inverse_frequencies(8, 10000.0, RopeScaling(rope_type="yarn", factor=4.0))
 
 
@@ -312,33 +313,33 @@ def load(weights: Iterable[tuple[str, torch.Tensor]], name: str = "qwen2") -> Ca
 
 def test_a_missing_tensor_is_named(checkpoint):
     del checkpoint["model.layers.1.self_attn.k_proj.bias"]
-    with pytest.raises(WeightsMismatch, match=r"1 missing: model\.layers\.1\.self_attn\.k_proj\.bias$"):
+    with pytest.raises(WeightsMismatch, match=r"1 missing: model\.layers\.1\.self_attn\.k_proj\.bias\.$"):
         load(checkpoint.items())
 
 
 def test_an_unexpected_tensor_is_named(checkpoint):
     checkpoint["model.layers.3.mlp.up_proj.weight"] = torch.zeros(1)
-    with pytest.raises(WeightsMismatch, match=r"1 unexpected: model\.layers\.3\.mlp\.up_proj\.weight$"):
+    with pytest.raises(WeightsMismatch, match=r"1 unexpected: model\.layers\.3\.mlp\.up_proj\.weight\.$"):
         load(checkpoint.items())
 
 
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(checkpoint):
     checkpoint["model.layers.0.self_attn.v_proj.weight"] = torch.zeros(8, 48)
-    wanted = r"1 wrong shape: model\.layers\.0\.self_attn\.v_proj\.weight is \[8, 48\], needs \[16, 48\]$"
+    wanted = r"1 wrong shape: model\.layers\.0\.self_attn\.v_proj\.weight is \[8, 48\], needs \[16, 48\]\.$"
     with pytest.raises(WeightsMismatch, match=wanted):
         load(checkpoint.items())
 
 
 def test_a_tensor_that_comes_twice_is_named(checkpoint):
     twice = [*checkpoint.items(), ("model.norm.weight", checkpoint["model.norm.weight"])]
-    with pytest.raises(WeightsMismatch, match=r"1 given twice: model\.norm\.weight$"):
+    with pytest.raises(WeightsMismatch, match=r"1 given twice: model\.norm\.weight\.$"):
         load(twice)
 
 
 def test_all_faults_are_told_at_once_and_long_lists_are_cut(checkpoint):
     strangers = [(f"visual.blocks.{i}", torch.zeros(1)) for i in range(100)]
     del checkpoint["model.embed_tokens.weight"]
-    message = r"1 missing: model\.embed_tokens\.weight; 100 unexpected: visual\.blocks\.0, .* and 92 more$"
+    message = r"1 missing: model\.embed_tokens\.weight; 100 unexpected: visual\.blocks\.0, .* and 92 more\.$"
     with pytest.raises(WeightsMismatch, match=message):
         load([*checkpoint.items(), *strangers])
 

@@ -1,0 +1,109 @@
+"""How large the KV cache is: pure arithmetic on what the worker measured. Torch-free; the worker imports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from gpu.config import ModelConfig
+
+GIB = 2**30
+
+# On a CPU the cache shares memory with everything else that runs there, and decoding is too slow to fill a large one.
+CPU_MEMORY_SHARE = 0.25
+CPU_MEMORY_LIMIT = 4 * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSize:
+    """A cache of `num_blocks` blocks, and the longest context to serve with it."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    bytes_per_block: int  # over all layers
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache: {_size(self.num_blocks * self.bytes_per_block)}, {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens = {self.num_tokens:,} tokens, "
+            f"{self.num_tokens / self.max_model_len:.1f} x the {self.max_model_len:,}-token context"
+        )
+
+
+def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
+    """The context to build the model for. Raises ConfigError for one that the model does not have."""
+    limit = config.max_position_embeddings
+    if max_model_len is None:
+        return limit
+    if not 1 <= max_model_len <= limit:
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            allowed=f"this model has positions for 1 to {limit:,} tokens",
+            hint=f"max_model_len={limit} works",
+        )
+    return max_model_len
+
+
+def kv_cache_size(
+    config: ModelConfig,
+    *,
+    element_size: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    budget: int,
+    kv_cache_memory: int | None,
+) -> KVCacheSize:
+    """Choose the size in blocks.
+
+    `kv_cache_memory` bytes are taken in full when given. Otherwise it is the `budget` in bytes, or less where
+    `max_num_seqs` requests of the longest context need less. A `max_model_len` of None is the model's own, lowered
+    to what the cache holds. Raises ConfigError if not even one block fits, or no request of the given `max_model_len`.
+    """
+    longest = check_max_model_len(config, max_model_len)
+    bytes_per_block = config.kv_bytes_per_token(element_size) * block_size
+    if kv_cache_memory is not None:
+        num_blocks = kv_cache_memory // bytes_per_block
+    else:
+        num_blocks = min(max(0, budget) // bytes_per_block, max_num_seqs * _blocks(longest, block_size))
+    memory = max(0, budget) if kv_cache_memory is None else kv_cache_memory
+    needed = _blocks(longest, block_size) * bytes_per_block
+
+    if num_blocks == 0:
+        raise ConfigError(
+            "kv_cache_memory",
+            _size(memory),
+            allowed=f"one block of {block_size} tokens takes {_size(bytes_per_block)}",
+            hint=f"kv_cache_memory={needed} holds one request of {longest:,} tokens",
+        )
+    held = num_blocks * block_size
+    if max_model_len is not None and held < longest:
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            allowed=f"the KV cache of {_size(memory)} holds {held:,} tokens",
+            hint=f"max_model_len={held} works, or kv_cache_memory={needed}",
+        )
+    return KVCacheSize(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        bytes_per_block=bytes_per_block,
+        max_model_len=min(longest, held),
+    )
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,111 @@
+"""The model runner: one plan in, one token for every request that is due one out.
+
+Owned by the worker and used by its thread alone. It owns the input batch; model, KV caches and attention are handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.messages import TokenLogprobs
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from gpu.attention import AttentionMetadata
+from gpu.input_batch import InputBatch, StepInputs
+from gpu.sampling import SamplerOutput, sample
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageModel(Protocol):
+    """What the runner needs of a model. T tokens, R rows."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,  # int64 [T]
+        positions: torch.Tensor,  # int64 [T]
+        metadata: AttentionMetadata,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """The last hidden states, [T, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> float32 [R, vocab]."""
+        ...
+
+
+class ModelRunner:
+    """Runs plans in the order given. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_caches: list[torch.Tensor],
+        *,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+    ) -> None:
+        self.input_batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self._model = model
+        self._kv_caches = kv_caches
+        self._device = device
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step. A plan may hold nothing but diffs; then nothing runs and the output is empty.
+
+        If the forward pass raises, the diffs have been applied but no request has advanced.
+        """
+        self.input_batch.apply(plan)
+        if not plan.request_ids:
+            return ModelRunnerOutput(sampled_token_ids=[], logprobs={})
+        inputs = self.input_batch.prepare(plan)
+        hidden = self._model.forward(
+            self._to_device(inputs.input_ids),
+            self._to_device(inputs.positions),
+            self._attention_metadata(inputs),
+            self._kv_caches,
+        )
+        sampled = self._sample(hidden, inputs)
+        self.input_batch.advance(inputs, sampled.token_ids)
+        return _in_plan_order(inputs, sampled)
+
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> SamplerOutput:
+        """The tokens of the rows that are due one; logits are computed for no others."""
+        if len(inputs.samples) == 0:
+            return SamplerOutput(token_ids=np.empty(0, np.int64), finite=np.empty(0, np.bool_), logprobs={})
+        rows = inputs.rows[inputs.samples]
+        metadata = self.input_batch.sampling.select(rows, self.input_batch.num_tokens_of(rows))
+        sampled = sample(self._model.compute_logits(hidden[self._to_device(inputs.logits_indices)]), metadata)
+        if not sampled.finite.all():
+            logger.error("logits of %d of %d rows are not finite", (~sampled.finite).sum(), len(rows))
+        return sampled
+
+    def _attention_metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start_loc=self._to_device(inputs.query_start_loc),
+            seq_lens=self._to_device(inputs.seq_lens),
+            block_table=self._to_device(inputs.block_table),
+            slot_mapping=self._to_device(inputs.slot_mapping),
+            num_decodes=inputs.num_decodes,
+            query_lens_list=inputs.query_lens.tolist(),
+            seq_lens_list=inputs.seq_lens.tolist(),
+        )
+
+    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _in_plan_order(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
+    plan_indices = inputs.order[inputs.samples]
+    token_ids = np.full(len(inputs.order), -1, dtype=np.int64)
+    token_ids[plan_indices] = sampled.token_ids
+    logprobs: dict[int, TokenLogprobs] = {int(plan_indices[i]): entry for i, entry in sampled.logprobs.items()}
+    return ModelRunnerOutput(sampled_token_ids=token_ids.tolist(), logprobs=logprobs)

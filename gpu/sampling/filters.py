@@ -1,0 +1,71 @@
+"""min-p, top-k and top-p as one number per row: the smallest probability that may still be drawn.
+
+The sampler imports it. All three filters keep the most probable tokens down to some level, so the strictest level is
+their intersection, and neither a sorted copy of the vocabulary nor a scatter back is needed. Tokens that tie with the
+last one kept are kept too: which of them goes would otherwise depend on the sorting.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# How many of the most probable tokens are looked at before the next, wider try. At 32 rows of 49,152 on two cores the
+# three cost 2.8, 11 and 57 ms; a nucleus of more than 256 tokens is rare and one of more than 4,096 rarer still.
+CANDIDATES = (256, 4096)
+
+
+def cutoffs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    candidates: tuple[int, ...] = CANDIDATES,
+) -> torch.Tensor:
+    """The lowest probability kept in each row: float32 [S].
+
+    `probs` is float32 [S, vocab], rows summing to 1. `top_k` (int64, 0 is off), `top_p` (float64, 1 is off) and `min_p`
+    (float64, 0 is off) are [S]. The order is vLLM's: min-p first, then top-k, then top-p on what is left, renormalized.
+
+    Exact for every row: rows whose cut lies outside the first `candidates` are tried again with more of them, at last
+    with the whole vocabulary sorted. A row's result does not depend on the width that found it.
+    """
+    vocab_size = probs.shape[-1]
+    result = torch.empty(probs.shape[0], dtype=probs.dtype, device=probs.device)
+    pending = torch.arange(probs.shape[0], device=probs.device)
+    for width in (*(c for c in candidates if c < vocab_size), vocab_size):
+        rows = probs if len(pending) == len(probs) else probs[pending]
+        level, found = _cutoffs_within(rows, top_k[pending], top_p[pending], min_p[pending], width)
+        result[pending] = level
+        pending = pending[~found]
+        if len(pending) == 0:
+            break
+    return result
+
+
+def _cutoffs_within(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cut-offs as far as the `width` most probable tokens tell, and for which rows they tell all: [S], bool [S]."""
+    whole = width == probs.shape[-1]
+    values = probs.sort(descending=True).values if whole else probs.topk(width).values
+    mass = values.cumsum(-1, dtype=torch.float64)
+
+    # min-p and top-k first: the level of both together, `floor`, and how many candidates reach it.
+    kth = values.gather(1, (top_k.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
+    kth = torch.where((top_k == 0) | (top_k > width), 0.0, kth)
+    floor = torch.maximum(kth, (values[:, 0] * min_p).to(values.dtype))
+    num_kept = (values >= floor.unsqueeze(1)).sum(-1).clamp(min=1)
+    # A floor above the last candidate has every survivor among the candidates, ties included. (With top_k beyond the
+    # width that can only come from min-p, which then leaves fewer than top_k and decides alone.)
+    inside = floor > values[:, -1]
+    unlimited = (floor == 0) & (top_k == 0)
+
+    # top-p: the shortest run of candidates that holds its share of what the floor leaves.
+    total = torch.where(unlimited, 1.0, mass.gather(1, (num_kept - 1).unsqueeze(1)).squeeze(1))
+    needed = (top_p * total).unsqueeze(1)
+    last = torch.minimum(torch.searchsorted(mass, needed).squeeze(1), num_kept - 1)
+    nucleus = values.gather(1, last.unsqueeze(1)).squeeze(1)
+    reached = (mass[:, -1:] >= needed).squeeze(1) & (nucleus > values[:, -1])
+    level = torch.where(top_p < 1.0, torch.maximum(floor, nucleus), floor)
+    found = inside | (unlimited & (reached | (top_p >= 1.0)))
+    return level, torch.ones_like(found) if whole else found

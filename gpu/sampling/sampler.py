@@ -1,0 +1,111 @@
+"""The sampler: one step's logits in, one token per row out.
+
+The model runner imports it. It promises that a row's token depends on nothing but that row's logits, parameters, seed
+and position: every operation works through rows independently, and the randomness is counter-based (`noise`).
+
+The order of operations is vLLM's, because clients tune their parameters to it:
+
+1. log-probabilities are those of the raw logits;
+2. logit bias, and -inf on stop tokens until min_tokens have been generated;
+3. repetition, then frequency and presence penalties;
+4. greedy rows: the largest logit, the lowest id where several are largest;
+5. other rows: temperature, min-p, top-k, top-p, then the token at which the cumulative distribution, in order of token
+   id, passes the row's one uniform number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.messages import TokenLogprobs
+from gpu.sampling.filters import cutoffs
+from gpu.sampling.logprobs import token_logprobs
+from gpu.sampling.noise import uniform
+from gpu.sampling.penalties import apply_penalties
+from gpu.sampling.state import SamplingMetadata, SparseBias
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOutput:
+    """Parallel to the logits; S rows."""
+
+    token_ids: NDArray[np.int64]  # [S], always a valid id
+    # bool [S]. False where the logits hold NaN or +inf, or nothing but -inf: the token of that row means nothing.
+    finite: NDArray[np.bool_]
+    logprobs: dict[int, TokenLogprobs]  # by row, only for rows that asked
+
+
+def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Sample one token for each row of `logits` (float32 [S, vocab], overwritten)."""
+    asking = np.flatnonzero(metadata.num_logprobs >= 0)
+    raw_logits = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None
+
+    if metadata.bias is not None:
+        _add_bias(logits, metadata.bias)
+    if metadata.penalties is not None:
+        apply_penalties(logits, metadata.penalties)
+
+    greedy = metadata.temperature == 0.0
+    if greedy.all():
+        token_ids, finite = _largest(logits)
+    elif not greedy.any():
+        token_ids, finite = _draw(logits, metadata)
+    else:
+        token_ids = np.empty(len(greedy), dtype=np.int64)
+        finite = np.empty(len(greedy), dtype=bool)
+        for indices, drawn in ((np.flatnonzero(greedy), False), (np.flatnonzero(~greedy), True)):
+            part = logits[torch.from_numpy(indices).to(logits.device)]
+            token_ids[indices], finite[indices] = _draw(part, metadata.drawing(indices)) if drawn else _largest(part)
+
+    logprobs: dict[int, TokenLogprobs] = {}
+    if raw_logits is not None:
+        structs = token_logprobs(raw_logits, token_ids[asking], metadata.num_logprobs[asking])
+        logprobs = dict(zip(asking.tolist(), structs, strict=True))
+    return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=logprobs)
+
+
+def _add_bias(logits: torch.Tensor, bias: SparseBias) -> None:
+    device = logits.device
+    where = (torch.from_numpy(bias.rows).to(device), torch.from_numpy(bias.token_ids).to(device))
+    # Accumulating, because a stop token may carry a bias too.
+    logits.index_put_(where, torch.from_numpy(bias.values).to(device), accumulate=True)
+
+
+def _largest(logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    largest = logits.max(-1)  # NaN counts as largest, so one look tells whether the row is sound
+    return largest.indices.cpu().numpy(), largest.values.isfinite().cpu().numpy()
+
+
+def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Draw from each row of `logits` (overwritten)."""
+    device = logits.device
+    # The largest logit becomes 0, so that no temperature can make it overflow.
+    logits -= logits.amax(-1, keepdim=True)
+    logits /= torch.from_numpy(metadata.temperature).to(device).unsqueeze(1)
+    probs = logits.softmax(-1)
+
+    filtered = np.flatnonzero((metadata.top_k > 0) | (metadata.top_p < 1.0) | (metadata.min_p > 0.0))
+    if len(filtered):
+        rows = torch.from_numpy(filtered).to(device)
+        level = torch.zeros(len(probs), dtype=probs.dtype, device=device)
+        level[rows] = cutoffs(
+            probs if len(filtered) == len(probs) else probs[rows],
+            torch.from_numpy(metadata.top_k[filtered]).to(device),
+            torch.from_numpy(metadata.top_p[filtered]).to(device),
+            torch.from_numpy(metadata.min_p[filtered]).to(device),
+        )
+        probs *= probs >= level.unsqueeze(1)
+
+    # In float64, because float32 sums over 10^5 tokens lose the tail: a draw could fall on a token of no probability.
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(uniform(metadata.seed, metadata.position)).to(device).unsqueeze(1) * total
+    # Strictly below the total even after rounding, so that the first sum above it belongs to a token that is kept.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    finite = total.squeeze(1).isfinite()  # NaN anywhere in the row has reached the total
+    return token_ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy(), finite.cpu().numpy()

@@ -1,0 +1,184 @@
+"""The worker: one device with its model, its KV cache and the runner that uses them.
+
+Made by an executor, in the thread that will run the steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.errors import ConfigError
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from gpu.attention import AttentionBackend, AttentionMetadata
+from gpu.attention.torch_backend import TorchAttention
+from gpu.config import ModelConfig
+from gpu.host import available_memory, has_bfloat16_instructions
+from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, kv_cache_size
+from gpu.model_runner import ModelRunner
+from gpu.models import CausalLM, build_model
+from gpu.sampling import SamplingMetadata, sample
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How a model is run, as the operator chose it."""
+
+    dtype: str = "auto"  # a key of DTYPES, or "auto": see `resolve_dtype`
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
+    max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
+    gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
+
+
+class Worker:
+    """Loads on construction, which takes seconds to minutes; raises ConfigError where the options cannot work."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], options: WorkerOptions
+    ) -> None:
+        self.device = resolve_device(options.device)
+        self.dtype = resolve_dtype(options.dtype, config, self.device)
+        longest = check_max_model_len(config, options.max_model_len)
+        attention = TorchAttention(
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=options.block_size,
+            sliding_window=config.sliding_window,
+        )
+        model = build_model(config, dtype=self.dtype, device=self.device, max_model_len=longest, attention=attention)
+        model.load_weights(weights)
+        gc.collect()  # the readers' maps and buffers, before memory is measured
+
+        self.kv_cache_size = kv_cache_size(
+            config,
+            element_size=self.dtype.itemsize,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.max_model_len,
+            budget=self._kv_cache_budget(model, attention, config, options),
+            kv_cache_memory=options.kv_cache_memory,
+        )
+        self._runner: ModelRunner | None = ModelRunner(
+            model,
+            attention.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device),
+            device=self.device,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.kv_cache_size.max_model_len,
+            block_size=options.block_size,
+        )
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step to its end."""
+        if self._runner is None:
+            raise RuntimeError("the worker has been shut down")
+        return self._runner.execute(plan)
+
+    def shutdown(self) -> None:
+        """Give model and cache back. Idempotent."""
+        self._runner = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _kv_cache_budget(
+        self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
+    ) -> int:
+        """Bytes that the KV cache may take, with the weights in place."""
+        if options.kv_cache_memory is not None:
+            return options.kv_cache_memory
+        if self.device.type == "cpu":
+            return min(int(CPU_MEMORY_SHARE * available_memory()), CPU_MEMORY_LIMIT)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        resident = torch.cuda.memory_allocated(self.device)
+        _largest_step(model, attention, config, options, self.dtype, self.device)
+        activations = torch.cuda.max_memory_allocated(self.device) - resident
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(options.gpu_memory_utilization * total) - (total - free) - activations
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a setting. Raises ConfigError for one that this machine or this torch does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    count = torch.cuda.device_count()
+    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
+        return device
+    found = f"{count} CUDA device{'s' * (count != 1)} found"
+    raise ConfigError(
+        "device", name, allowed=f"it must be auto, cpu or cuda, and there is {found}", hint="device=cpu works"
+    )
+
+
+def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type of weights, activations and KV.
+
+    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which halves
+    what each token reads, and float32 if not.
+    """
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.bfloat16 if has_bfloat16_instructions() else torch.float32
+        name = config.torch_dtype
+    if name not in DTYPES:
+        raise ConfigError("dtype", name, allowed=f"it must be auto, {', '.join(DTYPES)}", hint="dtype=auto works")
+    return DTYPES[name]
+
+
+@torch.inference_mode()
+def _largest_step(
+    model: CausalLM,
+    attention: AttentionBackend,
+    config: ModelConfig,
+    options: WorkerOptions,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Run what takes the most memory: one prefill of the whole token budget, then a filtered draw of a full batch.
+
+    One block of cache stands in for all of them; the values that overwrite each other there do not matter.
+    """
+    num_tokens = min(options.max_num_batched_tokens, check_max_model_len(config, options.max_model_len))
+    num_rows = options.max_num_seqs
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_table=torch.zeros((1, -(-num_tokens // options.block_size)), dtype=torch.int32, device=device),
+        slot_mapping=torch.arange(num_tokens, device=device) % options.block_size,
+        num_decodes=int(num_tokens == 1),
+        query_lens_list=[num_tokens],
+        seq_lens_list=[num_tokens],
+    )
+    tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    positions = torch.arange(num_tokens, device=device)
+    hidden = model(tokens, positions, metadata, attention.allocate_kv_cache(1, dtype, device))
+    logits = model.compute_logits(hidden[:1].expand(num_rows, -1))
+    sample(
+        logits,
+        SamplingMetadata(
+            temperature=np.ones(num_rows, dtype=np.float32),
+            top_k=np.zeros(num_rows, dtype=np.int64),
+            top_p=np.full(num_rows, 0.999),
+            min_p=np.zeros(num_rows),
+            seed=np.zeros(num_rows, dtype=np.uint64),
+            position=np.zeros(num_rows, dtype=np.int64),
+            num_logprobs=np.zeros(num_rows, dtype=np.int64),
+        ),
+    )

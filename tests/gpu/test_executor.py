@@ -1,0 +1,190 @@
+"""A small random Llama through the whole device side: load, plan, run, sample."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from engine.errors import ConfigError, EngineDead
+from engine.plan import ModelRunnerOutput, NewRequestData
+from gpu.config import ModelConfig
+from gpu.executor import UniProcExecutor, load_executor
+from gpu.weights import ModelFiles
+from gpu.weights.dummy import dummy_weights
+from gpu.weights.tensors import tensor_shapes
+from gpu.worker import Worker, WorkerOptions, resolve_device, resolve_dtype
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_input_batch import plan_of
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=307,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+BLOCK_SIZE = 4
+OPTIONS = WorkerOptions(dtype="float32", device="cpu", max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE)
+MAX_BLOCKS = 64 // BLOCK_SIZE
+
+
+def random_weights():
+    """Large enough that attention is far from uniform and a mistake shows."""
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in tensor_shapes(CONFIG).items():
+        yield name, torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.3
+
+
+@pytest.fixture
+def executor() -> UniProcExecutor:
+    return UniProcExecutor(Worker(CONFIG, random_weights(), OPTIONS), CONFIG.vocab_size)
+
+
+def prompts() -> list[NewRequestData]:
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "top_p": 0.9},
+        {"temperature": 0.8, "seed": 3, "top_k": 20, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0},
+    ]
+    return [
+        new_request(
+            f"r{i}",
+            [(17 * i + 5 * j) % CONFIG.vocab_size for j in range(1 + 7 * i)],
+            block_ids=[8 * b + i for b in range(MAX_BLOCKS)],
+            **kind,
+        )
+        for i, kind in enumerate(kinds)
+    ]
+
+
+def generate(executor: UniProcExecutor, requests: list[NewRequestData], *, chunk: int, num_tokens: int = 10):
+    """Together, prefilling `chunk` tokens of each a step, and each joining a step after the one before it."""
+    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    pending: dict[str, int] = {}
+    removed: list[str] = []
+    waiting = list(requests)
+    while waiting or pending:
+        new = [waiting.pop(0)] if waiting else []
+        pending |= {r.request_id: len(r.token_ids) for r in new}
+        plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=new, removed=removed)
+        output = executor.execute(plan).result()
+        removed = []
+        for r, count, token in zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True):
+            pending[r] -= count
+            if token >= 0:
+                tokens[r].append(token)
+                pending[r] = 1
+                if len(tokens[r]) == num_tokens:
+                    del pending[r]
+                    removed.append(r)
+    executor.execute(plan_of({}, removed=removed)).result()
+    return tokens
+
+
+def test_a_mixed_batch_says_what_each_request_says_alone(executor: UniProcExecutor):
+    together = generate(executor, prompts(), chunk=6)
+    assert len({tuple(t) for t in together.values()}) == len(together)
+    for request in prompts():
+        for chunk in (6, 1000):
+            assert generate(executor, [request], chunk=chunk)[request.request_id] == together[request.request_id]
+
+
+def test_an_executor_tells_the_engine_what_it_needs_to_know(executor: UniProcExecutor):
+    assert executor.block_size == BLOCK_SIZE
+    assert executor.num_blocks == 8 * MAX_BLOCKS
+    assert executor.vocab_size == CONFIG.vocab_size
+    assert executor.max_model_len == 64
+    assert "cpu, float32" in executor.summary
+    assert "8.0 x the 64-token context" in executor.summary
+
+
+def test_an_unset_context_is_the_models_own():
+    options = WorkerOptions(dtype="float32", device="cpu", max_num_seqs=2)
+    assert Worker(CONFIG, random_weights(), options).kv_cache_size.max_model_len == 256
+
+
+def test_a_failing_step_raises_where_its_result_is_asked_for(executor: UniProcExecutor):
+    handle = executor.execute(plan_of({"nobody": 1}))
+    with pytest.raises(KeyError, match="nobody"):
+        handle.result()
+    assert generate(executor, prompts()[:1], chunk=1000)["r0"]
+
+
+def test_shutdown_is_idempotent_and_final(executor: UniProcExecutor):
+    executor.shutdown()
+    executor.shutdown()
+    with pytest.raises(EngineDead):
+        executor.execute(plan_of({})).result()
+
+
+def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
+    reports = []
+    files = ModelFiles(
+        name="dummy",
+        config=CONFIG,
+        chat_template=None,
+        special_tokens={},
+        load_tokenizer=lambda: None,
+        read_weights=partial(dummy_weights, CONFIG),
+        progress=lambda *report: reports.append(report),
+    )
+    outputs: list[ModelRunnerOutput | int] = []
+
+    def engine_thread() -> None:
+        executor = load_executor(files, OPTIONS, num_threads=1)
+        outputs.append(torch.get_num_threads())
+        request = new_request("a", [1, 2, 3], block_ids=[0], temperature=0.0)
+        outputs.append(executor.execute(plan_of({"a": 3}, new=[request])).result())
+
+    thread = threading.Thread(target=engine_thread)
+    thread.start()
+    thread.join()
+    total = len(tensor_shapes(CONFIG))
+    assert reports[-1] == ("Loading weights", total, total)
+    assert outputs[0] == 1
+    assert 0 <= outputs[1].sampled_token_ids[0] < CONFIG.vocab_size
+
+
+def test_a_context_too_long_for_the_model_is_refused_before_anything_is_read():
+    def unread():
+        raise AssertionError("the weights were read")
+        yield
+
+    with pytest.raises(ConfigError, match="max_model_len is 257"):
+        Worker(CONFIG, unread(), WorkerOptions(device="cpu", max_model_len=257))
+
+
+def test_a_context_too_long_for_the_cache_is_refused():
+    options = WorkerOptions(dtype="float32", device="cpu", max_model_len=256, kv_cache_memory=2**14)
+    with pytest.raises(ConfigError, match=r"max_model_len is 256.*max_model_len=64 works"):
+        Worker(CONFIG, random_weights(), options)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta", "nonsense"])
+def test_a_device_that_is_not_there_is_named(device: str):
+    with pytest.raises(ConfigError, match=rf"device is {device}: .*device=cpu works"):
+        resolve_device(device)
+
+
+def test_dtype_auto_suits_the_device():
+    half = ModelConfig(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__} | {"torch_dtype": "float16"})
+    assert resolve_dtype("auto", half, torch.device("cuda")) == torch.float16
+    assert resolve_dtype("auto", half, torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    assert resolve_dtype("float32", half, torch.device("cuda")) == torch.float32
+    with pytest.raises(ConfigError, match=r"dtype is int8.*dtype=auto works"):
+        resolve_dtype("int8", half, torch.device("cpu"))
+
+
+def test_bfloat16_and_float16_run_on_a_cpu():
+    for dtype in ("bfloat16", "float16"):
+        options = WorkerOptions(dtype=dtype, device="cpu", max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE)
+        executor = UniProcExecutor(Worker(CONFIG, random_weights(), options), CONFIG.vocab_size)
+        assert all(len(t) == 3 for t in generate(executor, prompts(), chunk=9, num_tokens=3).values())

@@ -1,0 +1,178 @@
+"""However a request's tokens are split over steps and mixed with others, it says the same."""
+
+import pytest
+import torch
+
+from engine.messages import TokenLogprobs
+from engine.plan import NewRequestData, SchedulerOutput
+from gpu.model_runner import ModelRunner
+from tests.gpu.history_model import HistoryModel
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_input_batch import plan_of
+
+VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 101, 4, 64, 40
+MAX_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
+
+
+def make_runner() -> tuple[ModelRunner, HistoryModel]:
+    model = HistoryModel(VOCAB, NUM_BLOCKS, BLOCK_SIZE)
+    runner = ModelRunner(
+        model,
+        model.kv_caches,
+        device=torch.device("cpu"),
+        max_num_seqs=6,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+    )
+    return runner, model
+
+
+def requests() -> list[NewRequestData]:
+    """Six requests of all kinds, each with its own blocks, in no particular order within the cache."""
+    sampling = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 5},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.8, "top_k": 30},
+        {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.7},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.0, "seed": 8, "min_p": 0.2, "min_tokens": 4, "stop_token_ids": (1, 2, 3)},
+    ]
+    return [
+        new_request(
+            f"r{i}",
+            [(i * 31 + j * j) % VOCAB for j in range(3 + 4 * i)],
+            block_ids=[(b * 6 + i) for b in range(MAX_BLOCKS)][::-1],
+            **kind,
+        )
+        for i, kind in enumerate(sampling)
+    ]
+
+
+def generate(chunk: int, everyone: list[NewRequestData], num_tokens: int = 8) -> dict[str, list[int]]:
+    """Run all requests together, prefilling at most `chunk` tokens of each in a step."""
+    runner, _ = make_runner()
+    produced: dict[str, list[int]] = {r.request_id: [] for r in everyone}
+    pending = {r.request_id: len(r.token_ids) for r in everyone}
+    plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=everyone)
+    while True:
+        output = runner.execute(plan)
+        for r, count, token in zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True):
+            pending[r] -= count
+            assert (token == -1) == (pending[r] > 0)
+            if token >= 0:
+                produced[r].append(token)
+                pending[r] = 1
+        active = {r: min(chunk, n) for r, n in pending.items() if len(produced[r]) < num_tokens}
+        if not active:
+            return produced
+        plan = plan_of(active)
+
+
+def test_chunked_prefill_says_what_whole_prefill_says():
+    whole = generate(1000, requests())
+    assert all(len(tokens) == 8 for tokens in whole.values())
+    for chunk in (1, 2, 5):
+        assert generate(chunk, requests()) == whole
+
+
+def test_a_mixed_batch_says_what_each_request_says_alone():
+    together = generate(3, requests())
+    for request in requests():
+        assert generate(3, [request]) == {request.request_id: together[request.request_id]}
+
+
+def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted():
+    uninterrupted = generate(1000, requests())
+    runner, _ = make_runner()
+    everyone = requests()
+    tokens = {r.request_id: list(r.token_ids) for r in everyone}
+
+    def run(plan: SchedulerOutput) -> None:
+        output = runner.execute(plan)
+        for r, token in zip(plan.request_ids, output.sampled_token_ids, strict=True):
+            tokens[r].append(token)
+
+    run(plan_of({r.request_id: len(r.token_ids) for r in everyone}, new=everyone))
+    for _ in range(3):
+        run(plan_of({r.request_id: 1 for r in everyone}))
+    # Everybody loses their blocks; the others come back with new ones and all they had said.
+    resumed = [
+        new_request(
+            r.request_id,
+            tokens[r.request_id],
+            num_prompt_tokens=r.num_prompt_tokens,
+            block_ids=r.block_ids[::-1],
+            stop_token_ids=tuple(r.stop_token_ids),
+        )
+        for r in everyone
+    ]
+    for request, original in zip(resumed, everyone, strict=True):
+        request.sampling = original.sampling
+    removed = [r.request_id for r in everyone]
+    run(plan_of({r.request_id: len(r.token_ids) for r in resumed}, new=resumed, removed=removed))
+    for _ in range(3):
+        run(plan_of({r.request_id: 1 for r in everyone}))
+    for r in everyone:
+        assert tokens[r.request_id][r.num_prompt_tokens :] == uninterrupted[r.request_id]
+
+
+def test_a_prefix_hit_computes_only_the_rest():
+    runner, model = make_runner()
+    prompt = list(range(10))
+    first = runner.execute(plan_of({"a": 10}, new=[new_request("a", prompt, block_ids=[3, 1, 2], temperature=0.0)]))
+    hit = new_request("b", prompt, num_computed_tokens=8, block_ids=[3, 1, 9], temperature=0.0)
+    second = runner.execute(plan_of({"b": 2}, new=[hit]))
+    assert model.steps[-1].query_lens_list == [2]
+    assert second.sampled_token_ids == first.sampled_token_ids
+
+
+def test_output_is_parallel_to_the_plan_though_decodes_run_first():
+    runner, model = make_runner()
+    decoding = [new_request(f"d{i}", [i, i], block_ids=[i], temperature=0.0, logprobs=1) for i in range(2)]
+    runner.execute(plan_of({"d0": 2, "d1": 2}, new=decoding))
+    # A prefill that ends, a decode, a prefill that goes on, a decode.
+    ends = new_request("ends", [5, 6, 7], block_ids=[10], temperature=0.0, logprobs=0)
+    goes_on = new_request("goes on", [8] * 12, block_ids=[11, 12, 13], temperature=0.0, logprobs=2)
+    plan = plan_of({"ends": 3, "d1": 1, "goes on": 7, "d0": 1}, new=[ends, goes_on])
+    output = runner.execute(plan)
+
+    metadata = model.steps[-1]
+    assert (metadata.num_decodes, metadata.query_lens_list) == (2, [1, 1, 3, 7])
+    assert model.num_logit_rows[-1] == 3
+    assert output.sampled_token_ids[2] == -1
+    assert sorted(output.logprobs) == [0, 1, 3]
+    for index, entry in output.logprobs.items():
+        assert isinstance(entry, TokenLogprobs)
+        assert (entry.token_id, entry.rank) == (output.sampled_token_ids[index], 1)
+    assert [len(output.logprobs[i].top) for i in (0, 1, 3)] == [0, 1, 1]
+    # What was handed out is what the rows remember.
+    for request_id, token in zip(plan.request_ids, output.sampled_token_ids, strict=True):
+        if token >= 0:
+            assert runner.input_batch.token_ids(request_id)[-1] == token
+
+
+def test_a_plan_of_removals_alone_runs_nothing():
+    runner, model = make_runner()
+    runner.execute(plan_of({"a": 1}, new=[new_request("a", [1], block_ids=[0])]))
+    output = runner.execute(plan_of({}, removed=["a"]))
+    assert (output.sampled_token_ids, output.logprobs) == ([], {})
+    assert (len(model.steps), len(runner.input_batch)) == (1, 0)
+
+
+def test_a_step_in_which_nobody_samples_computes_no_logits():
+    runner, model = make_runner()
+    output = runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2, 3], block_ids=[0])]))
+    assert output.sampled_token_ids == [-1]
+    assert model.num_logit_rows == []
+
+
+def test_a_step_that_fails_advances_nobody():
+    runner, model = make_runner()
+    runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2], block_ids=[0], temperature=0.0)]))
+    before = runner.input_batch.token_ids("a")
+    forward, model.forward = model.forward, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        runner.execute(plan_of({"a": 1}))
+    model.forward = forward
+    assert runner.input_batch.token_ids("a") == before
+    assert runner.execute(plan_of({"a": 1})).sampled_token_ids[0] >= 0

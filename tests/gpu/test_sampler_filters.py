@@ -1,0 +1,94 @@
+"""The tokens that min-p, top-k and top-p leave are those of a brute-force reference, on every path."""
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.sampling import filters, sample
+from gpu.sampling.filters import cutoffs
+from tests.gpu.sampling_helpers import metadata_of, new_request
+
+CASES = [
+    (top_k, top_p, min_p)
+    for top_k in (0, 1, 5, 40, 900, 5000)
+    for top_p in (1.0, 0.999, 0.9, 0.3, 1e-6)
+    for min_p in (0.0, 0.02, 0.5, 1.0)
+]
+
+
+def kept_by_brute_force(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """min-p, then top-k, then top-p over the renormalized rest; ties with the last one stay."""
+    p = probs.double().tolist()
+    kept = [i for i in range(len(p)) if p[i] >= min_p * max(p)]
+    if 0 < top_k < len(kept):
+        level = sorted((p[i] for i in kept), reverse=True)[top_k - 1]
+        kept = [i for i in kept if p[i] >= level]
+    if top_p < 1.0:
+        total, mass = sum(p[i] for i in kept), 0.0
+        for i in sorted(kept, key=lambda i: -p[i]):
+            mass += p[i]
+            if mass >= top_p * total:
+                break
+        kept = [j for j in kept if p[j] >= p[i]]
+    return set(kept)
+
+
+def columns(cases: list[tuple[int, float, float]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top_k, top_p, min_p = zip(*cases, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), torch.tensor(min_p, dtype=torch.float64)
+
+
+def distribution(kind: str, rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(rows, 1003, generator=generator)
+    scale = {"flat": 0.3, "usual": 2.0, "peaked": 9.0, "tied": 2.0}[kind]
+    logits = (logits * scale).round() if kind == "tied" else logits * scale
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "tied"])
+def test_kept_tokens_are_those_of_the_reference(kind: str):
+    probs = distribution(kind, len(CASES))
+    expected = [kept_by_brute_force(row, *case) for row, case in zip(probs, CASES, strict=True)]
+    for widths in ((64, 512), (8,), ()):
+        level = cutoffs(probs, *columns(CASES), candidates=widths)
+        for row, case in enumerate(CASES):
+            kept = set((probs[row] >= level[row]).nonzero().flatten().tolist())
+            assert kept == expected[row], f"top_k, top_p, min_p = {case}"
+
+
+@pytest.mark.parametrize("kind", ["flat", "usual", "peaked", "tied"])
+def test_cutoff_does_not_depend_on_how_many_candidates_found_it(kind: str):
+    probs = distribution(kind, len(CASES))
+    exact = cutoffs(probs, *columns(CASES), candidates=())
+    for widths in ((4,), (64, 512), (1000,)):
+        assert torch.equal(cutoffs(probs, *columns(CASES), candidates=widths), exact)
+
+
+def test_rows_whose_cut_lies_outside_the_candidates_fall_back_to_a_full_sort(monkeypatch: pytest.MonkeyPatch):
+    widths = []
+    within = filters._cutoffs_within
+
+    def spy(probs: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        widths.append((len(probs), args[-1]))
+        return within(probs, *args)
+
+    monkeypatch.setattr(filters, "_cutoffs_within", spy)
+    probs = torch.stack([distribution("peaked", 1)[0], distribution("flat", 1)[0]])
+    cutoffs(probs, *columns([(0, 0.9, 0.0), (0, 0.9, 0.0)]), candidates=(64, 512))
+    assert widths == [(2, 64), (1, 512), (1, 1003)]
+
+
+def test_every_kept_token_is_drawn_and_no_other():
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(1))
+    kept = kept_by_brute_force((logits[0].double() / 0.7).softmax(0), 20, 0.9, 0.01)
+    requests = [new_request(seed=s, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01) for s in range(3000)]
+    drawn = sample(logits.repeat(3000, 1), metadata_of(requests)).token_ids
+    assert set(drawn.tolist()) == kept
+
+
+def test_filters_that_keep_everything_change_no_draw():
+    logits = torch.randn(64, 5003, generator=torch.Generator().manual_seed(1))
+    plain = metadata_of([new_request(seed=s, temperature=1.0) for s in range(64)])
+    open_filter = metadata_of([new_request(seed=s, temperature=1.0, top_k=5003) for s in range(64)])
+    assert np.array_equal(sample(logits.clone(), plain).token_ids, sample(logits.clone(), open_filter).token_ids)

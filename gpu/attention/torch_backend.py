@@ -14,9 +14,11 @@ What is promised:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -61,7 +63,7 @@ class TorchAttention:
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         shape = (num_blocks, self.block_size, 2, self.num_kv_heads, self.head_dim)
-        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
+        return [_zeros(shape, dtype, device) for _ in range(self.num_layers)]
 
     def forward(
         self,
@@ -250,3 +252,13 @@ def _slots(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) 
     """The cache slots of token positions: int32 [B, max_blocks] and int64 [B, L] -> int64 [B, L]"""
     blocks = block_table.gather(1, positions // block_size).long()
     return blocks * block_size + positions % block_size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like torch.zeros, but host memory is only taken when it is first written.
+
+    torch.zeros writes all of it: seconds for gigabytes of cache, most of which a quiet server never uses.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -29,6 +29,7 @@ from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
 from app.logs import request_logger
+from engine.errors import HeadraceError
 from engine.output_processor import RequestStream
 from protocol.errors import ApiError, to_api_error
 
@@ -150,7 +151,7 @@ class RequestScope:
 
     async def _answer_with(self, error: Exception) -> None:
         api_error = to_api_error(error)
-        if api_error.status >= 500:
+        if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code = api_error.code or api_error.type
         if self.status is None:

@@ -52,15 +52,15 @@ def chat_here(settings: Settings, *, system: str | None, temperature: float | No
             "host": "127.0.0.1",
             "port": 0,
             "api_keys": (SecretStr(key),),
-            "drain_timeout": 0.0,
+            "drain_timeout": 1.0,
             "log_requests": False,
             "log_level": "error",
         }
     )
     with _server(settings) as url:
         client = ChatClient(url, key)
-        with Console(stderr=True).status("Loading ...") as status:
-            client.wait_until_ready(lambda phase: status.update(f"{phase} ..."))
+        with Console(stderr=True).status("Starting") as status:
+            client.wait_until_ready(status.update)
         _converse(client, settings.model_names[0], system=system, temperature=temperature)
     return 0
 
@@ -83,17 +83,17 @@ class ChatClient:
         with self._request("GET", "/v1/models") as response:
             return [model["id"] for model in json.load(response)["data"]]
 
-    def wait_until_ready(self, on_phase: Callable[[str], None], poll_seconds: float = 0.2) -> None:
+    def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
         """Return when the server can make a token, and tell meanwhile what it does. Raises `ChatError` if it fails."""
         while True:
             with self._request("GET", "/readyz", check=False) as response:
                 if response.status == 200:
                     return
-            with self._request("GET", "/startupz", check=False) as response:
-                state = json.load(response)
-                if state.get("phase") == "failed":
-                    raise ChatError(str(state.get("error", "The model could not be loaded.")))
-                on_phase(str(state.get("phase", "starting")).capitalize())
+                status = json.load(response)
+            if status["phase"] not in ("starting", "ready"):
+                raise ChatError(f"The server is {status['phase']}.")
+            share = f" {100 * status['done'] // status['total']} %" if status["total"] else ""
+            on_progress(f"{status['task'] or 'Starting'}{share}")
             time.sleep(poll_seconds)
 
     def stream(

@@ -125,7 +125,7 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` tokens of one request came, on average `seconds` apart. About a microsecond per token."""
+        """`count` choices got a further token, each `seconds` after the one before. About a microsecond per token."""
         for _ in range(count):
             self._itl.observe(seconds)
 

@@ -14,12 +14,17 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import anyio
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 
+from app.hypercorn_fixes import close_connections_with_their_clients
 from app.settings import Settings, SettingsError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 BACKLOG = 1024
 
@@ -49,7 +54,7 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def run(
-    app: ASGIFramework,
+    app: ASGIApp,
     settings: Settings,
     listener: socket.socket,
     shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
@@ -60,22 +65,25 @@ def run(
     """
     config = hypercorn_config(settings, listener)
     trigger = shutdown_trigger or _signalled
+    asgi = cast(ASGIFramework, app)  # Hypercorn spells out every message type, Starlette says mapping
     if settings.worker_class == "trio":
         import trio
         from hypercorn.trio import serve as serve_trio
 
-        trio.run(partial(serve_trio, app, config, shutdown_trigger=trigger))
+        close_connections_with_their_clients()
+        trio.run(partial(serve_trio, asgi, config, shutdown_trigger=trigger))
         return
 
     from hypercorn.asyncio import serve as serve_asyncio
 
+    close_connections_with_their_clients()
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if settings.worker_class == "uvloop":
         import uvloop
 
         loop_factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(serve_asyncio(app, config, shutdown_trigger=trigger))
+        runner.run(serve_asyncio(asgi, config, shutdown_trigger=trigger))
 
 
 def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:

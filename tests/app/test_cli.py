@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -94,59 +93,3 @@ def test_chat_with_nobody_there_says_whom_it_asked(taken_port: int) -> None:
     done = run("chat", "--url", f"http://127.0.0.1:{free_port}")
     assert done.returncode == 1
     assert f"No answer from http://127.0.0.1:{free_port}" in done.stderr
-
-
-# A server whose answer takes a moment, under the runner that `headrace serve` uses.
-SLOW_SERVER = """
-import sys
-import anyio
-from app.logs import configure_logging
-from app.runner import bind, run
-from app.settings import Settings
-
-async def app(scope, receive, send):
-    if scope["type"] == "lifespan":
-        while True:
-            message = await receive()
-            await send({"type": message["type"] + ".complete"})
-            if message["type"] == "lifespan.shutdown":
-                return
-    await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    for piece in (b"one ", b"two ", b"three"):
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await anyio.sleep(0.3)
-    await send({"type": "http.response.body", "body": b""})
-
-settings = Settings(port=0, worker_class=sys.argv[1], log_format="json", drain_timeout=20)
-configure_logging(settings)
-listener = bind(settings)
-print(listener.getsockname()[1], flush=True)
-run(app, settings, listener)
-print("drained", flush=True)
-"""
-
-
-@pytest.mark.parametrize("worker_class", ["asyncio", "uvloop", "trio"])
-def test_an_answer_under_way_is_finished_after_sigterm_and_the_exit_code_is_0(worker_class: str) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW_SERVER, worker_class], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            port = int(server.stdout.readline())
-            assert "Running on" in server.stderr.readline()
-            with socket.create_connection(("127.0.0.1", port)) as client:
-                client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                answer = client.recv(65536)
-                while b"one" not in answer:
-                    answer += client.recv(65536)
-                server.send_signal(signal.SIGTERM)
-                while piece := client.recv(65536):
-                    answer += piece
-            assert b"three" in answer
-            assert answer.endswith(b"0\r\n\r\n"), "the answer was cut off"
-            assert b"server:" not in answer.lower()
-            assert server.wait() == 0
-            assert server.stdout.read() == "drained\n"
-        finally:
-            server.kill()

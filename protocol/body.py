@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.errors import to_api_error
+from protocol.errors import ApiError, to_api_error
 
 
 class ClientModel(BaseModel):
@@ -48,6 +48,8 @@ M = TypeVar("M", bound=ClientModel)
 
 def parse_body(model: type[M], body: bytes) -> M:
     """Check a JSON body against `model`. Raises `ApiError` 400 naming the place (broken JSON) or the field."""
+    if not body:
+        raise ApiError(400, "The request body is empty; send a JSON object.", code="invalid_json")
     try:
         return model.model_validate(orjson.loads(body))
     except (ValidationError, orjson.JSONDecodeError, InvalidRequest) as exc:

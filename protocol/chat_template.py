@@ -75,9 +75,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        spellings = sorted({*control_tokens, *special_tokens.values()} - {""}, key=len, reverse=True)
-        # The longest first: of two tokens that start alike the tokenizer takes the longer one.
-        self._control = re.compile("|".join(map(re.escape, spellings))) if spellings else None
+        self._control = _runs_of({*control_tokens, *special_tokens.values()} - {""})
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
@@ -149,8 +147,9 @@ def encode_segments(
 class _Shield:
     """Marks control-token spellings in what a client sent, and finds them again in what the template made of it.
 
-    Markers are private-use characters, 64 random bits and more per request, so no text can contain them by chance
-    or by intent. They are drawn only when there is something to mark.
+    Markers are 24 random digits, new ones for each request, so no text holds one by chance or by intent. Digits,
+    because templates print lists with `repr`, escape with `tojson` and change case, and a marker has to outlive that:
+    private-use characters do not. They are drawn only when there is something to mark.
     """
 
     def __init__(self, control: re.Pattern[str] | None) -> None:
@@ -191,9 +190,16 @@ class _Shield:
         return self._open + match[0] + self._close
 
 
+def _runs_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    # The longest first: of two tokens that start alike the tokenizer takes the longer one.
+    one = "|".join(re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True))
+    # A run is one match, so that a flood of tokens is one segment; written as one and more because `re` looks for the
+    # first character of a plain group much faster than for that of a repeated one.
+    return re.compile(f"(?:{one})(?:{one})*+") if one else None
+
+
 def _random_marker() -> str:
-    # Plane 16 is private use: 65,534 characters, 16 bits each. No filter that templates use touches them.
-    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(4))
+    return f"{secrets.randbelow(10**24):024d}"
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

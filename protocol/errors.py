@@ -80,8 +80,6 @@ def to_api_error(exc: Exception) -> ApiError:
 
 
 def _from_json_error(exc: JSONDecodeError) -> ApiError:
-    if not exc.doc:
-        return ApiError(400, "The request body is empty; send a JSON object.", code="invalid_json")
     # exc.msg is one of the parser's fixed phrases; exc.doc is the client's text and stays here.
     where = f"line {exc.lineno}, column {exc.colno}"
     return ApiError(400, f"The request body is not valid JSON: {exc.msg} at {where}.", code="invalid_json")
@@ -130,7 +128,7 @@ def _sentence(error: ErrorDetails, path: str) -> str:
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{path} is not valid: {error['msg']}."
-    secret = path.split(".", 1)[0] in ("messages", "prompt") and kind != "literal_error"
+    secret = error["loc"][:1] in ((), ("messages",), ("prompt",)) and kind != "literal_error"
     return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {_shown(given, secret)}."
 
 

@@ -60,7 +60,7 @@ class WireFormat:
 class UsageMeter:
     """Token counts of one HTTP request: each prompt once, the completions of all choices.
 
-    `n` is the number of choices per prompt; choice `i` belongs to prompt `i // n`.
+    `n` is the number of choices per prompt; the choices of several prompts are numbered one prompt after the other.
     """
 
     def __init__(self, n: int) -> None:
@@ -69,13 +69,13 @@ class UsageMeter:
         self._cached: dict[int, int] = {}
         self._completion: dict[int, int] = {}
 
-    def add(self, choice: int, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput) -> None:
         """Take in the running totals of `output`; they replace the choice's earlier ones."""
-        prompt = choice // self._n
+        prompt = output.index // self._n
         self._prompt[prompt] = output.num_prompt_tokens
         # The choices of a prompt share it through the prefix cache: only what the first one found was cached before.
         self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
-        self._completion[choice] = output.num_output_tokens
+        self._completion[output.index] = output.num_output_tokens
 
     def usage(self) -> dict[str, Any]:
         """The `usage` object."""
@@ -109,17 +109,16 @@ class ChunkStream:
         self._wire = wire
         self._head = head
         self._token_bytes = token_bytes
-        self._n = n
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
         self._meter = UsageMeter(n)
         self._choices: dict[int, _StreamedChoice] = {}
 
-    def feed(self, output: RequestOutput, prompt_index: int = 0) -> bytes:
+    def feed(self, output: RequestOutput) -> bytes:
         """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
         raise_if_failed(output)
-        index = prompt_index * self._n + output.index
-        self._meter.add(index, output)
+        self._meter.add(output)
+        index = output.index
         frames = []
         choice = self._choices.get(index)
         if choice is None:
@@ -178,16 +177,14 @@ class Collector:
         self._wire = wire
         self._head = head
         self._token_bytes = token_bytes
-        self._n = n
         self._meter = UsageMeter(n)
         self._choices: dict[int, _CollectedChoice] = {}
 
-    def feed(self, output: RequestOutput, prompt_index: int = 0) -> None:
+    def feed(self, output: RequestOutput) -> None:
         """Take in the next part of a choice. Raises `ApiError` if the output failed."""
         raise_if_failed(output)
-        index = prompt_index * self._n + output.index
-        self._meter.add(index, output)
-        choice = self._choices.setdefault(index, _CollectedChoice())
+        self._meter.add(output)
+        choice = self._choices.setdefault(output.index, _CollectedChoice())
         choice.text.append(output.text)
         if output.logprobs is not None:
             if choice.logprobs is None:

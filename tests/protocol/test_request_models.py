@@ -1,0 +1,341 @@
+"""What requests are taken and how the others are refused: 400, the field in the client's words, no prompt text."""
+
+import orjson
+import pytest
+
+from engine.errors import InvalidRequest
+from protocol.body import parse_body
+from protocol.errors import ApiError, to_api_error
+from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.completions import CompletionRequest
+
+VOCAB = 1000
+SECRET = "the treasure lies under the third oak"
+USER = [{"role": "user", "content": SECRET}]
+
+
+def chat(**fields):
+    return parse_body(ChatCompletionRequest, orjson.dumps({"model": "m", "messages": USER, **fields}))
+
+
+def completion(**fields):
+    return parse_body(CompletionRequest, orjson.dumps({"model": "m", "prompt": SECRET, **fields}))
+
+
+def refusal(make, fields):
+    try:
+        request = make(**fields)
+        request.to_sampling_params(VOCAB)
+        if isinstance(request, CompletionRequest):
+            request.prompts(VOCAB)
+    except (ApiError, InvalidRequest) as exc:
+        return to_api_error(exc)
+    return pytest.fail("was accepted")
+
+
+# Each: the fields, the param that the answer names, and words that its message must hold.
+BAD_FOR_BOTH = [
+    ({"model": 5}, "model", "must be a string, got 5"),
+    ({"temperature": "hot"}, "temperature", "must be a number, got 'hot'"),
+    ({"temperature": True}, "temperature", "must be a number, got true"),
+    ({"temperature": 2.5}, "temperature", "[0.0, 2.0], got 2.5"),
+    ({"temperature": -0.1}, "temperature", "got -0.1"),
+    ({"top_p": 0}, "top_p", "(0.0, 1.0]"),
+    ({"top_p": 1.5}, "top_p", "got 1.5"),
+    ({"top_k": -2}, "top_k", "got -2"),
+    ({"top_k": 1.5}, "top_k", "must be an integer, got 1.5"),
+    ({"min_p": 2}, "min_p", "[0.0, 1.0]"),
+    ({"n": 0}, "n", "[1, 128], got 0"),
+    ({"n": 1_000_000}, "n", "got 1000000"),
+    ({"n": "2"}, "n", "must be an integer, got '2'"),
+    ({"n": True}, "n", "must be an integer, got true"),
+    ({"n": 1e308}, "n", "must be an integer"),
+    ({"n": [SECRET]}, "n", "got an array of 1"),
+    ({"n": {"a": SECRET}}, "n", "got an object"),
+    ({"stop": 5}, "stop", "a string or an array of strings, got 5"),
+    ({"stop": ""}, "stop", "empty string"),
+    ({"stop": ["a", 5]}, "stop.1", "must be a string, got 5"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16 entries, got 17"),
+    ({"stop_token_ids": [VOCAB]}, "stop_token_ids", f"got {VOCAB}"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "got -1"),
+    ({"stop_token_ids": ["2"]}, "stop_token_ids.0", "must be an integer"),
+    ({"seed": 1.5}, "seed", "must be an integer"),
+    ({"seed": 2**63}, "seed", "seed must be in"),
+    ({"frequency_penalty": 3}, "frequency_penalty", "[-2.0, 2.0], got 3"),
+    ({"presence_penalty": -3}, "presence_penalty", "got -3"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "got 0"),
+    ({"logit_bias": {"cat": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5", "must be a number"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "[-100.0, 100.0], got 101"),
+    ({"logit_bias": {str(VOCAB): 1}}, "logit_bias", f"got {VOCAB}"),
+    ({"logit_bias": [1]}, "logit_bias", "must be an object"),
+    ({"max_tokens": 0}, "max_tokens", "got 0"),
+    ({"max_tokens": -5}, "max_tokens", "got -5"),
+    ({"max_tokens": 5.0}, "max_tokens", "must be an integer, got 5.0"),
+    ({"max_tokens": 5, "min_tokens": 6}, "min_tokens", "at most max_tokens (5), got 6"),
+    ({"min_tokens": -1}, "min_tokens", "got -1"),
+    ({"stream": "yes"}, "stream", "true or false, got 'yes'"),
+    ({"stream": 1}, "stream", "true or false, got 1"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "true or false"),
+    ({"stream": True, "stream_options": 5}, "stream_options", "must be an object"),
+    ({"ignore_eos": "true"}, "ignore_eos", "true or false"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens", "true or false"),
+    ({"include_stop_str_in_output": 0}, "include_stop_str_in_output", "true or false"),
+    ({"priority": 2**40}, "priority", "at most"),
+    ({"echo": True}, "echo", "not supported by this server; leave it out or send false"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", 'send {"type":"text"}'),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"guided_regex": "a"}, "guided_regex", "not supported"),
+    ({"guided_choice": ["a"]}, "guided_choice", "not supported"),
+    ({"guided_grammar": "a"}, "guided_grammar", "not supported"),
+    ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+]
+BAD_CHATS = [
+    ({"messages": None}, "messages", "messages is required"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": SECRET}, "messages", "must be an array, got a string of 37 characters"),
+    ({"messages": [SECRET]}, "messages.0", "must be an object"),
+    ({"messages": [{"content": SECRET}]}, "messages.0.role", "messages.0.role is required"),
+    ({"messages": [{"role": "robot", "content": SECRET}]}, "messages.0.role", "got 'robot'"),
+    ({"messages": [{"role": SECRET * 2, "content": SECRET}]}, "messages.0.role", "got a string of 74 characters"),
+    ({"messages": [*USER, {"role": "user"}]}, "messages.1.content", "messages.1.content is required"),
+    ({"messages": [{"role": "system", "content": None}]}, "messages.0.content", "is required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a string or an array of text parts, got 5"),
+    ({"messages": [{"role": "user", "content": {"text": SECRET}}]}, "messages.0.content", "got an object"),
+    ({"messages": [{"role": "user", "content": [SECRET]}]}, "messages.0.content.0", "must be an object"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 7}]}]},
+        "messages.0.content.0.text",
+        "must be a string, got 7",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+        "messages.0.content.1.type",
+        "must be 'text', got 'image_url'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages.0.tool_calls",
+        "messages.0.tool_calls is not supported",
+    ),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be in [1, 2147483647], got 0"),
+    ({"max_completion_tokens": -1, "max_tokens": 5}, "max_completion_tokens", "got -1"),
+    ({"max_completion_tokens": 4, "min_tokens": 6}, "min_tokens", "at most max_completion_tokens (4)"),
+    ({"logprobs": 5}, "logprobs", "true or false"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "got -1"),
+    ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs", "must be an integer"),
+    ({"tools": []}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+    ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort", "got 'huge'"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
+]
+BAD_COMPLETIONS = [
+    ({"prompt": None}, "prompt", "prompt is required"),
+    ({"prompt": ""}, "prompt", "must not be empty"),
+    ({"prompt": []}, "prompt", "must not be empty"),
+    ({"prompt": [""]}, "prompt", "must not be empty"),
+    ({"prompt": ["a", ""]}, "prompt", "must not be empty"),
+    ({"prompt": [[]]}, "prompt", "must not be empty"),
+    ({"prompt": [[1], []]}, "prompt", "must not be empty"),
+    ({"prompt": 5}, "prompt", "got 5"),
+    ({"prompt": {"text": SECRET}}, "prompt", "got an object"),
+    ({"prompt": [SECRET, 5]}, "prompt.1", "must be a string, got 5"),
+    ({"prompt": [5, SECRET]}, "prompt.1", "must be an integer"),
+    ({"prompt": [True]}, "prompt.0", "must be an integer, got true"),
+    ({"prompt": [1.5]}, "prompt.0", "got 1.5"),
+    ({"prompt": [[1, SECRET]]}, "prompt.0.1", "must be an integer"),
+    ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 prompts, got 1025"),
+    ({"prompt": [-1]}, "prompt", "[0, 999], got -1"),
+    ({"prompt": [[1], [VOCAB]]}, "prompt", "[0, 999], got 1000"),
+    ({"logprobs": True}, "logprobs", "must be an integer"),
+    ({"logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
+    ({"best_of": 3}, "best_of", "not supported by this server; leave it out or send 1"),
+    ({"suffix": "end"}, "suffix", "not supported"),
+]
+CASES = [
+    *[(make, *case) for make in (chat, completion) for case in BAD_FOR_BOTH],
+    *[(chat, *case) for case in BAD_CHATS],
+    *[(completion, *case) for case in BAD_COMPLETIONS],
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "param", "words"),
+    CASES,
+    ids=[f"{make.__name__}-{param}-{i}" for i, (make, _, param, _) in enumerate(CASES)],
+)
+def test_bad_input_is_a_400_that_names_the_field_and_no_prompt_text(make, fields, param, words):
+    error = refusal(make, fields)
+    assert (error.status, error.type, error.param) == (400, "invalid_request_error", param)
+    assert words in error.message
+    assert SECRET not in error.message
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "empty"),
+        (b'{"messages": [', "line 1, column 15"),
+        (b'{\n "prompt": tReAsUrE}', "line 2, column"),
+        (b'{"temperature": NaN}', "not valid JSON"),
+        (b'{"temperature": 1e400}', "not valid JSON"),
+        (b'{"prompt": "\\ud800"}', "not valid JSON"),
+        (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1, 2]", "must be an object, got an array of 2"),
+        (b'"tReAsUrE"', "must be an object"),
+        (b"null", "must be an object, got null"),
+    ],
+)
+def test_broken_json_is_a_400_that_says_where_and_echoes_nothing(body, words):
+    with pytest.raises(ApiError) as caught:
+        parse_body(ChatCompletionRequest, body)
+    assert caught.value.status == 400
+    assert caught.value.param is None
+    assert words in caught.value.message
+    assert "tReAsUrE" not in caught.value.message
+    assert caught.value.__context__ is None or caught.value.__suppress_context__  # no text in a traceback either
+
+
+def test_an_integer_wider_than_64_bits_is_no_integer():
+    with pytest.raises(ApiError) as caught:
+        parse_body(CompletionRequest, b'{"prompt": [[1], [99999999999999999999]]}')
+    assert caught.value.param == "prompt.1.0"
+
+
+def test_null_is_absent_everywhere():
+    names = """model temperature stop n stream stream_options logit_bias tools response_format max_tokens seed echo
+        max_completion_tokens logprobs top_logprobs chat_template_kwargs"""
+    nulls = dict.fromkeys(names.split())
+    assert chat(**nulls, messages=[{"role": "user", "content": "a", "name": None, "tool_calls": None}]) == chat(
+        messages=[{"role": "user", "content": "a"}]
+    ).model_copy(update={"model": None})
+    assert completion(max_tokens=None).to_sampling_params(VOCAB).max_tokens == 16
+    assert not chat(stream=True, stream_options={"include_usage": None}).stream_options.include_usage
+
+
+def test_fields_without_effect_are_taken_in_silence():
+    extras = {
+        "user": "u",
+        "safety_identifier": "s",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "parallel_tool_calls": False,
+        "moderation": {},
+        "a_field_of_next_year": 1,
+    }
+    assert chat(**extras) == chat()
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).stream_options.include_usage is False
+
+
+def test_the_neutral_value_of_an_unsupported_field_is_taken():
+    neutral = {"response_format": {"type": "text"}, "echo": False, "use_beam_search": False}
+    assert chat(**neutral, tool_choice="none", modalities=["text"]) == chat()
+    assert completion(**neutral, best_of=1) == completion()
+
+
+def test_every_sampling_field_reaches_the_engine():
+    fields = {
+        "n": 2,
+        "temperature": 1,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": -1,
+        "frequency_penalty": 1,
+        "logit_bias": {"5": -100, "7": 3},
+        "seed": 11,
+        "max_tokens": 9,
+        "min_tokens": 3,
+        "stop": ["a", "b"],
+        "include_stop_str_in_output": True,
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    expected = fields | {"logit_bias": {5: -100.0, 7: 3.0}, "stop": ("a", "b"), "stop_token_ids": (4,)}
+    for params in (
+        chat(**fields, logprobs=True, top_logprobs=3).to_sampling_params(VOCAB),
+        completion(**fields, logprobs=3).to_sampling_params(VOCAB),
+    ):
+        assert {name: getattr(params, name) for name in params.__struct_fields__} == expected | {"logprobs": 3}
+
+
+def test_defaults_are_openais():
+    params = chat().to_sampling_params(VOCAB)
+    assert (params.max_tokens, params.temperature, params.logprobs, params.top_k) == (None, 1.0, None, 0)
+    params = completion().to_sampling_params(VOCAB)
+    assert (params.max_tokens, params.temperature, params.logprobs, params.stop) == (16, 1.0, None, ())
+
+
+def test_several_choices_at_temperature_zero_are_taken():
+    assert chat(n=3, temperature=0).to_sampling_params(VOCAB).n == 3
+
+
+@pytest.mark.parametrize("off", [-1, 0])
+def test_top_k_minus_one_and_zero_are_off(off):
+    assert chat(top_k=off).to_sampling_params(VOCAB).top_k == 0
+
+
+def test_seed_minus_one_is_no_seed():
+    assert chat(seed=-1).to_sampling_params(VOCAB).seed is None
+
+
+def test_max_completion_tokens_wins():
+    assert chat(max_tokens=5, max_completion_tokens=7).to_sampling_params(VOCAB).max_tokens == 7
+
+
+def test_chat_logprobs_without_top_asks_for_the_sampled_token_only():
+    assert chat(logprobs=True).to_sampling_params(VOCAB).logprobs == 0
+    assert chat(logprobs=False, top_logprobs=0).to_sampling_params(VOCAB).logprobs is None
+    assert completion(logprobs=0).to_sampling_params(VOCAB).logprobs == 0
+
+
+def test_messages_reach_the_template_as_plain_strings():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "hi", "name": "Ada"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+        {"role": "function", "content": "", "name": "f"},
+    ]
+    assert chat(messages=messages).messages_for_template() == [
+        {"role": "developer", "content": "Be\nbrief."},
+        {"role": "user", "content": "hi", "name": "Ada"},
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "content": "42", "tool_call_id": "call_1"},
+        {"role": "function", "content": "", "name": "f"},
+    ]
+
+
+def test_reasoning_effort_and_template_kwargs_reach_the_template():
+    assert chat(reasoning_effort="none").template_variables() == {"reasoning_effort": "none", "enable_thinking": False}
+    wish = {"enable_thinking": True}
+    assert chat(reasoning_effort="none", chat_template_kwargs=wish).template_variables()["enable_thinking"] is True
+    assert chat().template_variables() == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([0], [[0]])],
+)
+def test_prompts_come_as_one_or_many_texts_or_token_lists(prompt, expected):
+    assert completion(prompt=prompt).prompts(VOCAB) == expected

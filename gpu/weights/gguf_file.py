@@ -25,7 +25,7 @@ from gguf.quants import dequantize
 
 from gpu.weights.errors import ModelError
 
-T = TypeVar("T", str, int, float, bool, list)
+T = TypeVar("T", str, int, float, bool)
 
 SUPPORTED_TENSOR_TYPES = tuple(
     GGMLQuantizationType[name]
@@ -96,6 +96,13 @@ class GGUFFile:
         if value is None:
             raise ModelError(f"{self.path.name}: metadata {key} is missing. Convert the model anew.")
         return value
+
+    def require_array(self, key: str, kind: type[T]) -> list[T]:
+        """The array `key`. Raises `ModelError` if it is absent or its elements are not of type `kind`."""
+        values = self.metadata.get(key)
+        if not isinstance(values, list) or (values and type(values[0]) is not kind):  # elements are all of one type
+            raise ModelError(f"{self.path.name}: metadata {key} must be an array of type {kind.__name__}.")
+        return values
 
     def packed(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor as they are in the file: [..., bytes of a row], quantization blocks and all.

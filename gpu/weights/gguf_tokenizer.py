@@ -41,7 +41,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
         )
     pre = _PRE_TOKENIZERS[pre_name]
     tokens = _tokens(file)
-    merges = file.require("tokenizer.ggml.merges", list)
+    merges = file.require_array("tokenizer.ggml.merges", str)
     try:
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -71,13 +71,13 @@ def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
     """The texts of the special tokens that chat templates refer to, such as {"eos_token": "<|im_end|>"}."""
     if "tokenizer.ggml.tokens" not in file.metadata:
         return {}
-    tokens = file.require("tokenizer.ggml.tokens", list)
+    tokens = file.require_array("tokenizer.ggml.tokens", str)
     ids = {name: file.get(key, int) for name, key in _SPECIAL_TOKEN_KEYS.items()}
     return {name: _token_text(file, tokens, index) for name, index in ids.items() if index is not None}
 
 
 def _tokens(file: GGUFFile) -> list[str]:
-    tokens = file.require("tokenizer.ggml.tokens", list)
+    tokens = file.require_array("tokenizer.ggml.tokens", str)
     if len(set(tokens)) != len(tokens):
         raise ModelError(f"{file.path.name}: tokenizer.ggml.tokens holds a token twice. Convert the model anew.")
     return tokens
@@ -93,7 +93,7 @@ def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
 
 def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
     """The tokens that are found in text as a whole, before it is split: control tokens, and what users defined."""
-    types = file.require("tokenizer.ggml.token_type", list)
+    types = file.require_array("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
     return [

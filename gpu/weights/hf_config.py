@@ -33,10 +33,12 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     """
     fields = _Fields(values, source)
     architecture = _architecture(values, source)
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     for key, allowed in _ONLY_VALUES.items():
-        if values.get(key) not in allowed:
+        value = values.get(key, rope.get(key))
+        if value not in allowed:
             raise ModelError(
-                f"{source}: {key}={values[key]!r:.80} in config.json is not supported; it must be {allowed[0]!r}."
+                f"{source}: {key}={value!r:.80} in config.json is not supported; it must be {allowed[0]!r}."
             )
     qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
     if values.get("attention_bias") and not qwen2:
@@ -48,7 +50,6 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     hidden_size = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden_size // max(heads, 1))
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     num_layers = fields.integer("num_hidden_layers")
     config = ModelConfig(
         architecture=architecture,

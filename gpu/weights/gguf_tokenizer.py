@@ -45,7 +45,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     try:
         model = models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in merges],  # byte-level tokens spell a space as Ġ
+            merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)],
             ignore_merges=pre.ignore_merges,
         )
     except Exception as error:  # the library raises bare Exceptions

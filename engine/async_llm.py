@@ -10,6 +10,7 @@ owned there. Both are synchronous puts, so leaving works inside a cancelled scop
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -85,7 +86,7 @@ class AsyncLLM:
         finally:
             unfinished = self._outputs.close(stream)
             if unfinished:
-                self._client.finish(unfinished, FinishReason.ABORT)
+                self._client.finish(unfinished, stream.leave_reason)
 
     def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
         if self.error is not None:
@@ -99,10 +100,12 @@ class AsyncLLM:
             self._client.add(child)
         return stream
 
-    @property
-    def num_steps(self) -> int:
-        """The engine's heartbeat."""
-        return self._client.num_steps
+    def seconds_without_progress(self) -> float:
+        """For how long the engine has had work and made no step; 0 when it is idle."""
+        oldest = self._outputs.oldest_arrival()
+        if oldest is None:
+            return 0.0
+        return max(0.0, time.monotonic() - max(self._client.last_progress, oldest))
 
     @property
     def num_open_choices(self) -> int:

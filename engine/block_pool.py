@@ -68,6 +68,14 @@ class BlockPool:
             self._by_hash[content] = block_id
             self._hashes[block_id] = content
 
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """The opposite of `publish`, for blocks whose content has turned out to be wrong."""
+        for block_id in block_ids:
+            content = self._hashes[block_id]
+            if content is not None:
+                del self._by_hash[content]
+                self._hashes[block_id] = None
+
     def release(self, block_ids: Sequence[int]) -> None:
         """Give one reference back for each block of a request's table, in table order.
 

@@ -13,7 +13,7 @@ The loop is woken at most once per step, and not at all while an earlier wake-up
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -42,12 +42,15 @@ class RequestChannel:
         self._outbox: deque[OutboxMessage] = deque()
         self._deliver = deliver
         self._wake_up_pending = False
+        self._leaving: set[str] = set()  # requests whose end is in the inbox
         self._call_soon = _threadsafe_call_soon()
 
     # --- the event loop's side
 
     def put(self, message: InboxMessage) -> None:
         """Hand a message to the engine. Never waits, never fails."""
+        if isinstance(message, FinishRequests):
+            self._leaving.update(message.request_ids)
         self._inbox.put(message)
 
     def _drain_outbox(self) -> None:
@@ -65,7 +68,15 @@ class RequestChannel:
             while True:
                 messages.append(self._inbox.get_nowait())
         except Empty:
-            return messages
+            pass
+        for message in messages:
+            if isinstance(message, FinishRequests):
+                self._leaving.difference_update(message.request_ids)
+        return messages
+
+    def are_leaving(self, request_ids: Sequence[str]) -> bool:
+        """Whether the end of every one of these requests is on its way. Quick: asked many times within a step."""
+        return bool(self._leaving) and bool(request_ids) and self._leaving.issuperset(request_ids)
 
     def send(self, message: OutboxMessage) -> None:
         """Hand a message to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""

@@ -35,8 +35,8 @@ class EngineClient(Protocol):
     def finish(self, request_ids: list[str], reason: FinishReason) -> None: ...
 
     @property
-    def num_steps(self) -> int:
-        """The engine's heartbeat: steps taken so far."""
+    def last_progress(self) -> float:
+        """The engine's heartbeat: when its latest step ended or it woke up, by `time.monotonic()`; 0 before that."""
         ...
 
 
@@ -49,8 +49,8 @@ class ThreadClient:
         self._channel: RequestChannel | None = None
 
     @property
-    def num_steps(self) -> int:
-        return self._core.num_steps if self._core else 0
+    def last_progress(self) -> float:
+        return self._core.last_progress if self._core else 0.0
 
     @asynccontextmanager
     async def running(self, deliver: Callable[[OutboxMessage], None]) -> AsyncIterator[None]:
@@ -100,7 +100,11 @@ class ThreadClient:
 def run_until_closed(core: EngineCore, channel: RequestChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
     while True:
-        for message in channel.receive(wait=not core.has_work):
+        idle = not core.has_work
+        messages = channel.receive(wait=idle)
+        if idle:
+            core.wake()
+        for message in messages:
             if isinstance(message, EngineCoreRequest):
                 core.add(message)
             elif isinstance(message, FinishRequests):
@@ -109,4 +113,4 @@ def run_until_closed(core: EngineCore, channel: RequestChannel) -> None:
             else:
                 return
         if core.has_work:
-            channel.send(core.step())
+            channel.send(core.step(channel.are_leaving))

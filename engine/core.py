@@ -7,24 +7,33 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from engine.config import EngineConfig
+from engine.errors import EngineDead, StepAbandoned
 from engine.executor import Executor
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.plan import SchedulerOutput
-from engine.request import FINISH_REASONS, RequestStatus
+from engine.quarantine import Quarantine
+from engine.request import FINISH_REASONS
 from engine.scheduler import Scheduler
+from engine.step_budget import StepBudget
 
 logger = logging.getLogger(__name__)
 
 _STATUS_OF = {reason: status for status, reason in FINISH_REASONS.items()}
 
+# Steps of a single request that fail one after the other before the device itself is taken for broken.
+MAX_FAILURES_IN_A_ROW = 16
+
+IsAbandoned = Callable[[Sequence[str]], bool]
+
 
 class EngineCore:
     """Scheduler and executor, moved on one step at a time by whoever owns the thread.
 
-    `num_steps` is the heartbeat: it grows with every step, whatever the step's fate, and is safe to read from any
-    thread.
+    `num_steps` and `last_progress` are the heartbeat: steps begun to their end, whatever their fate, and when the
+    latest ended or the engine woke up. Safe to read from any thread.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -32,6 +41,10 @@ class EngineCore:
         self.executor = executor
         self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
         self.num_steps = 0
+        self.last_progress = time.monotonic()
+        self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
+        self._quarantine = Quarantine()
+        self._failures_in_a_row = 0
 
     @property
     def has_work(self) -> bool:
@@ -44,33 +57,66 @@ class EngineCore:
         """End a request from outside. Unknown and finished ids are a no-op."""
         self.scheduler.finish(request_id, _STATUS_OF[reason])
 
-    def step(self) -> EngineCoreOutputs:
-        """One turn: schedule → execute → update. Never raises for the sake of the requests in it."""
-        plan = self.scheduler.schedule(time.monotonic())
-        try:
-            output = self.executor.execute(plan).result()
-        except Exception as error:
-            outputs = self._fail(plan, error)
-        else:
-            outputs = self.scheduler.update(plan, output)
-        self.num_steps += 1
-        return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.take_stats(), timestamp=time.monotonic())
+    def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
+        """One turn: schedule → execute → update.
 
-    def _fail(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
-        """End the requests of a step that raised; everybody else goes on."""
-        logger.error("step %d failed, ending its requests: %s", plan.step, ", ".join(plan.request_ids), exc_info=error)
-        outputs = []
-        for request_id in plan.request_ids:
-            self.scheduler.finish(request_id, RequestStatus.FINISHED_ERROR)
-            outputs.append(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[],
-                    finish_reason=FinishReason.ERROR,
-                    error=f"the model step failed ({type(error).__name__})",
-                )
-            )
+        `is_abandoned` tells whether all of these requests are about to be ended; then the step need not be finished.
+        Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more.
+        """
+        started = time.monotonic()
+        self._quarantine.clear(self.scheduler.requests)
+        plan = self.scheduler.schedule(
+            started,
+            max_prefill_tokens=self._budget.prefill_tokens(),
+            seconds_per_prefill_token=self._budget.seconds_per_prefill_token,
+            only=self._quarantine.suspects,
+        )
+        try:
+            output = self.executor.execute(plan, lambda: is_abandoned(plan.request_ids)).result()
+        except StepAbandoned:
+            outputs = self.scheduler.take_ended()
+        except Exception as error:
+            outputs = self._contain(plan, error)
+        else:
+            now = time.monotonic()
+            self._failures_in_a_row = 0
+            self._budget.observe(plan.num_scheduled_tokens, now - started)
+            outputs = self.scheduler.update(plan, output, now)
+            self._name_failed(outputs)
+        self.num_steps += 1
+        self.last_progress = time.monotonic()
+        return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.last_progress)
+
+    def wake(self) -> None:
+        """The engine was idle and has work again: its heartbeat counts from here."""
+        self.last_progress = time.monotonic()
+
+    def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
+        """A step has raised: put its requests back, and end the one at fault once it is known."""
+        now = time.monotonic()
+        reach = {
+            request_id: self.scheduler.requests[request_id].num_computed_tokens + num_tokens
+            for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)
+        }
+        logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
+        self.scheduler.put_back(reach, now)
+        guilty = self._quarantine.split(reach) if reach else None
+        if guilty is not None:
+            self._failures_in_a_row += 1
+            self.scheduler.fail(guilty, f"the model step failed ({type(error).__name__})")
+        elif not reach:
+            self._failures_in_a_row += 1
+        if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+            raise EngineDead(f"{MAX_FAILURES_IN_A_ROW} steps in a row have failed; the device is broken") from error
+        outputs = self.scheduler.take_ended()
+        self._name_failed(outputs)
         return outputs
+
+    @staticmethod
+    def _name_failed(outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is FinishReason.ERROR:
+                logger.error("request %s failed: %s", output.request_id, output.error)
 
     def shutdown(self) -> None:
         self.executor.shutdown()

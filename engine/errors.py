@@ -29,6 +29,10 @@ class EngineDead(HeadraceError):
     """The engine thread has ended; nothing will be generated any more."""
 
 
+class StepAbandoned(HeadraceError):
+    """A step was broken off because every request in it has been aborted."""
+
+
 class RequestFailed(HeadraceError):
     """One request failed inside the engine (`FinishReason.ERROR`); others are unharmed."""
 

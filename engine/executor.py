@@ -5,6 +5,7 @@ The application chooses an executor and hands it to the engine; a simulated one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from engine.plan import ModelRunnerOutput, SchedulerOutput
@@ -25,8 +26,13 @@ class Executor(Protocol):
     block_size: int  # tokens per block
     vocab_size: int
 
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Start one step. May return before it has run; plans are executed in the order given."""
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        """Start one step. May return before it has run; plans are executed in the order given.
+
+        `abandoned` tells whether nobody wants the step's results any more. An executor that can stop in the middle
+        asks it now and then, and raises StepAbandoned from `result`; one that cannot need not ask. The plan's diffs
+        have been applied then, and no request has advanced.
+        """
         ...
 
     def shutdown(self) -> None:

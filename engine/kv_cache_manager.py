@@ -83,6 +83,10 @@ class KVCacheManager:
             self.pool.publish(request.block_ids[index], self.block_hash(request, index))
         request.num_committed_blocks = max(full, request.num_committed_blocks)
 
+    def withdraw(self, request: Request) -> None:
+        """Make nothing of the request findable any more: what it computed cannot be trusted."""
+        self.pool.withdraw(request.block_ids)
+
     def free(self, request: Request) -> None:
         """Give back everything the request owns. What was published can still be found until it is overwritten."""
         self.pool.release(request.block_ids)

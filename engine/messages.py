@@ -123,7 +123,11 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     sampling: SamplingParams
     arrival_time: float
     priority: int = 0  # lower runs first
+    deadline: float | None = None  # time by which it must have ended
+    first_token_deadline: float | None = None
     tenant: str = ""  # salts the prefix cache: no hits across tenants
+    tenant_weight: float = 1.0  # share of the engine relative to other tenants
+    tenant_max_running: int = 0  # seats that the tenant may hold at once; 0 is no limit
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -135,6 +139,22 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top: list[tuple[int, float]]  # most likely first; as many as the request asked for
 
 
+class EventKind(enum.StrEnum):
+    """What the engine did with a request, for its timeline."""
+
+    SCHEDULED = "scheduled"  # got a seat; tokens: how many the prefix cache provided
+    PREFILL = "prefill"  # a chunk was computed; tokens: how many
+    PREEMPTED = "preempted"  # lost its seat; tokens: how many have to be computed again
+
+
+class RequestEvent(msgspec.Struct, array_like=True, gc=False):
+    """One thing that happened to a request in the engine."""
+
+    kind: EventKind
+    time: float
+    tokens: int
+
+
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """What one request gained in one step."""
 
@@ -144,8 +164,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     stop_reason: int | str | None = None  # the stop token id or string that matched; None for EOS
     logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache provided
-    first_scheduled_time: float = 0.0
     error: str | None = None  # set with FinishReason.ERROR
+    events: list[RequestEvent] | None = None
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):

@@ -18,10 +18,14 @@ from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    EventKind,
     FinishReason,
+    RequestEvent,
     RequestOutput,
 )
 from engine.observer import NullObserver, Observer
+
+MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
 
 
 class RequestStream:
@@ -36,12 +40,16 @@ class RequestStream:
         self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.child_ids = [child.request_id for child in children]
         self.arrival_time = requests[0].arrival_time
+        self.opened_time = time.monotonic()
+        self.events: list[tuple[int, RequestEvent]] = []  # what the engine did, with the number of the choice
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
         self.num_unfinished = len(children)
+        self.finished_time: float | None = None  # when the engine was done with the last choice
         self.finish_reason: FinishReason | None = None  # of the choice that finished last
+        self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
@@ -101,6 +109,11 @@ class OutputProcessor:
         """Choices that are still being generated."""
         return len(self._choices)
 
+    def oldest_arrival(self) -> float | None:
+        """When the request that has been open longest was handed to the engine; None if there is none."""
+        first = next(iter(self._choices.values()), None)
+        return None if first is None else first.stream.opened_time
+
     def open(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> RequestStream:
         """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
         stream = RequestStream(requests, children)
@@ -114,7 +127,7 @@ class OutputProcessor:
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
         reason = None if unfinished else stream.finish_reason
         if reason is None:
-            reason = FinishReason.ABORT if stream.error is None else FinishReason.ERROR
+            reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
         scheduled = stream.first_scheduled_time
         self._observer.on_request_finished(
             reason,
@@ -139,6 +152,10 @@ class OutputProcessor:
         for output in batch.outputs:
             choice = self._choices.get(output.request_id)
             if choice is None:
+                continue
+            if output.events is not None:
+                choice.note(output.events)
+            if not output.new_token_ids and output.finish_reason is None:
                 continue
             num_generated += len(output.new_token_ids)
             if output.new_token_ids:
@@ -194,6 +211,16 @@ class _Choice:
         self._hide_stop_token = not sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
 
+    def note(self, events: list[RequestEvent]) -> None:
+        """Keep what the engine did with this choice for the request's timeline."""
+        stream = self.stream
+        if stream.first_scheduled_time is None:
+            stream.first_scheduled_time = next(
+                (event.time for event in events if event.kind is EventKind.SCHEDULED), None
+            )
+        if len(stream.events) < MAX_EVENTS:
+            stream.events += [(self.index, event) for event in events]
+
     def process(self, output: EngineCoreOutput, timestamp: float) -> bool:
         """Decode a step's tokens and push the delta. Returns whether the choice is finished."""
         stream = self.stream
@@ -212,10 +239,10 @@ class _Choice:
             self.last_token_time = timestamp
             if stream.first_token_time is None:
                 stream.first_token_time = timestamp
-                stream.first_scheduled_time = output.first_scheduled_time
         if finish_reason is not None:
             stream.num_unfinished -= 1
             stream.finish_reason = finish_reason
+            stream.finished_time = timestamp
         stream.push(
             RequestOutput(
                 request_id=stream.request_id,

@@ -47,3 +47,4 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False)
 
     sampled_token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # by index into the batch, only for requests that asked
+    not_finite: list[int] = []  # indices whose logits held NaN or infinity: their tokens mean nothing

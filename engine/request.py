@@ -6,9 +6,10 @@ Owned by the scheduler alone, on the engine's thread.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 
-from engine.messages import EngineCoreRequest, FinishReason
+from engine.messages import EngineCoreRequest, EventKind, FinishReason, RequestEvent
 
 
 class RequestStatus(enum.IntEnum):
@@ -49,8 +50,10 @@ class Request:
         "arrival_time",
         "block_hashes",
         "block_ids",
+        "deadline",
         "eos_token_ids",
-        "first_scheduled_time",
+        "events",
+        "first_token_deadline",
         "max_num_tokens",
         "num_cached_tokens",
         "num_committed_blocks",
@@ -64,6 +67,8 @@ class Request:
         "status",
         "stop_reason",
         "tenant",
+        "tenant_max_running",
+        "tenant_weight",
         "token_ids",
     )
 
@@ -80,6 +85,10 @@ class Request:
         self.sampling = sampling
         self.priority = message.priority
         self.tenant = message.tenant
+        self.tenant_weight = message.tenant_weight
+        self.tenant_max_running = message.tenant_max_running
+        self.deadline = math.inf if message.deadline is None else message.deadline
+        self.first_token_deadline = math.inf if message.first_token_deadline is None else message.first_token_deadline
         self.arrival_time = message.arrival_time
         self.sequence_number = sequence_number  # order of arrival at the core; breaks ties
         self.token_ids = list(message.prompt_token_ids)
@@ -95,7 +104,7 @@ class Request:
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.first_scheduled_time = 0.0
+        self.events: list[RequestEvent] = []  # not yet reported
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +118,19 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Who goes first: the smaller priority value, then the earlier arrival."""
         return (self.priority, self.sequence_number)
+
+    def is_late(self, now: float) -> bool:
+        """Whether a deadline has passed that still counts."""
+        return now >= self.deadline or (self.num_output_tokens == 0 and now >= self.first_token_deadline)
+
+    def note(self, kind: EventKind, time: float, tokens: int) -> None:
+        """Add to the timeline."""
+        self.events.append(RequestEvent(kind, time, tokens))
+
+    def take_events(self) -> list[RequestEvent]:
+        """What has not been reported yet."""
+        events, self.events = self.events, []
+        return events
 
     def append_output_token(self, token_id: int) -> bool:
         """Add a sampled token and return whether it ended the request, with `status` and `stop_reason` set."""

@@ -6,21 +6,28 @@ caught up samples a token, which puts it one token behind again: that is decodin
 resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
-(so that no prefill delays a stream), then waiting requests.
+(so that no prefill delays a stream), then waiting requests, by priority, fair share of their tenant, and arrival.
 
 When blocks run out, the running request of the worst rank is preempted: its blocks are given back and it is computed
 again later, mostly from the prefix cache. The one of the worst rank is never preempted for its own sake; it waits
 with its blocks while those before it go on. The best-ranked running request can always be scheduled, since one
-request of `max_model_len` fits into the whole pool, so somebody always advances.
+request of `max_model_len` fits into the whole pool, so somebody always advances. A tenant that holds more than its
+share of the seats gives one up when a tenant that holds less than its own is waiting.
+
+Nothing here raises for one request's sake: what is wrong with a request ends that request.
 
 Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no randomness, no device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
+from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
 from engine.kv_cache_manager import KVCacheManager
-from engine.messages import EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, SchedulerStats, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.waiting_queue import WaitingQueue
@@ -39,10 +46,13 @@ class Scheduler:
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=config.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
         self.running: dict[str, Request] = {}
-        self.waiting = WaitingQueue()
+        self.shares = TenantShares()
+        self.waiting = WaitingQueue(self.shares)
+        self._deadlines = Deadlines()
         self._arrivals = 0
         self._step = 0
         self._removed: list[str] = []  # rows that the runner still holds for requests that no longer run
+        self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
         self._num_preemptions = 0
         self._prompt_tokens = 0
         self._prefix_cache_queries = 0
@@ -67,7 +77,9 @@ class Scheduler:
         )
         self._arrivals += 1
         self.requests[request.request_id] = request
+        self.shares.arrive(request.tenant, request.tenant_weight)
         self.waiting.push(request)
+        self._deadlines.watch(request)
 
     def finish(self, request_id: str, status: RequestStatus) -> Request | None:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
@@ -77,48 +89,90 @@ class Scheduler:
             request.status = status
         return request
 
+    def fail(self, request_id: str, error: str) -> None:
+        """End a request because it cannot be computed, and trust nothing that it has computed."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self.kv.withdraw(request)
+            self._end(request, RequestStatus.FINISHED_ERROR, error)
+
+    def _end(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+        """End a request and tell the front end with the next outputs."""
+        self.finish(request.request_id, status)
+        self._ended.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=FINISH_REASONS[status],
+                error=error,
+                events=request.events or None,
+            )
+        )
+
     def _release(self, request: Request) -> None:
         """Take a living request out of all tables."""
         del self.requests[request.request_id]
         if request.request_id in self.running:
             del self.running[request.request_id]
+            self.shares.stop(request.tenant)
             self._removed.append(request.request_id)
         else:
             self.waiting.remove(request)
+        self.shares.leave(request.tenant)
         self.kv.free(request)
 
     # --- plan
 
-    def schedule(self, now: float = 0.0) -> SchedulerOutput:
-        """The plan of the next step. `now` only stamps the requests that start."""
+    def schedule(
+        self,
+        now: float = 0.0,
+        *,
+        max_prefill_tokens: int | None = None,
+        seconds_per_prefill_token: float = 0.0,
+        only: Collection[str] | None = None,
+    ) -> SchedulerOutput:
+        """The plan of the next step.
+
+        `max_prefill_tokens` bounds what requests further behind than one token get while others decode.
+        `seconds_per_prefill_token` is the measured speed, by which waiting requests that cannot keep their
+        deadline are given up. `only` restricts the step to these requests.
+        """
+        for request in self._deadlines.passed(now, self.requests):
+            self._end(request, RequestStatus.FINISHED_EXPIRED)
         plan = _PlanDraft(self.config.max_num_batched_tokens)
+        decoding: list[Request] = []
         behind: list[Request] = []
         for request in self.running.values():
-            if len(request.token_ids) - request.num_computed_tokens == 1:
-                plan.candidates.append(request)
-            else:
-                behind.append(request)
-        plan.candidates += behind
-        undisturbed = self._schedule_running(plan)
+            if only is None or request.request_id in only:
+                if len(request.token_ids) - request.num_computed_tokens == 1:
+                    decoding.append(request)
+                else:
+                    behind.append(request)
+        undisturbed = self._schedule_running(plan, decoding, now)
+        if decoding and max_prefill_tokens is not None:
+            plan.budget = min(plan.budget, max_prefill_tokens)
+        undisturbed &= self._schedule_running(plan, behind, now)
         if undisturbed and plan.budget > 0 and self.waiting:
-            self._admit_waiting(plan, now)
+            self._make_room_for_the_underserved(plan, now)
+            self._admit_waiting(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
         removed, self._removed = self._removed, []
+        num_tokens = list(plan.num_tokens.values())
         return SchedulerOutput(
             step=self._step,
             removed_request_ids=removed,
             new_requests=plan.new_requests,
             new_block_ids=plan.new_block_ids,
             request_ids=list(plan.num_tokens),
-            num_scheduled_tokens=list(plan.num_tokens.values()),
-            total_num_scheduled_tokens=self.config.max_num_batched_tokens - plan.budget,
+            num_scheduled_tokens=num_tokens,
+            total_num_scheduled_tokens=sum(num_tokens),
         )
 
-    def _schedule_running(self, plan: _PlanDraft) -> bool:
-        """Give the running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
+    def _schedule_running(self, plan: _PlanDraft, requests: Iterable[Request], now: float) -> bool:
+        """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
         undisturbed = True
-        for request in plan.candidates:
+        for request in requests:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
@@ -130,14 +184,40 @@ class Scheduler:
                 if victim is request:
                     break
                 plan.drop(victim)
-                self._preempt(victim)
+                self._preempt(victim, now)
             if block_ids is not None:
                 plan.add(request, num_tokens)
                 if block_ids:
                     plan.new_block_ids[request.request_id] = block_ids
         return undisturbed
 
-    def _admit_waiting(self, plan: _PlanDraft, now: float) -> None:
+    def _make_room_for_the_underserved(self, plan: _PlanDraft, now: float) -> None:
+        """Let a tenant that holds too many seats give one to the next in line, if that one's tenant holds too few.
+
+        Without this, a tenant that fills all seats with long generations would shut everybody else out until they end.
+        """
+        if len(self.shares.num_living) == 1:
+            return
+        head = next(iter(self.waiting))
+        seats = self.config.max_num_seqs
+        if self.shares.num_running[head.tenant] + 1 > self.shares.seats(head.tenant, seats):
+            return
+        if len(self.running) < seats and self.kv.can_admit(head, self.kv.find_prefix(head)):
+            return
+        victims = [
+            request
+            for request in self.running.values()
+            if self.shares.num_running[request.tenant] > self.shares.seats(request.tenant, seats)
+            and request.priority >= head.priority
+        ]
+        if victims:
+            victim = max(victims, key=_rank)
+            plan.drop(victim)
+            self._preempt(victim, now)
+
+    def _admit_waiting(
+        self, plan: _PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
+    ) -> None:
         """Start waiting requests while budget, seats and blocks last.
 
         A request whose next block is being computed for somebody else in this very step waits for it: one step later
@@ -152,32 +232,44 @@ class Scheduler:
             for index in self._blocks_completed(request, num_tokens)
         }
         admitted: list[Request] = []
-        deferred = 0
+        hopeless: list[Request] = []
+        passed_over = 0
         for request in self.waiting:
-            if plan.budget == 0 or len(self.running) + len(admitted) >= self.config.max_num_seqs:
+            if plan.budget == 0 or len(self.running) == self.config.max_num_seqs:
                 break
+            if passed_over == self.config.max_num_seqs:
+                break
+            if (only is not None and request.request_id not in only) or self._is_at_its_limit(request):
+                passed_over += 1
+                continue
             prefix = self.kv.find_prefix(request)
             if self._is_being_computed(request, len(prefix), being_computed):
-                deferred += 1
-                if deferred == self.config.max_num_seqs:
-                    break
+                passed_over += 1
+                continue
+            num_missing = request.num_tokens - len(prefix) * self.kv.block_size
+            if request.is_late(now + num_missing * seconds_per_prefill_token):
+                hopeless.append(request)
                 continue
             if not self.kv.can_admit(request, prefix):
                 break
             self.kv.adopt_prefix(request, prefix)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            num_tokens = min(num_missing, plan.budget)
             self.kv.extend(request, num_tokens)
             being_computed.update(
                 self.kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
             )
             plan.add(request, num_tokens)
             plan.new_requests.append(self._introduce(request))
-            self._count_admission(request, now)
+            self._seat(request, now)
             admitted.append(request)
         for request in admitted:
             self.waiting.remove(request)
-            self.running[request.request_id] = request
-            request.status = RequestStatus.RUNNING
+        for request in hopeless:
+            self._end(request, RequestStatus.FINISHED_EXPIRED)
+
+    def _is_at_its_limit(self, request: Request) -> bool:
+        limit = request.tenant_max_running
+        return limit > 0 and self.shares.num_running[request.tenant] >= limit
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
         """Indices of the blocks that become full and computed when the request advances by `num_tokens`."""
@@ -202,15 +294,25 @@ class Scheduler:
             stop_token_ids=sorted(request.eos_token_ids.union(request.sampling.stop_token_ids)),
         )
 
-    def _count_admission(self, request: Request, now: float) -> None:
+    def _seat(self, request: Request, now: float) -> None:
+        self.running[request.request_id] = request
+        self.shares.start(request.tenant)
+        request.status = RequestStatus.RUNNING
+        request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
         if request.num_preemptions == 0:
-            request.first_scheduled_time = now
             request.num_cached_tokens = request.num_computed_tokens
             self._prefix_cache_queries += request.num_prompt_tokens
             self._prefix_cache_hits += request.num_cached_tokens
 
-    def _preempt(self, request: Request) -> None:
+    def put_back(self, request_ids: Iterable[str], now: float) -> None:
+        """Preempt these running requests, because the step that was to advance them has failed."""
+        for request in sorted((self.running[request_id] for request_id in request_ids), key=_rank, reverse=True):
+            self._preempt(request, now)
+
+    def _preempt(self, request: Request, now: float) -> None:
+        request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
         del self.running[request.request_id]
+        self.shares.stop(request.tenant)
         self._removed.append(request.request_id)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -220,37 +322,53 @@ class Scheduler:
 
     # --- books
 
-    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
         """Book what a step computed and sampled. Returns what each request gained; finished ones are gone from here."""
-        gained: list[EngineCoreOutput] = []
+        for index in output.not_finite:
+            self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
+        gained = self.take_ended()
         block_size = self.kv.block_size
         for index, request_id in enumerate(plan.request_ids):
-            request = self.requests[request_id]
+            request = self.requests.get(request_id)
+            if request is None:
+                continue  # failed a moment ago
+            num_scheduled = plan.num_scheduled_tokens[index]
             computed_before = request.num_computed_tokens
-            request.num_computed_tokens += plan.num_scheduled_tokens[index]
-            if computed_before < request.num_prompt_tokens:
-                self._prompt_tokens += min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before
+            request.num_computed_tokens += num_scheduled
+            if num_scheduled > 1 or computed_before < request.num_prompt_tokens:
+                request.note(EventKind.PREFILL, now, num_scheduled)
+                self.shares.charge(request.tenant, num_scheduled)
+                self._prompt_tokens += max(
+                    0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before
+                )
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.publish_computed(request)
             token_id = output.sampled_token_ids[index]
-            if token_id < 0:
-                continue
-            finished = request.append_output_token(token_id)
-            logprobs = output.logprobs.get(index)
-            gained.append(
-                EngineCoreOutput(
-                    request_id=request_id,
-                    new_token_ids=[token_id],
-                    finish_reason=FINISH_REASONS[request.status] if finished else None,
-                    stop_reason=request.stop_reason,
-                    logprobs=None if logprobs is None else [logprobs],
-                    num_cached_tokens=request.num_cached_tokens,
-                    first_scheduled_time=request.first_scheduled_time,
-                )
-            )
-            if finished:
-                self._release(request)
+            if token_id >= 0:
+                self.shares.charge(request.tenant, OUTPUT_TOKEN_COST)
+                gained.append(self._append(request, token_id, output.logprobs.get(index)))
+            elif request.events:
+                gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
         return gained
+
+    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+        finished = request.append_output_token(token_id)
+        if finished:
+            self._release(request)
+        return EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[token_id],
+            finish_reason=FINISH_REASONS[request.status] if finished else None,
+            stop_reason=request.stop_reason,
+            logprobs=None if logprobs is None else [logprobs],
+            num_cached_tokens=request.num_cached_tokens,
+            events=request.take_events() if request.events else None,
+        )
+
+    def take_ended(self) -> list[EngineCoreOutput]:
+        """Ends that did not come from a sampled token: deadlines and failures."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def take_stats(self) -> SchedulerStats:
         """The books after a step; the counters start again from zero."""
@@ -274,6 +392,8 @@ class Scheduler:
             raise AssertionError("a request is both running and waiting")
         if len(self.running) + len(self.waiting) != len(self.requests):
             raise AssertionError("a living request is neither running nor waiting")
+        if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
+            raise AssertionError("the tenants' counts differ from the requests there are")
 
 
 class _PlanDraft:
@@ -281,7 +401,6 @@ class _PlanDraft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.candidates: list[Request] = []
         self.num_tokens: dict[str, int] = {}
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []

@@ -1,41 +1,72 @@
-"""Requests that wait for a seat, in the order in which they will get one: by priority, then by arrival."""
+"""Requests that wait for a seat, in the order in which they will get one.
+
+First by priority; within a priority the tenants take turns by what they have been served (`engine.fairness`); within a
+tenant by arrival, those that were preempted before all others.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from engine.fairness import TenantShares
 from engine.request import Request
 
 
 class WaitingQueue:
-    """One FIFO per priority value. Every operation is O(1) but for iteration. Owned by the Scheduler."""
+    """One line per priority and tenant. Every operation is O(1) but for iteration. Owned by the Scheduler."""
 
-    def __init__(self) -> None:
-        self._by_priority: dict[int, OrderedDict[str, Request]] = {}
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self._lines: dict[int, dict[str, OrderedDict[str, Request]]] = {}
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """In order. The queue must not change meanwhile."""
-        for priority in sorted(self._by_priority):
-            yield from self._by_priority[priority].values()
+        """In order, counting each request that was passed as served. The queue must not change meanwhile."""
+        for priority in sorted(self._lines):
+            yield from self._take_turns(self._lines[priority])
+
+    def _take_turns(self, lines: dict[str, OrderedDict[str, Request]]) -> Iterator[Request]:
+        if len(lines) == 1:
+            for line in lines.values():
+                yield from line.values()
+            return
+        turns: list[tuple[float, int, str, Iterator[Request]]] = [
+            (self._shares.served(tenant), number, tenant, iter(line.values()))
+            for number, (tenant, line) in enumerate(lines.items())
+        ]
+        heapq.heapify(turns)
+        while turns:
+            served, number, tenant, requests = turns[0]
+            request = next(requests, None)
+            if request is None:
+                heapq.heappop(turns)
+                continue
+            yield request
+            served += self._shares.cost(tenant, request.num_tokens)
+            heapq.heapreplace(turns, (served, number, tenant, requests))
 
     def push(self, request: Request) -> None:
-        """Behind everybody of the same priority."""
-        self._by_priority.setdefault(request.priority, OrderedDict())[request.request_id] = request
+        """Behind everybody of the same priority and tenant."""
+        lines = self._lines.setdefault(request.priority, {})
+        lines.setdefault(request.tenant, OrderedDict())[request.request_id] = request
         self._size += 1
 
     def push_front(self, request: Request) -> None:
-        """Before everybody of the same priority: a preempted request has waited its turn already."""
+        """Before everybody of the same priority and tenant: a preempted request has waited its turn already."""
         self.push(request)
-        self._by_priority[request.priority].move_to_end(request.request_id, last=False)
+        self._lines[request.priority][request.tenant].move_to_end(request.request_id, last=False)
 
     def remove(self, request: Request) -> None:
-        queue = self._by_priority[request.priority]
-        del queue[request.request_id]
-        if not queue:
-            del self._by_priority[request.priority]
+        lines = self._lines[request.priority]
+        line = lines[request.tenant]
+        del line[request.request_id]
+        if not line:
+            del lines[request.tenant]
+            if not lines:
+                del self._lines[request.priority]
         self._size -= 1

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.errors import EngineDead
@@ -38,11 +40,11 @@ class UniProcExecutor:
         self.summary = f"{worker.device}, {dtype}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
         self._worker: Worker | None = worker
 
-    def execute(self, plan: SchedulerOutput) -> FinishedStep:
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
         if self._worker is None:
             return FinishedStep(EngineDead("the executor has been shut down"))
         try:
-            return FinishedStep(self._worker.execute(plan))
+            return FinishedStep(self._worker.execute(plan, abandoned))
         except Exception as error:
             return FinishedStep(error)
 

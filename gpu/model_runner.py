@@ -5,20 +5,20 @@ Owned by the worker and used by its thread alone. It owns the input batch; model
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.errors import StepAbandoned
 from engine.messages import TokenLogprobs
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
 from gpu.input_batch import InputBatch, StepInputs
 from gpu.sampling import SamplerOutput, sample
-
-logger = logging.getLogger(__name__)
 
 
 class LanguageModel(Protocol):
@@ -30,8 +30,9 @@ class LanguageModel(Protocol):
         positions: torch.Tensor,  # int64 [T]
         metadata: AttentionMetadata,
         kv_caches: list[torch.Tensor],
+        checkpoint: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """The last hidden states, [T, hidden]."""
+        """The last hidden states, [T, hidden]. Calls `checkpoint` between layers; what it raises ends the pass."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -58,10 +59,11 @@ class ModelRunner:
         self._device = device
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> ModelRunnerOutput:
         """Run one step. A plan may hold nothing but diffs; then nothing runs and the output is empty.
 
-        If the forward pass raises, the diffs have been applied but no request has advanced.
+        If the forward pass raises, the diffs have been applied but no request has advanced. It raises StepAbandoned
+        between two layers if `abandoned` says that nobody wants the step any more.
         """
         self.input_batch.apply(plan)
         if not plan.request_ids:
@@ -72,6 +74,7 @@ class ModelRunner:
             self._to_device(inputs.positions),
             self._attention_metadata(inputs),
             self._kv_caches,
+            None if abandoned is None else partial(_stop_if, abandoned),
         )
         sampled = self._sample(hidden, inputs)
         self.input_batch.advance(inputs, sampled.token_ids)
@@ -83,10 +86,7 @@ class ModelRunner:
             return SamplerOutput(token_ids=np.empty(0, np.int64), finite=np.empty(0, np.bool_), logprobs={})
         rows = inputs.rows[inputs.samples]
         metadata = self.input_batch.sampling.select(rows, self.input_batch.num_tokens_of(rows))
-        sampled = sample(self._model.compute_logits(hidden[self._to_device(inputs.logits_indices)]), metadata)
-        if not sampled.finite.all():
-            logger.error("logits of %d of %d rows are not finite", (~sampled.finite).sum(), len(rows))
-        return sampled
+        return sample(self._model.compute_logits(hidden[self._to_device(inputs.logits_indices)]), metadata)
 
     def _attention_metadata(self, inputs: StepInputs) -> AttentionMetadata:
         return AttentionMetadata(
@@ -108,4 +108,10 @@ def _in_plan_order(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOut
     token_ids = np.full(len(inputs.order), -1, dtype=np.int64)
     token_ids[plan_indices] = sampled.token_ids
     logprobs: dict[int, TokenLogprobs] = {int(plan_indices[i]): entry for i, entry in sampled.logprobs.items()}
-    return ModelRunnerOutput(sampled_token_ids=token_ids.tolist(), logprobs=logprobs)
+    not_finite: list[int] = plan_indices[~sampled.finite].tolist()
+    return ModelRunnerOutput(sampled_token_ids=token_ids.tolist(), logprobs=logprobs, not_finite=not_finite)
+
+
+def _stop_if(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise StepAbandoned("every request of this step has been aborted")

@@ -6,7 +6,7 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +79,11 @@ class Worker:
             block_size=options.block_size,
         )
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step to its end."""
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> ModelRunnerOutput:
+        """Run one step to its end. Raises StepAbandoned if `abandoned` says that nobody wants it any more."""
         if self._runner is None:
             raise RuntimeError("the worker has been shut down")
-        return self._runner.execute(plan)
+        return self._runner.execute(plan, abandoned)
 
     def shutdown(self) -> None:
         """Give model and cache back. Idempotent."""

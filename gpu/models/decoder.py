@@ -6,7 +6,7 @@ of a step lie one after the other in one dimension T, whatever request they belo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -51,12 +51,14 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[torch.Tensor],
+        checkpoint: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
 
         Writes the keys and values of the T tokens to `kv_caches` (one per layer), at the slots of the metadata.
+        `checkpoint` is called before each layer, and may raise to end the pass.
         """
-        return self.model(input_ids, positions, metadata, kv_caches)
+        return self.model(input_ids, positions, metadata, kv_caches, checkpoint)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
@@ -98,11 +100,14 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[torch.Tensor],
+        checkpoint: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         residual = self.embed_tokens(input_ids)
         angles = self.rotary(positions)
         delta = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            if checkpoint is not None:
+                checkpoint()
             delta = layer(residual, delta, angles, metadata, kv_cache)
         return self.norm(residual, delta)
 

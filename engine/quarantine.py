@@ -1,0 +1,58 @@
+"""Finding the requests that make a step fail, so that the others go on.
+
+When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them runs
+at a time: half of those that failed together, then half of that half. A part that gets as far as the failed step would
+have is cleared; a request that fails alone is guilty. With k guilty among n, this takes about k * 2 * log2(n) steps.
+An error that only a large batch provokes (memory) finds no guilty one, and nobody is ended for it.
+
+Owned by the EngineCore.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from engine.request import Request
+
+
+class Quarantine:
+    """Groups of suspects; the first group runs alone."""
+
+    def __init__(self) -> None:
+        # Request id → how many tokens it must have computed to be cleared.
+        self._groups: deque[dict[str, int]] = deque()
+
+    @property
+    def suspects(self) -> set[str] | None:
+        """Who may run in the next step; None is everybody."""
+        return set(self._groups[0]) if self._groups else None
+
+    def split(self, failed: Mapping[str, int]) -> str | None:
+        """A step with these requests has failed; the values are how far it would have taken them.
+
+        Returns the guilty request, if it was alone.
+        """
+        rest = {}
+        if self._groups:
+            rest = {request_id: mark for request_id, mark in self._groups.popleft().items() if request_id not in failed}
+        if rest:
+            self._groups.appendleft(rest)
+        if len(failed) == 1:
+            return next(iter(failed))
+        ids = list(failed)
+        for half in (ids[len(ids) // 2 :], ids[: len(ids) // 2]):
+            self._groups.appendleft({request_id: failed[request_id] for request_id in half})
+        return None
+
+    def clear(self, living: Mapping[str, Request]) -> None:
+        """Let go of suspects that have got far enough, or are gone. Called before each step."""
+        while self._groups:
+            group = self._groups[0]
+            for request_id in list(group):
+                request = living.get(request_id)
+                if request is None or request.num_computed_tokens >= group[request_id]:
+                    del group[request_id]
+            if group:
+                return
+            self._groups.popleft()

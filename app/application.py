@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.endpoint import Endpoint
+from app.hypercorn_fixes import close_connections_with_their_clients
 from app.logs import configure_logging
 from app.middleware import Authentication
 from app.routes import catalogue, generation, probes
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 def create_app(settings: Settings) -> Starlette:
     """The server's ASGI application. It answers at once; the model loads in the background of its lifespan."""
     configure_logging(settings)
+    close_connections_with_their_clients()
     server = Server(settings, on_fatal=end_process)
 
     def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:

@@ -132,12 +132,6 @@ class Settings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
     )
-    default_max_tokens: int | None = Field(
-        None,
-        description="Output limit of requests that set none. Default: up to the end of the context.",
-        ge=1,
-        examples=[1024],
-    )
     sse_keep_alive: float = Field(
         10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600
     )

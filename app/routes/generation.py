@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import anyio
@@ -99,7 +100,7 @@ async def _send_events(
     server: Server, request: RequestScope, body: GenerationRequest, head: Head, outputs: RequestStream
 ) -> None:
     chunks = body.chunk_stream(head, server.model.llm.vocabulary.token_bytes)
-    events = EventStream(request, keep_alive=server.settings.sse_keep_alive)
+    events = EventStream(request, keep_alive=server.settings.sse_keep_alive or math.inf)
     with anyio.move_on_after(HEADERS_WITHIN) as patience:
         await outputs.wait()
     if patience.cancelled_caught:

@@ -18,13 +18,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.endpoint import Endpoint
-from app.hypercorn_fixes import close_connections_with_their_clients
+from app.hypercorn_fixes import drain_before_shutdown, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication
-from app.routes import catalogue, generation, probes
+from app.routes import catalogue, generation, probes, requests
 from app.scope import Handler
 from app.server import Server
 from app.settings import Settings
+from app.shutdown import Shutdown
 from engine.errors import HeadraceError
 from protocol.errors import ApiError
 
@@ -34,8 +35,10 @@ logger = logging.getLogger(__name__)
 def create_app(settings: Settings) -> Starlette:
     """The server's ASGI application. It answers at once; the model loads in the background of its lifespan."""
     configure_logging(settings)
-    close_connections_with_their_clients()
+    mend_connections()
     server = Server(settings, on_fatal=end_process)
+    shutdown = Shutdown(server.drain)
+    drain_before_shutdown(shutdown.wait_and_drain)
 
     def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:
         return Route(path, Endpoint(server, path, handler, quiet=quiet), methods=[method])
@@ -44,6 +47,7 @@ def create_app(settings: Settings) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(server.live)
+            task_group.start_soon(shutdown.listen_for_signals)
             yield
             task_group.cancel_scope.cancel()
         await to_thread.run_sync(server.tracer.close)
@@ -52,6 +56,7 @@ def create_app(settings: Settings) -> Starlette:
         routes=[
             route("POST", "/v1/chat/completions", generation.chat_completions(server)),
             route("POST", "/v1/completions", generation.completions(server)),
+            route("GET", "/v1/requests/{id}/timeline", requests.timeline(server), quiet=True),
             route("GET", "/v1/models", catalogue.list_models(server)),
             route("GET", "/v1/models/{id:path}", catalogue.show_model(server)),
             route("GET", "/livez", probes.livez(server), quiet=True),
@@ -60,7 +65,7 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/health", probes.health(server), quiet=True),
             route("GET", "/metrics", probes.metrics(server), quiet=True),
         ],
-        middleware=[Middleware(Authentication, api_keys=[key.get_secret_value() for key in settings.api_keys])],
+        middleware=[Middleware(Authentication, tenants=server.tenants)],
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )

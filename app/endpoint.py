@@ -17,20 +17,24 @@ CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client t
 class Endpoint:
     """Runs `handler` for one route. `route` is the path's template, which metrics and traces go by.
 
-    Quiet endpoints (probes, metrics) are counted but not logged.
+    Quiet endpoints (probes, metrics) are counted but not logged, and a drain does not wait for them.
     """
 
     def __init__(self, server: Server, route: str, handler: Handler, *, quiet: bool = False) -> None:
         self._server = server
         self._route = route
         self._handler = handler
+        self._quiet = quiet
         self._log = server.settings.log_requests and not quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = RequestScope(scope, receive, send, max_body_bytes=self._server.settings.max_body_bytes)
+        if not self._quiet:
+            self._server.enter(request)
         try:
             await request.run(self._handler)
         finally:
+            self._server.leave(request)
             self._book(request)
 
     def _book(self, request: RequestScope) -> None:
@@ -39,6 +43,7 @@ class Endpoint:
         self._server.metrics.on_http_request(self._route, request.method, status)
         generation = request.generation
         if generation is not None:
+            self._server.timelines.keep(request, status)
             self._server.tracer.record(
                 RequestTrace(
                     name=self._route,

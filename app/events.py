@@ -1,19 +1,21 @@
-"""An answer as server-sent events, kept alive while nothing happens.
+"""An answer as server-sent events: kept alive while nothing happens, cut when nobody reads.
 
 Headers go out as soon as there is something to say, or after a tenth of a second: a request that fails at once is
 still answered with a plain status, and one that has to wait in the queue is not mistaken for a dead server. From then
-on a comment is sent whenever nothing else was for `keep_alive` seconds, so that no proxy cuts the connection.
+on a comment is sent whenever nothing else was for `keep_alive` seconds, so that no proxy cuts the connection; and a
+client that reads nothing for `send_timeout` seconds is cut, so that nothing is generated for nobody.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import anyio
 
 from app.scope import RequestScope
 from protocol.errors import ApiError
-from protocol.sse import DONE, KEEP_ALIVE, error_frame
+from protocol.sse import KEEP_ALIVE
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS_WITHIN = 0.1  # seconds
@@ -22,19 +24,29 @@ HEADERS_WITHIN = 0.1  # seconds
 class EventStream:
     """Writes events to one RequestScope. Used by its handler only."""
 
-    def __init__(self, request: RequestScope, *, keep_alive: float) -> None:
+    def __init__(
+        self,
+        request: RequestScope,
+        *,
+        keep_alive: float,
+        send_timeout: float,
+        last_words: Callable[[ApiError], bytes],
+    ) -> None:
         self._request = request
         self._keep_alive = keep_alive
+        self._send_timeout = send_timeout
+        self._last_words = last_words
         self._last_sent = time.monotonic()
         self._ended = False
         self.started = False
 
     async def start(self) -> None:
-        """Send the headers, and keep the connection alive from now on."""
+        """Send the headers, and watch over the connection from now on."""
         self.started = True
-        await self._request.start_stream(CONTENT_TYPE, error_frame=_last_words)
+        await self._request.start_stream(CONTENT_TYPE, last_words=self._last_words)
         self._last_sent = time.monotonic()
         self._request.start_soon(self._keep_alive_while_silent)
+        self._request.start_soon(self._cut_when_nobody_reads)
 
     async def send(self, events: bytes) -> None:
         """One or more whole events."""
@@ -54,6 +66,9 @@ class EventStream:
             else:
                 await anyio.sleep(self._keep_alive - silence)
 
-
-def _last_words(error: ApiError) -> bytes:
-    return error_frame(error) + DONE
+    async def _cut_when_nobody_reads(self) -> None:
+        while True:
+            left = self._send_timeout - self._request.seconds_blocked()
+            if left <= 0:
+                self._request.cut()
+            await anyio.sleep(max(left, 0.01))

@@ -1,40 +1,98 @@
-"""What has to be mended in Hypercorn 0.18 for a server that many clients visit briefly.
+"""What has to be mended in Hypercorn 0.18 for a server of long streams that many clients visit briefly.
 
-`app.runner` applies it, and so must whoever starts Hypercorn otherwise, before the first connection. It promises that
-a connection whose client has left is closed at once.
+`app.application` and `app.runner` apply it before the first connection. What it promises, and why Hypercorn does not:
 
-Hypercorn ends a connection when all of its tasks have ended, and one of them is the keep-alive timer, which nobody
-stops when the client hangs up. So every client that leaves without being told to (curl, a health probe, a load
-balancer's check) costs a socket in CLOSE_WAIT and three tasks until the timer runs out: 75 s here, as it has to outlast
-the timers of proxies. At 20 such clients a second that is 1,500 sockets, more than the usual limit of a process.
+1. A connection whose client has left is closed at once. Hypercorn ends a connection when all of its tasks have ended,
+   and one of them is the keep-alive timer, which nobody stops when the client hangs up. So every client that leaves
+   without being told to (curl, a health probe) would cost a socket in CLOSE_WAIT and three tasks until the timer
+   runs out: 75 s here, as it has to outlast the timers of proxies.
+2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
+   megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
+   `abort_connection` finds it by a context variable, which every task of the connection inherits.
+3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
+   application last, so nothing could be refused politely and no probe could see that the server is going away.
 """
 
 from __future__ import annotations
 
+import socket
+import struct
 import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 from hypercorn.events import Event, Updated
+from hypercorn.utils import ShutdownError
+
+SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
+WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
 
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
+_connection: ContextVar[_Connection | None] = ContextVar("headrace_connection", default=None)
 
 
-def close_connections_with_their_clients() -> None:
-    """Mend those of Hypercorn's workers that are imported in this process. Idempotent."""
+def mend_connections() -> None:
+    """Points 1 and 2, for those of Hypercorn's workers that are imported in this process. Idempotent."""
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
-        if module is not None and not issubclass(module.TCPServer, _LeavesWithItsClient):
-            module.TCPServer = type("TCPServer", (_LeavesWithItsClient, module.TCPServer), {})
+        if module is not None and not issubclass(module.TCPServer, _Connection):
+            module.TCPServer = type("TCPServer", (_Connection, module.TCPServer), {})
 
 
-class _LeavesWithItsClient:
-    """Mixed into Hypercorn's `TCPServer`s, which for this purpose are alike on asyncio and trio."""
+def drain_before_shutdown(drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
+    """Point 3: `drain` gets what Hypercorn waits for, waits for it, and returns when the server may be shut down."""
+
+    async def raise_shutdown(trigger: Callable[[], Awaitable[None]]) -> None:
+        await drain(trigger)
+        raise ShutdownError
+
+    for name in _SERVERS:
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module.raise_shutdown = raise_shutdown
+
+
+def abort_connection() -> None:
+    """Close the connection of the current task now, with what has not been sent yet thrown away."""
+    connection = _connection.get()
+    if connection is not None:
+        connection.abort()
+
+
+class _Connection:
+    """Mixed into Hypercorn's `TCPServer`s, which for this purpose are nearly alike on asyncio and trio."""
 
     idle_task: Any
     _client_gone = False
 
+    async def run(self) -> None:
+        _connection.set(self)
+        with suppress(OSError):
+            self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        if hasattr(self, "writer"):
+            self.writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            # Lingering for no time at all makes closing a reset: the kernel keeps nothing for a peer that never reads.
+            self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if hasattr(self, "writer"):
+            self.writer.transport.abort()
+        else:
+            with suppress(OSError):
+                self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+
+    def _socket(self) -> Any:
+        if hasattr(self, "writer"):
+            return self.writer.get_extra_info("socket")
+        stream: Any = self.stream  # type: ignore[attr-defined]
+        return getattr(stream, "transport_stream", stream).socket
+
     async def _read_data(self) -> None:
-        await super()._read_data()  # type: ignore[misc]  # of Hypercorn's class: returns at the end of the client's bytes
+        await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes
         self._client_gone = True
         await self.idle_task.stop()
 

@@ -50,6 +50,7 @@ def core_factory(settings: Settings, files: ModelFiles) -> Callable[[], EngineCo
             max_model_len=executor.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            target_inter_token_latency=settings.target_inter_token_latency,
             enable_prefix_caching=settings.enable_prefix_caching,
             eos_token_ids=files.config.eos_token_ids,
         )

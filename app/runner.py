@@ -20,7 +20,7 @@ import anyio
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 
-from app.hypercorn_fixes import close_connections_with_their_clients
+from app.hypercorn_fixes import mend_connections
 from app.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def run(
         import trio
         from hypercorn.trio import serve as serve_trio
 
-        close_connections_with_their_clients()
+        mend_connections()
         trio.run(partial(serve_trio, asgi, config, shutdown_trigger=trigger))
         return
 
     from hypercorn.asyncio import serve as serve_asyncio
 
-    close_connections_with_their_clients()
+    mend_connections()
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if settings.worker_class == "uvloop":
         import uvloop

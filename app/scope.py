@@ -13,7 +13,8 @@ Handlers are plain functions of the scope and answer through it:
             await request.send_json(200, body)
 
 What a handler raises becomes the answer: the JSON error envelope while nothing has been sent, afterwards an error
-frame if the answer is an event stream. A stream never ends without either `[DONE]` or an error frame.
+frame if the answer is an event stream. So does what ends it from outside: a deadline, a drain. A stream never ends
+without either `[DONE]` or an error frame, unless its client does not read.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ import anyio
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
+from app.hypercorn_fixes import abort_connection
 from app.logs import request_logger
+from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
+from engine.messages import FinishReason
 from engine.output_processor import RequestStream
 from protocol.errors import ApiError, to_api_error
 
@@ -46,28 +50,36 @@ class _ClientGone(Exception):
 class RequestScope:
     """One HTTP request and its answer.
 
-    `body` is complete when the handler runs. `tenant` names whose request it is, from the API key. `generation` is the
-    engine's stream, if the handler has opened one; the request's log line and trace tell its figures.
+    `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `generation` is the
+    engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
+    `blocked_seconds` is how long sending had to wait for the client to read.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.http_version: str = scope["http_version"]
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = _decode_headers(scope["headers"])
-        self.tenant: str = scope.get("headrace.tenant", "")
+        self.tenant: Tenant = scope.get("headrace.tenant", ANONYMOUS)
         self.request_id = self._choose_request_id()
         self.arrival_time = time.monotonic()
+        self.received_time: float | None = None  # when the body was complete
         self.body = b""
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
         self.generation: RequestStream | None = None
+        self.blocked_seconds = 0.0
         self._receive = receive
-        self._send = send
+        self._asgi_send = send
+        self._sending_since: float | None = None
         self._max_body_bytes = max_body_bytes
         self._task_group: TaskGroup | None = None
-        self._error_frame: Callable[[ApiError], bytes] | None = None
+        self._handler = anyio.CancelScope()
+        self._last_words: Callable[[ApiError], bytes] | None = None
+        self._answered = False  # the last byte is out, or on its way
+        self._ended_by: ApiError | None = None
 
     # --- what handlers use
 
@@ -84,14 +96,16 @@ class RequestScope:
         self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
     ) -> None:
         """The whole answer at once, of any type."""
+        self._answered = True
         extra = [(b"content-length", str(len(body)).encode())]
-        await self._start_response(status, content_type, extra, headers)
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        with anyio.CancelScope(shield=not self.client_gone):  # half an answer would be worse than a late one
+            await self._start_response(status, content_type, extra, headers)
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def start_stream(self, content_type: str, *, error_frame: Callable[[ApiError], bytes]) -> None:
-        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong."""
+    async def start_stream(self, content_type: str, *, last_words: Callable[[ApiError], bytes]) -> None:
+        """Begin an answer that is sent piece by piece. `last_words` says how it ends if something goes wrong."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
-        self._error_frame = error_frame
+        self._last_words = last_words
         await self._start_response(200, content_type, (), headers)
 
     async def send_chunk(self, data: bytes) -> None:
@@ -100,7 +114,36 @@ class RequestScope:
 
     async def end_stream(self, data: bytes) -> None:
         """The last piece of a stream."""
+        self._answered = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def end_at(self, when: float, error: ApiError) -> None:
+        """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
+
+        async def end() -> None:
+            await anyio.sleep(when - time.monotonic())
+            self.end(error, FinishReason.TIMEOUT)
+
+        self.start_soon(end)
+
+    def end(self, error: ApiError, reason: FinishReason) -> None:
+        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the books."""
+        if not self._answered and self._ended_by is None:
+            self._ended_by = error
+            if self.generation is not None:
+                self.generation.leave_reason = reason
+            self._handler.cancel()
+
+    def seconds_blocked(self) -> float:
+        """For how long the send in progress has been waiting for the client to read; 0 if there is none."""
+        return 0.0 if self._sending_since is None else time.monotonic() - self._sending_since
+
+    def cut(self) -> None:
+        """Give up a client that does not read: close its connection and leave the scope."""
+        self.error_code = "client_stalled"
+        self._leave()
+        if self.http_version.startswith("1"):  # a connection of HTTP/2 may carry streams that are well
+            abort_connection()
 
     # --- the scope itself
 
@@ -108,12 +151,16 @@ class RequestScope:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
         try:
             self.body = await self._read_body()
+            self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
                 self._task_group.start_soon(self._watch_for_disconnect)
-                try:
-                    await handler(self)
-                except Exception as error:
-                    await self._answer_with(error)
+                with self._handler:
+                    try:
+                        await handler(self)
+                    except Exception as error:
+                        await self._answer_with(error)
+                if self._ended_by is not None and not self._answered:
+                    await self._answer_with(self._ended_by)
                 self._task_group.cancel_scope.cancel()
         except _ClientGone:
             self.client_gone = True
@@ -143,9 +190,12 @@ class RequestScope:
         return ApiError(413, f"The request body is larger than the limit of {self._max_body_bytes} bytes.")
 
     async def _watch_for_disconnect(self) -> None:
-        assert self._task_group is not None
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._leave()
+
+    def _leave(self) -> None:
+        assert self._task_group is not None
         self.client_gone = True
         self._task_group.cancel_scope.cancel()
 
@@ -156,8 +206,16 @@ class RequestScope:
         self.error_code = api_error.code or api_error.type
         if self.status is None:
             await self.send_json(api_error.status, api_error.body(), api_error.headers)
-        elif self._error_frame is not None:
-            await self.end_stream(self._error_frame(api_error))
+        elif self._last_words is not None and not self._answered:
+            await self.end_stream(self._last_words(api_error))
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        self._sending_since = started = time.monotonic()
+        try:
+            await self._asgi_send(message)
+        finally:
+            self._sending_since = None
+            self.blocked_seconds += time.monotonic() - started
 
     async def _start_response(
         self, status: int, content_type: str, extra: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str] | None

@@ -16,14 +16,18 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
+from app.admission import Admission
 from app.loading import make_client, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
+from app.scope import RequestScope
 from app.settings import Settings
+from app.tenants import Tenants
+from app.timelines import Timelines
 from app.tracing import open_tracer
 from engine.async_llm import AsyncLLM
 from engine.errors import EngineDead
-from engine.messages import EngineReady
+from engine.messages import EngineReady, FinishReason
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
 
@@ -31,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 # Streams that the engine's death has ended get this long to send their last frame before the process exits.
 LAST_WORDS_SECONDS = 0.5
+
+SHUTTING_DOWN = ApiError(
+    503, "The server is shutting down.", code="shutting_down", headers={"connection": "close", "retry-after": "5"}
+)
 
 
 class Phase(enum.StrEnum):
@@ -80,6 +88,11 @@ class Server:
         self.tracer = open_tracer(settings)
         self.phase = Phase.STARTING
         self.start_up = StartUp()
+        self.tenants = Tenants(settings)
+        self.admission = Admission(settings)
+        self.timelines = Timelines(settings.timeline_size)
+        self._open_requests: set[RequestScope] = set()  # those that a drain waits for
+        self._idle = anyio.Event()  # set when the last of them has ended, while draining
         self.created = int(time.time())
         self._started = time.monotonic()
         self._on_fatal = on_fatal
@@ -100,7 +113,7 @@ class Server:
                 code="model_loading",
                 headers={"retry-after": "2"},
             )
-        raise ApiError(503, "The server is shutting down.", code="shutting_down", headers={"connection": "close"})
+        raise SHUTTING_DOWN
 
     def check_model_name(self, name: str | None) -> str:
         """The name that the response carries. Raises ApiError 404 for a model that is not served here."""
@@ -113,12 +126,17 @@ class Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine lives or is on its way."""
-        return self.phase is not Phase.FAILED and (self._llm is None or self._llm.error is None)
+        """Whether the engine lives, or is on its way. It does not live when it has work and makes no steps."""
+        if self.phase is Phase.FAILED:
+            return False
+        if self._llm is None:
+            return True
+        return self._llm.error is None and self._llm.seconds_without_progress() < self.settings.stall_limit
 
     @property
     def is_ready(self) -> bool:
-        return self.phase is Phase.READY and self.is_alive
+        """Whether the next request would be accepted."""
+        return self.phase is Phase.READY and self.is_alive and not self.admission.is_full
 
     def status(self) -> dict[str, Any]:
         """For /startupz and /readyz: the phase, what is being done, and for how long."""
@@ -131,6 +149,33 @@ class Server:
         }
 
     # --- the lifetime
+
+    def enter(self, request: RequestScope) -> None:
+        """A request that a drain has to wait for."""
+        self._open_requests.add(request)
+
+    def leave(self, request: RequestScope) -> None:
+        """It has ended. Requests that never entered may leave, too."""
+        self._open_requests.discard(request)
+        if not self._open_requests:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Take no new work, let requests in flight finish within `drain_timeout`, end the rest with an error."""
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.STOPPING
+        logger.info("Draining: %d requests in flight", len(self._open_requests))
+        with anyio.move_on_after(self.settings.drain_timeout):
+            await self._until_idle()
+        for request in self._open_requests:
+            request.end(SHUTTING_DOWN, FinishReason.ABORT)
+        with anyio.move_on_after(LAST_WORDS_SECONDS):
+            await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        while self._open_requests:
+            self._idle = anyio.Event()
+            await self._idle.wait()
 
     async def live(self) -> None:
         """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""

@@ -104,6 +104,12 @@ class Settings(BaseSettings):
         ge=1,
         le=2**20,
     )
+    target_inter_token_latency: float = Field(
+        0.08,
+        description="Seconds between two tokens of a stream to aim at: prefill beside running streams is cut to fit.",
+        ge=0.001,
+        le=60,
+    )
     block_size: int = Field(16, description="Tokens per KV block.", ge=1, le=1024)
     kv_cache_memory: ByteSize | None = Field(
         None,
@@ -128,6 +134,49 @@ class Settings(BaseSettings):
         description="Keys that clients must send, comma separated; none: no key is asked for. Flags show in process "
         "lists: set HEADRACE_API_KEYS or the file instead.",
         examples=["key-one,key-two"],
+    )
+    api_keys_file: UserPath | None = Field(
+        None,
+        description="TOML file of tenants with their keys, weights and limits; see docs/reliability.md.",
+        examples=["/etc/headrace/tenants.toml"],
+    )
+    max_queued_requests: int = Field(
+        512, description="Most choices that wait for their first token; more are refused with 429.", ge=1, le=2**20
+    )
+    max_queued_tokens: int = Field(
+        2**20, description="Most prompt tokens that wait; a request that would exceed it is refused.", ge=1, le=2**31
+    )
+    default_timeout: float | None = Field(
+        None,
+        description="Seconds that a request has to finish if it asks for none.",
+        ge=0.001,
+        le=86400,
+        examples=[600],
+    )
+    default_ttft_timeout: float | None = Field(
+        None,
+        description="Seconds that a request has to its first token if it asks for none.",
+        ge=0.001,
+        le=86400,
+        examples=[30],
+    )
+    max_timeout: float = Field(
+        3600.0,
+        description="Longest timeout in seconds that a request may ask for; longer is cut to it.",
+        ge=0.001,
+        le=86400,
+    )
+    send_timeout: float = Field(
+        30.0, description="Seconds without reading anything after which a client is cut.", ge=0.001, le=86400
+    )
+    stall_limit: float = Field(
+        60.0,
+        description="Seconds without a step, although there is work, after which /livez fails.",
+        ge=0.001,
+        le=86400,
+    )
+    timeline_size: int = Field(
+        1000, description="Ended requests whose timeline is kept for /v1/requests/{id}/timeline.", ge=0, le=10**6
     )
     max_body_bytes: ByteSize = Field(
         ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]

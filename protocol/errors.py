@@ -16,7 +16,7 @@ import orjson
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from engine.errors import EngineDead, InvalidRequest, RequestFailed
+from engine.errors import EngineDead, EngineNotReady, InvalidRequest, RequestFailed
 
 TAG_PREFIX = "$"
 """Union tags in request models start with this, so that they can be dropped from a field's path."""
@@ -50,14 +50,24 @@ class ApiError(Exception):
         self.code = code
         self.headers: Mapping[str, str] = dict(headers or {})
 
+    def envelope(self) -> dict[str, Any]:
+        """`{"error": {"message", "type", "param", "code"}}`, the same on every route."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
     def body(self) -> bytes:
-        """The JSON error envelope."""
-        return error_body(self.message, self.type, self.param, self.code)
+        """The envelope as JSON."""
+        return orjson.dumps(self.envelope())
 
 
-def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:  # noqa: A002
-    """`{"error": {"message", "type", "param", "code"}}` as JSON; the same on every route."""
-    return orjson.dumps({"error": {"message": message, "type": type, "param": param, "code": code}})
+def deadline_exceeded(what: str) -> ApiError:
+    """A request ran out of the time it was given.
+
+    504, because 408 would say that the client was slow to send its request. SDKs retry both by themselves; this one
+    asks them not to, since whoever set the deadline is not waiting any more, and a retry would only run out again.
+    """
+    return ApiError(
+        504, f"{what} Ask for more time or for less.", code="deadline_exceeded", headers={"x-should-retry": "false"}
+    )
 
 
 def to_api_error(exc: Exception) -> ApiError:
@@ -73,6 +83,8 @@ def to_api_error(exc: Exception) -> ApiError:
             return _from_json_error(exc)
         case RequestFailed():
             return ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
+        case EngineNotReady():
+            return ApiError(503, "The model is still being loaded.", code="model_loading", headers={"retry-after": "2"})
         case EngineDead():
             return ApiError(503, "The engine of this server has stopped; the server is restarting.", code="engine_dead")
         case _:
@@ -113,6 +125,7 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
+    "greater_than": "more than {gt}",
     "too_short": "an array of at least {min_length}",
 }
 

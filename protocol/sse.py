@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from protocol.errors import ApiError
-
 DONE = b"data: [DONE]\n\n"
 """Ends every OpenAI stream, one that failed too."""
 
@@ -14,8 +12,3 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def data_frame(payload: bytes) -> bytes:
     """One event. JSON has no raw line breaks, so one `data:` line holds any payload."""
     return b"data: " + payload + b"\n\n"
-
-
-def error_frame(error: ApiError) -> bytes:
-    """What tells a client that a stream, which began with HTTP 200, failed. `DONE` still follows."""
-    return data_frame(error.body())

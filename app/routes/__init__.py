@@ -1,1 +1,1 @@
-"""Handlers by what they answer: `generation` (chat, completions), `catalogue` (models), `probes` (health, metrics)."""
+"""Handlers by what they answer: `generation` (chat, completions), `catalogue` (models), `requests`, `probes`."""

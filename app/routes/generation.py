@@ -4,33 +4,64 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
+from anyio import to_thread
 
+from app.admission import Place
 from app.events import HEADERS_WITHIN, EventStream
 from app.scope import Handler, RequestScope
-from app.server import Server
+from app.server import ServedModel, Server
 from engine.errors import InvalidRequest
-from engine.messages import EngineCoreRequest, SamplingParams
+from engine.messages import EngineCoreRequest
 from engine.output_processor import RequestStream
-from protocol.body import parse_body
+from protocol.body import M, parse_body
+from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import CompletionRequest
-from protocol.openai.output import Collector, Head
+from protocol.openai.output import Head
+
+# Parsing and checking a body of 64 KiB takes about a millisecond.
+INLINE_BODY_BYTES = 64 * 1024
+# For admission, before anything is tokenized; the count replaces it afterwards.
+CHARACTERS_PER_TOKEN = 4
+
+Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What chat and completions have in common once their bodies are parsed."""
+
+    body: GenerationRequest
+    head: Head
+    num_prompts: int
+    num_characters: int
+    tokenize: Tokenize
+    prompt_field: str
 
 
 def chat_completions(server: Server) -> Handler:
     """The handler of POST /v1/chat/completions."""
 
     async def handler(request: RequestScope) -> None:
-        body = parse_body(ChatCompletionRequest, request.body)
-        model_name = server.check_model_name(body.model)
-        model = server.model
-        sampling = body.to_sampling_params(model.measures.vocab_size)
-        prompt = await model.prompts.encode_chat(body)
-        head = Head(f"chatcmpl-{request.request_id}", int(time.time()), model_name)
-        await _generate(server, request, body, head, [prompt], sampling, prompt_field="messages")
+        body = await _parse(ChatCompletionRequest, request)
+
+        async def tokenize(model: ServedModel) -> list[list[int]]:
+            return [await model.prompts.encode_chat(body)]
+
+        work = _Work(
+            body=body,
+            head=_head(server, "chatcmpl", request, body),
+            num_prompts=1,
+            num_characters=len(request.body),
+            tokenize=tokenize,
+            prompt_field="messages",
+        )
+        await _generate(server, request, work)
 
     return handler
 
@@ -39,76 +70,143 @@ def completions(server: Server) -> Handler:
     """The handler of POST /v1/completions."""
 
     async def handler(request: RequestScope) -> None:
-        body = parse_body(CompletionRequest, request.body)
-        model_name = server.check_model_name(body.model)
-        model = server.model
-        sampling = body.to_sampling_params(model.measures.vocab_size)
-        prompts = [
-            await model.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts(model.measures.vocab_size)
-        ]
-        head = Head(f"cmpl-{request.request_id}", int(time.time()), model_name)
-        await _generate(server, request, body, head, prompts, sampling, prompt_field="prompt")
+        body = await _parse(CompletionRequest, request)
+        head = _head(server, "cmpl", request, body)
+        prompts = body.prompts(server.model.measures.vocab_size)
+
+        async def tokenize(model: ServedModel) -> list[list[int]]:
+            return [
+                await model.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+            ]
+
+        work = _Work(
+            body=body,
+            head=head,
+            num_prompts=len(prompts),
+            num_characters=len(request.body),
+            tokenize=tokenize,
+            prompt_field="prompt",
+        )
+        await _generate(server, request, work)
 
     return handler
 
 
-async def _generate(
-    server: Server,
-    request: RequestScope,
-    body: GenerationRequest,
-    head: Head,
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    *,
-    prompt_field: str,
-) -> None:
-    """Open the engine's stream for these prompts and answer from it."""
-    llm = server.model.llm
-    core_requests = [
-        EngineCoreRequest(
-            request_id=head.id if len(prompts) == 1 else f"{head.id}-{number}",
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            arrival_time=request.arrival_time,
-            priority=body.priority,
-            tenant=request.tenant,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    token_bytes = llm.vocabulary.token_bytes
-    try:
-        async with llm.stream(*core_requests) as outputs:
-            request.generation = outputs
-            if body.stream:
-                await _send_events(server, request, body, head, outputs)
-            else:
-                await _send_whole(request, body.collector(head, token_bytes), outputs)
-    except InvalidRequest as error:
-        if error.param == "prompt":
-            error.param = prompt_field
-        raise
+async def _parse(model: type[M], request: RequestScope) -> M:
+    if len(request.body) <= INLINE_BODY_BYTES:
+        return parse_body(model, request.body)
+    return await to_thread.run_sync(parse_body, model, request.body)
 
 
-async def _send_whole(request: RequestScope, collector: Collector, outputs: RequestStream) -> None:
+def _head(server: Server, kind: str, request: RequestScope, body: GenerationRequest) -> Head:
+    return Head(f"{kind}-{request.request_id}", int(time.time()), server.check_model_name(body.model))
+
+
+async def _generate(server: Server, request: RequestScope, work: _Work) -> None:
+    """Queue, tokenize, open the engine's stream, answer from it."""
+    model = server.model
+    body, head = work.body, work.head
+    sampling = body.to_sampling_params(model.measures.vocab_size)
+    deadline, first_token_deadline = _deadlines(server, request, body)
+    patience = min(deadline, first_token_deadline) - time.monotonic()
+    tenant = request.tenant
+    with server.admission.queue(
+        tenant,
+        choices=body.n * work.num_prompts,
+        tokens=work.num_characters // CHARACTERS_PER_TOKEN,
+        patience=None if math.isinf(patience) else patience,
+    ) as place:
+        if not math.isinf(deadline):
+            request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
+        prompts = await work.tokenize(model)
+        place.count_tokens(sum(map(len, prompts)))
+        core_requests = [
+            EngineCoreRequest(
+                request_id=head.id if len(prompts) == 1 else f"{head.id}-{number}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                arrival_time=request.arrival_time,
+                priority=body.priority,
+                deadline=None if math.isinf(deadline) else deadline,
+                first_token_deadline=None if math.isinf(first_token_deadline) else first_token_deadline,
+                tenant=tenant.name,
+                tenant_weight=tenant.weight,
+                tenant_max_running=tenant.max_running or 0,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        try:
+            async with model.llm.stream(*core_requests) as outputs:
+                request.generation = outputs
+                answer = _send_events if body.stream else _send_whole
+                await answer(server, request, work, outputs, place)
+        except InvalidRequest as error:
+            if error.param == "prompt":
+                error.param = work.prompt_field
+            raise
+
+
+async def _send_whole(server: Server, request: RequestScope, work: _Work, outputs: RequestStream, place: Place) -> None:
+    collector = work.body.collector(work.head, server.model.llm.vocabulary.token_bytes)
     async for output in outputs:
+        place.leave(started=True)
         collector.feed(output)
     await request.send_json(200, collector.body())
 
 
 async def _send_events(
-    server: Server, request: RequestScope, body: GenerationRequest, head: Head, outputs: RequestStream
+    server: Server, request: RequestScope, work: _Work, outputs: RequestStream, place: Place
 ) -> None:
-    chunks = body.chunk_stream(head, server.model.llm.vocabulary.token_bytes)
-    events = EventStream(request, keep_alive=server.settings.sse_keep_alive or math.inf)
+    settings = server.settings
+    chunks = work.body.chunk_stream(work.head, server.model.llm.vocabulary.token_bytes, [outputs.num_prompt_tokens])
+    events = EventStream(
+        request,
+        keep_alive=settings.sse_keep_alive or math.inf,
+        send_timeout=settings.send_timeout,
+        last_words=chunks.fail,
+    )
     with anyio.move_on_after(HEADERS_WITHIN) as patience:
         await outputs.wait()
     if patience.cancelled_caught:
         await events.start()
     async for output in outputs:
+        place.leave(started=True)
         frames = chunks.feed(output)  # raises for a failed output: before the first byte, that is a plain answer
         if not events.started:
             await events.start()
         if frames:
             await events.send(frames)
     await events.end(chunks.end())
+
+
+def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:
+    """When the request must have ended and when its first token must have come; infinity for never.
+
+    The body's `timeout` and the header `X-Request-Timeout` both count, the shorter one wins. Raises ApiError 400.
+    """
+    settings = server.settings
+    asked = [seconds for seconds in (body.timeout, _header_timeout(request)) if seconds is not None]
+    timeout = min(asked) if asked else settings.default_timeout
+    ttft_timeout = body.ttft_timeout if body.ttft_timeout is not None else settings.default_ttft_timeout
+    start, longest = request.arrival_time, settings.max_timeout
+    return (
+        math.inf if timeout is None else start + min(timeout, longest),
+        math.inf if ttft_timeout is None else start + min(ttft_timeout, longest),
+    )
+
+
+def _header_timeout(request: RequestScope) -> float | None:
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(
+            400,
+            f"The header X-Request-Timeout must be a number of seconds above 0, got {given[:20]!r}.",
+            param="X-Request-Timeout",
+        )
+    return seconds

@@ -7,7 +7,7 @@ between the two endpoints (where max_tokens and logprobs come from, what the fie
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -100,6 +100,8 @@ class GenerationRequest(ClientModel):
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
+    timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
+    ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
     priority: int = Field(default=0, ge=-(2**31), le=2**31 - 1)  # lower runs first
 
     @model_validator(mode="after")
@@ -110,14 +112,15 @@ class GenerationRequest(ClientModel):
             )
         return self
 
-    def chunk_stream(self, head: Head, token_bytes: TokenBytes) -> ChunkStream:
-        """What turns this request's outputs into its event stream."""
+    def chunk_stream(self, head: Head, token_bytes: TokenBytes, prompt_tokens: Sequence[int] = ()) -> ChunkStream:
+        """What turns this request's outputs into its event stream. `prompt_tokens` are the lengths of its prompts."""
         options = self.stream_options or StreamOptions()
         return ChunkStream(
             self.wire,
             head,
             token_bytes,
             n=self.n,
+            prompt_tokens=prompt_tokens,
             include_usage=options.include_usage,
             continuous_usage=options.include_usage and options.continuous_usage_stats,
         )

@@ -10,24 +10,19 @@ before the first byte the app answers it as plain JSON, after it as an error fra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
-from protocol.errors import ApiError
+from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.logprobs import LogprobsWriter, TokenBytes
 from protocol.sse import DONE, data_frame
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 """The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
-
-_FAILURES = {
-    FinishReason.ERROR: (500, "The request failed inside the server. It may be sent again.", "request_failed"),
-    FinishReason.TIMEOUT: (504, "The request did not finish before its deadline.", "deadline_exceeded"),
-}
 
 
 class Head(NamedTuple):
@@ -61,11 +56,13 @@ class UsageMeter:
     """Token counts of one HTTP request: each prompt once, the completions of all choices.
 
     `n` is the number of choices per prompt; the choices of several prompts are numbered one prompt after the other.
+
+    `prompt_tokens` says how long the prompts are, for a request that fails before its first output.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, prompt_tokens: Sequence[int] = ()) -> None:
         self._n = n
-        self._prompt: dict[int, int] = {}
+        self._prompt = dict(enumerate(prompt_tokens))
         self._cached: dict[int, int] = {}
         self._completion: dict[int, int] = {}
 
@@ -103,6 +100,7 @@ class ChunkStream:
         token_bytes: TokenBytes,
         *,
         n: int = 1,
+        prompt_tokens: Sequence[int] = (),
         include_usage: bool = False,
         continuous_usage: bool = False,
     ) -> None:
@@ -111,7 +109,7 @@ class ChunkStream:
         self._token_bytes = token_bytes
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
-        self._meter = UsageMeter(n)
+        self._meter = UsageMeter(n, prompt_tokens)
         self._choices: dict[int, _StreamedChoice] = {}
 
     def feed(self, output: RequestOutput) -> bytes:
@@ -140,6 +138,10 @@ class ChunkStream:
         if not self._include_usage:
             return DONE
         return data_frame(orjson.dumps(self._chunk([], self._meter.usage()))) + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """How the stream ends instead if something goes wrong: an error frame with the usage so far, and `[DONE]`."""
+        return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
     def _open(self, index: int) -> _StreamedChoice:
         # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
@@ -223,9 +225,10 @@ class Collector:
 
 def raise_if_failed(output: RequestOutput) -> None:
     """Raise the `ApiError` of an output that ended in failure. `output.error` is for the log and stays out of it."""
-    if output.finish_reason in _FAILURES:
-        status, message, code = _FAILURES[output.finish_reason]
-        raise ApiError(status, message, code=code)
+    if output.finish_reason is FinishReason.TIMEOUT:
+        raise deadline_exceeded("The request cannot be done within its deadline.")
+    if output.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
 
 
 class _StreamedChoice(NamedTuple):

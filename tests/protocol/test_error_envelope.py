@@ -4,13 +4,15 @@ import orjson
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest, RequestFailed
-from protocol.errors import ApiError, error_body, to_api_error
+from protocol.errors import ApiError, deadline_exceeded, to_api_error
 from protocol.openai.models import model_card, model_list, unknown_model
-from protocol.sse import DONE, KEEP_ALIVE, error_frame
+from protocol.sse import DONE, KEEP_ALIVE, data_frame
 
 
 def test_the_envelope_has_all_four_keys():
-    assert orjson.loads(error_body("m", "t")) == {"error": {"message": "m", "type": "t", "param": None, "code": None}}
+    assert orjson.loads(ApiError(500, "m", type="t").body()) == {
+        "error": {"message": "m", "type": "t", "param": None, "code": None}
+    }
     error = ApiError(429, "slow down", code="queue_full", headers={"Retry-After": "1"})
     assert orjson.loads(error.body())["error"] == {
         "message": "slow down",
@@ -67,8 +69,8 @@ def test_an_api_error_is_already_what_the_client_sees():
 
 
 def test_stream_frames_end_with_a_blank_line():
-    assert error_frame(ApiError(500, "a\nb")) == b"data: " + ApiError(500, "a\nb").body() + b"\n\n"
-    assert error_frame(ApiError(500, "a\nb")).count(b"\n") == 2
+    assert data_frame(ApiError(500, "a\nb").body()) == b"data: " + ApiError(500, "a\nb").body() + b"\n\n"
+    assert data_frame(ApiError(500, "a\nb").body()).count(b"\n") == 2
     assert DONE == b"data: [DONE]\n\n"
     assert KEEP_ALIVE.startswith(b":")
     assert KEEP_ALIVE.endswith(b"\n\n")
@@ -90,3 +92,8 @@ def test_an_unknown_model_is_a_404_that_lists_the_served_ones():
     assert (error.status, error.type, error.param, error.code) == (404, "not_found_error", "model", "model_not_found")
     assert error.message == "The model `gpt-4o` does not exist. Served here: smol, small."
     assert len(unknown_model("x" * 10_000, ["smol"]).message) < 200
+
+
+def test_a_missed_deadline_asks_sdks_not_to_retry():
+    error = deadline_exceeded("Too late.")
+    assert (error.status, error.code, error.headers["x-should-retry"]) == (504, "deadline_exceeded", "false")

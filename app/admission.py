@@ -1,0 +1,146 @@
+"""Who may queue: the server says no early, cheaply and with a time to come back, instead of late.
+
+A request takes places in the queue (one per choice) and tokens (its prompt, once per prompt) from its arrival, before
+anything is tokenized, until its first output. What does not fit is refused with 429 and a Retry-After from the rate at
+which the queue has been draining. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from app.settings import Settings
+from app.tenants import Tenant
+from protocol.errors import ApiError
+
+MAX_RETRY_AFTER = 60  # seconds
+_MEMORY = 10.0  # seconds over which rates are averaged
+
+
+class Rate:
+    """Events per second, the recent ones counting most."""
+
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._updated = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self._decay()
+        self._count += count
+
+    def per_second(self) -> float:
+        self._decay()
+        return self._count / _MEMORY
+
+    def _decay(self) -> None:
+        now = time.monotonic()
+        self._count *= math.exp((self._updated - now) / _MEMORY)
+        self._updated = now
+
+
+class Place:
+    """A request's place in the queue. `leave` is called with its first output, or when its scope is left."""
+
+    def __init__(self, admission: Admission, tenant: Tenant, choices: int, tokens: int) -> None:
+        self.tenant = tenant
+        self.choices = choices
+        self.tokens = tokens
+        self._admission = admission
+        self._waiting = True
+
+    def count_tokens(self, tokens: int) -> None:
+        """The prompt has been tokenized: the estimate becomes a count."""
+        if self._waiting:
+            self._admission.queued_tokens += tokens - self.tokens
+            self.tokens = tokens
+
+    def leave(self, *, started: bool) -> None:
+        """Give the place back; `started` if the request got its first output. Idempotent."""
+        if self._waiting:
+            self._waiting = False
+            self._admission.release(self, started)
+
+
+class Admission:
+    """The queue's books. Limits count choices and prompt tokens that wait for their first output."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_requests = settings.max_queued_requests
+        self._max_tokens = settings.max_queued_tokens
+        self.queued_requests = 0
+        self.queued_tokens = 0
+        self._by_tenant: Counter[str] = Counter()
+        self._drained = Rate()
+        self._refused = Rate()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next request would be refused."""
+        return self.queued_requests >= self._max_requests or self.queued_tokens >= self._max_tokens
+
+    @contextmanager
+    def queue(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> Iterator[Place]:
+        """Hold a place in the queue. `patience` is how many seconds the request has to its first token.
+
+        Raises ApiError 429 when there is no place, or none from which it could start in time.
+        """
+        self._check(tenant, choices, tokens, patience)
+        place = Place(self, tenant, choices, tokens)
+        self.queued_requests += choices
+        self.queued_tokens += tokens
+        self._by_tenant[tenant.name] += choices
+        try:
+            yield place
+        finally:
+            place.leave(started=False)
+
+    def release(self, place: Place, started: bool) -> None:
+        """Called by a Place, once."""
+        self.queued_requests -= place.choices
+        self.queued_tokens -= place.tokens
+        self._by_tenant[place.tenant.name] -= place.choices
+        if not self._by_tenant[place.tenant.name]:
+            del self._by_tenant[place.tenant.name]
+        if started:
+            self._drained.add(place.choices)
+
+    def _check(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> None:
+        limit = tenant.max_queued_requests
+        if limit is not None and self._by_tenant[tenant.name] + choices > limit:
+            raise self._refusal(f"Your queue is full: {self._by_tenant[tenant.name]} of {limit} places are taken.")
+        if self.queued_requests + choices > self._max_requests:
+            # With an empty queue, a request that needs more places than there are would be refused for ever.
+            if choices > self._max_requests:
+                raise ApiError(
+                    400, f"The request asks for {choices} choices; at most {self._max_requests} can wait.", param="n"
+                )
+            raise self._refusal(f"The queue is full: {self.queued_requests} of {self._max_requests} places are taken.")
+        if self.queued_requests and self.queued_tokens + tokens > self._max_tokens:
+            raise self._refusal(f"The queue is full: {self.queued_tokens} of {self._max_tokens} prompt tokens wait.")
+        rate = self._drained.per_second()
+        if patience is not None and rate > 0 and self.queued_requests / rate > patience:
+            raise self._refusal(
+                f"The queue is too long for a first token within {patience:g} s: "
+                f"{self.queued_requests} wait and {rate:.2g} start per second."
+            )
+
+    def _refusal(self, message: str) -> ApiError:
+        self._refused.add(1)
+        return ApiError(
+            429,
+            f"{message} Please try again later.",
+            code="queue_full",
+            headers={"retry-after": str(self.retry_after())},
+        )
+
+    def retry_after(self) -> int:
+        """Seconds until half of the queue, and all who were refused lately, can be expected to have had their turn."""
+        rate = self._drained.per_second()
+        if rate == 0.0:
+            return 1
+        ahead = self.queued_requests / 2 + self._refused.per_second() * _MEMORY
+        return max(1, min(math.ceil(ahead / rate), MAX_RETRY_AFTER))

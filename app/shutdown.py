@@ -1,0 +1,61 @@
+"""From the sign to stop to the end: drain first, and end at once when asked a second time.
+
+The sign is a signal to this process, or what Hypercorn waits for: with `hypercorn app:main` the application runs in
+a child process, and the parent tells it through an event of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+logger = logging.getLogger(__name__)
+
+
+class Shutdown:
+    """The end of one application. `drain` is called once and returns when no request is left."""
+
+    def __init__(self, drain: Callable[[], Awaitable[None]]) -> None:
+        self._drain = drain
+        self._asked = anyio.Event()
+        self._drained = anyio.Event()
+        self._draining = False
+
+    async def listen_for_signals(self) -> None:
+        """Take SIGTERM and SIGINT from now on: the first asks for the end, the second does not wait for it."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # `headrace chat` serves from another thread and ends its server by itself
+        with anyio.open_signal_receiver(*_unignored(signal.SIGTERM, signal.SIGINT)) as signals:
+            async for number in signals:
+                if self._asked.is_set():
+                    logger.warning("%s again: not waiting for the drain", signal.Signals(number).name)
+                    logging.shutdown()
+                    os._exit(128 + number)
+                self._asked.set()
+
+    async def wait_and_drain(self, trigger: Callable[[], Awaitable[None]]) -> None:
+        """Wait for `trigger` or a signal, then drain. For `hypercorn_fixes.drain_before_shutdown`."""
+        async with anyio.create_task_group() as task_group:
+
+            async def wait_for(sign: Callable[[], Awaitable[None]]) -> None:
+                await sign()
+                task_group.cancel_scope.cancel()
+
+            task_group.start_soon(wait_for, trigger)
+            task_group.start_soon(wait_for, self._asked.wait)
+        self._asked.set()  # a signal from here on is the second
+        if not self._draining:
+            self._draining = True
+            await self._drain()
+            self._drained.set()
+        await self._drained.wait()
+
+
+def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """A worker of Hypercorn ignores SIGINT, because its parent answers Ctrl-C for both."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

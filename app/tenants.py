@@ -1,0 +1,105 @@
+"""Tenants: whose request it is, by its API key, and what they are entitled to.
+
+A tenant is named in the TOML file of `api_keys_file`:
+
+    [tenants.search-team]
+    keys = ["..."]
+    weight = 2.0                # share of the engine relative to others; 1 by default
+    max_running = 16            # choices that run at once; no limit by default
+    max_queued_requests = 100   # choices that wait for their first token; no limit by default
+
+or is simply one of `api_keys`, with a name made from a digest of the key. Without any keys everybody is anonymous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from app.settings import Settings, SettingsError
+
+
+class Tenant(BaseModel):
+    """Compared and hashed by name. `weight` is relative; the limits count choices, None is no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    weight: float = Field(default=1.0, ge=0.001, le=1000, allow_inf_nan=False)
+    max_running: int | None = Field(default=None, ge=1)
+    max_queued_requests: int | None = Field(default=None, ge=1)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+ANONYMOUS = Tenant(name="")
+
+
+class _TenantEntry(Tenant):
+    keys: list[SecretStr] = Field(min_length=1)
+
+
+class Tenants:
+    """All tenants of a server, found by key. `required` says whether there are any keys at all."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._by_digest: dict[bytes, Tenant] = {}
+        for key in settings.api_keys:
+            name = hashlib.sha256(key.get_secret_value().encode()).hexdigest()[:16]
+            self._add(key, Tenant(name=f"key-{name}"))
+        if settings.api_keys_file is not None:
+            for entry in _read(settings.api_keys_file):
+                tenant = Tenant(**entry.model_dump(exclude={"keys"}))
+                for key in entry.keys:
+                    self._add(key, tenant)
+        self.required = bool(self._by_digest)
+
+    def find(self, key: bytes) -> Tenant | None:
+        """Whose key this is. Compares with every key, in a time that tells nothing about how close it came."""
+        given = _digest(key)
+        found = None
+        for digest, tenant in self._by_digest.items():
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        return found
+
+    def _add(self, key: SecretStr, tenant: Tenant) -> None:
+        digest = _digest(key.get_secret_value().encode())
+        if digest in self._by_digest:
+            raise SettingsError(f"api_keys: a key of tenant {tenant.name!r} is given twice. Give every tenant its own.")
+        self._by_digest[digest] = tenant
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(path: Path) -> list[_TenantEntry]:
+    works = 'A file that works: [tenants.acme] with keys = ["a-secret"]'
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. {works}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"api_keys_file: {path} is not TOML: {error}. {works}") from None
+    tables = document.pop("tenants", None)
+    if document or not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise SettingsError(f"api_keys_file: {path} must hold tables named tenants.<name> and nothing else. {works}")
+    entries = []
+    for name, table in tables.items():
+        try:
+            entries.append(_TenantEntry(name=name, **table))
+        except (ValidationError, TypeError) as error:
+            # Not the error's own text, which shows values, and keys are among them.
+            problems = error.errors() if isinstance(error, ValidationError) else [{"loc": ("name",)}]
+            wrong = ", ".join(".".join(map(str, problem["loc"])) for problem in problems)
+            raise SettingsError(
+                f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings), "
+                f"weight (0.001 to 1000), max_running and max_queued_requests (at least 1). {works}"
+            ) from None
+    return entries

@@ -2,6 +2,6 @@
 
 Imports of the engine are limited to its plan, messages and errors. Nothing here knows HTTP.
 
-Reading order: `config`, `weights`, `models`, `layers`, `attention`, `input_batch`, `model_runner`, `sampler`, `worker`,
-`executor`.
+Reading order: `config`, `weights`, `models`, `layers`, `attention`, `sampling`, `input_batch`, `model_runner`,
+`worker`, `executor`.
 """

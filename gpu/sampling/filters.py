@@ -65,7 +65,8 @@ def _cutoffs_within(
     needed = (top_p * total).unsqueeze(1)
     last = torch.minimum(torch.searchsorted(mass, needed).squeeze(1), num_kept - 1)
     nucleus = values.gather(1, last.unsqueeze(1)).squeeze(1)
-    reached = (mass[:, -1:] >= needed).squeeze(1) & (nucleus > values[:, -1])
+    reached = (mass[:, -1:] >= needed).squeeze(1)
     level = torch.where(top_p < 1.0, torch.maximum(floor, nucleus), floor)
-    found = inside | (unlimited & (reached | (top_p >= 1.0)))
+    # The floor itself is known sooner than the mass above it, which only top-p asks for.
+    found = inside | torch.where(top_p < 1.0, unlimited & reached, top_k <= width)
     return level, torch.ones_like(found) if whole else found

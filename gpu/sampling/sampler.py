@@ -100,12 +100,12 @@ def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.
         )
         probs *= probs >= level.unsqueeze(1)
 
-    # In float64, because float32 sums over 10^5 tokens lose the tail: a draw could fall on a token of no probability.
+    # In float64, because sums near 1 have no room in float32 for tokens of probability below 6e-8. The uniform is at
+    # most 1 - 2**-53, so its product with the total rounds below the total, and the first sum above it belongs to a
+    # token that is kept.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     target = torch.from_numpy(uniform(metadata.seed, metadata.position)).to(device).unsqueeze(1) * total
-    # Strictly below the total even after rounding, so that the first sum above it belongs to a token that is kept.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     finite = total.squeeze(1).isfinite()  # NaN anywhere in the row has reached the total
     return token_ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy(), finite.cpu().numpy()

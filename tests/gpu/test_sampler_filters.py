@@ -92,3 +92,14 @@ def test_filters_that_keep_everything_change_no_draw():
     plain = metadata_of([new_request(seed=s, temperature=1.0) for s in range(64)])
     open_filter = metadata_of([new_request(seed=s, temperature=1.0, top_k=5003) for s in range(64)])
     assert np.array_equal(sample(logits.clone(), plain).token_ids, sample(logits.clone(), open_filter).token_ids)
+
+
+def test_ties_beyond_the_candidates_count_towards_the_mass():
+    # top_k 2 keeps all 21, so half of the mass is not reached by the first token. Four candidates do not show that.
+    probs = torch.tensor([[0.3] + [0.035] * 20])
+    assert cutoffs(probs, *columns([(2, 0.5, 0.0)]), candidates=(4,)).item() == probs[0, 1]
+
+
+def test_min_p_alone_never_sorts_the_vocabulary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    cutoffs(distribution("flat", 2), *columns([(0, 1.0, 0.001), (60, 1.0, 0.001)]), candidates=(64,))

@@ -1,9 +1,10 @@
 """The draws are a pure function of seed and position, and they are uniform."""
 
 import numpy as np
+import pytest
 import torch
 
-from gpu.sampling import sample
+from gpu.sampling import sample, sampler
 from gpu.sampling.noise import uniform
 from tests.gpu.sampling_helpers import metadata_of, new_request
 
@@ -46,3 +47,28 @@ def test_frequencies_follow_temperature_and_filters():
     expected = probs * draws
     statistic = ((np.bincount(drawn) - expected) ** 2 / expected).sum()
     assert statistic < 13.82  # chi-square, 2 degrees of freedom, p = 0.001
+
+
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution_down_to_the_rarest_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    logits = torch.full((99, 1001), -18.4)  # one token has all but 1e-5, a thousand have 1e-8 each
+    logits[:, 0] = 0.0
+    uniforms = 1 - np.linspace(1e-7, 9.9e-6, 99)
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: uniforms)
+    cumulative = logits[0].softmax(-1).double().numpy().cumsum()
+    expected = np.searchsorted(cumulative, uniforms * cumulative[-1], side="right")
+    assert len(set(expected.tolist())) == 99
+    metadata = metadata_of([new_request(temperature=1.0)] * 99)
+    assert sample(logits, metadata).token_ids.tolist() == expected.tolist()
+
+
+def test_the_largest_uniform_falls_on_a_token_that_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: np.full(len(seeds), 1 - 2.0**-53))
+    logits = torch.randn(200, 1003, generator=torch.Generator().manual_seed(0))
+    logits[:, -3:] = -torch.inf
+    for kind in ({}, {"top_k": 40}):
+        metadata = metadata_of([new_request(temperature=1.0, **kind)] * 200)
+        drawn = torch.from_numpy(sample(logits.clone(), metadata).token_ids)
+        level = logits.topk(kind.get("top_k", 1000)).values[:, -1]
+        assert (logits[torch.arange(200), drawn] >= level).all()

@@ -1,0 +1,221 @@
+"""Whatever arrives, leaves and fails in whatever order: memory is never mixed up, and everyone is served.
+
+The simulated executor checks every plan and every KV read (`PlanViolation`); the machine below checks the books after
+every step, and at the end that each request gave exactly what its sequence alone determines.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.input_processor import InputProcessor
+from engine.messages import EngineCoreRequest, FinishReason
+from engine.plan import SchedulerOutput
+from engine.request import RequestStatus
+from tests.engine.helpers import assert_nothing_left, make_request
+from tests.engine.simulated import PlanViolation, SimulatedExecutor, expected_output
+
+VOCAB_SIZE = 50
+EOS = (5,)
+
+_seen: Counter[str] = Counter()  # what the runs went through, so that the test knows that it tested something
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine core with drawn limits; the rules are what clients and devices can do to it.
+
+    Hypothesis draws the events and their order; what a crowd of requests looks like comes from a seeded generator,
+    whose even spread puts far more pressure on blocks and seats than drawing every field would.
+    """
+
+    @initialize(
+        block_size=st.integers(1, 16),
+        num_tokens=st.integers(24, 64),
+        max_num_seqs=st.integers(1, 6),
+        spare_budget=st.integers(0, 24),
+        enable_prefix_caching=st.booleans(),
+    )
+    def start(
+        self, block_size: int, num_tokens: int, max_num_seqs: int, spare_budget: int, enable_prefix_caching: bool
+    ) -> None:
+        num_blocks = num_tokens // block_size + 1
+        # One request may need almost the whole pool, so several together must be preempted.
+        self.max_model_len = num_tokens - num_tokens // 4
+        config = EngineConfig(
+            max_model_len=self.max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + spare_budget,
+            enable_prefix_caching=enable_prefix_caching,
+            eos_token_ids=EOS,
+        )
+        self.executor = SimulatedExecutor(
+            num_blocks,
+            block_size,
+            VOCAB_SIZE,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            before_step=self.before_step,
+        )
+        self.core = EngineCore(config, self.executor)
+        self.inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len, seed=0)
+        self.children: dict[str, EngineCoreRequest] = {}
+        self.gained: dict[str, list[int]] = {}
+        self.finishes: dict[str, tuple[FinishReason, int | str | None]] = {}
+        self.left: set[str] = set()  # ended from outside
+        self.never_to_run: set[str] = set()
+        self.broken: set[str] = set()  # were in a step that raised
+        self.break_next_step = False
+        self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
+
+    def before_step(self, plan: SchedulerOutput) -> None:
+        if self.break_next_step and plan.request_ids:
+            self.break_next_step = False
+            self.broken.update(plan.request_ids)
+            raise RuntimeError("the device broke")
+
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
+    def arrive(self, seed: int, count: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(count):
+            # Prompts begin alike: three families, cut at any length, sometimes with an ending of their own.
+            family = draw.randrange(3)
+            length = draw.randrange(1, self.max_model_len - 1)
+            prompt = [(family + position * (family + 1)) % VOCAB_SIZE for position in range(length)]
+            prompt[length // 2 :] = [draw.randrange(VOCAB_SIZE)] * (draw.random() < 0.3) + prompt[length // 2 :]
+            max_tokens = draw.randint(1, self.max_model_len - len(prompt))
+            request = make_request(
+                prompt,
+                priority=draw.choice([0, 0, 0, -1, 2]),
+                tenant=draw.choice(["", "", "blue"]),
+                n=draw.choice([1, 1, 1, 3]),
+                max_tokens=draw.choice([max_tokens, None]),
+                min_tokens=draw.randint(0, max_tokens),
+                stop_token_ids=draw.choice([(), (1,), (2, 7, 9, 14)]),
+                ignore_eos=draw.random() < 0.5,
+                temperature=draw.choice([0.0, 1.0]),
+            )
+            for child in self.inputs.process(request):
+                self.children[child.request_id] = child
+                self.gained[child.request_id] = []
+                self.core.add(child)
+
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP, FinishReason.TIMEOUT]))
+    def leave(self, data: st.DataObject, reason: FinishReason) -> None:
+        """In any state: waiting, prefilling, decoding, preempted, finished, gone before, never heard of."""
+        ended = list(self.finishes)[-1:]
+        living_ids = [*self.core.scheduler.running, *self.core.scheduler.requests]
+        request_id = data.draw(st.sampled_from([*living_ids, *ended, "nobody"]))
+        living = self.core.scheduler.requests.get(request_id)
+        if living is not None:
+            self.left.add(request_id)
+            _seen[f"left while {living.status.name}"] += 1
+            if living.status is RequestStatus.WAITING:
+                assert request_id not in self.executor.computed
+                self.never_to_run.add(request_id)
+        self.core.finish(request_id, reason)
+        assert request_id not in self.core.scheduler.requests
+
+    @precondition(lambda self: self.core.scheduler.requests)
+    @rule()
+    def break_device(self) -> None:
+        self.break_next_step = True
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def step(self) -> None:
+        try:
+            batch = self.core.step()
+        except PlanViolation as violation:
+            raise AssertionError(str(violation)) from violation
+        self.core.scheduler.check_integrity()
+        self.check_tenants(self.executor.plans[-1])
+        for output in batch.outputs:
+            assert output.request_id not in self.left
+            assert output.request_id not in self.finishes
+            self.gained[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.finishes[output.request_id] = (output.finish_reason, output.stop_reason)
+        _seen["preemptions"] += batch.stats.num_preemptions
+        _seen["prefix hits"] += batch.stats.prefix_cache_hits
+
+    def check_tenants(self, plan: SchedulerOutput) -> None:
+        """A block's content is used by the tenant that wrote it, and by nobody else."""
+        for new in plan.new_requests:
+            tenant = self.children[new.request_id].tenant
+            num_shared = new.num_computed_tokens // self.executor.block_size
+            assert all(self.writers[block_id] == tenant for block_id in new.block_ids[:num_shared])
+            self.writers.update(dict.fromkeys(new.block_ids[num_shared:], tenant))
+        for request_id, block_ids in plan.new_block_ids.items():
+            self.writers.update(dict.fromkeys(block_ids, self.children[request_id].tenant))
+
+    @invariant()
+    def tables_agree(self) -> None:
+        self.core.scheduler.check_integrity()
+        assert not self.never_to_run & set(self.executor.computed)
+        assert len(self.core.scheduler.running) <= self.core.config.max_num_seqs
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        # Nobody starves: even if every request had to be computed anew for each token of its own output, twice over.
+        limit = 2 * self.max_model_len * (len(self.children) + 1)
+        for _ in range(limit):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert_nothing_left(self.core)
+        for request_id, child in self.children.items():
+            expected = expected_output(
+                child.prompt_token_ids,
+                child.sampling,
+                vocab_size=VOCAB_SIZE,
+                max_model_len=self.max_model_len,
+                eos_token_ids=EOS,
+            )
+            gained = self.gained[request_id]
+            assert gained == expected.token_ids[: len(gained)]
+            if request_id in self.broken:
+                assert self.finishes[request_id] == (FinishReason.ERROR, None)
+            elif request_id not in self.left:
+                assert gained == expected.token_ids
+                assert self.finishes[request_id] == (expected.finish_reason, expected.stop_reason)
+                _seen[f"finished {expected.finish_reason}"] += 1
+
+
+def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> None:
+    _seen.clear()
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(
+            max_examples=150,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        ),
+    )
+    for event in (
+        "preemptions",
+        "prefix hits",
+        "left while WAITING",
+        "left while RUNNING",
+        "finished stop",
+        "finished length",
+    ):
+        assert _seen[event] > 0, f"the runs never went through: {event}"

@@ -1,0 +1,112 @@
+"""The way across the thread boundary: nothing waits, nothing is lost, and the loop is woken as little as can be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+import engine.channel
+from engine.channel import Close, OutboxMessage, RequestChannel
+from engine.messages import EngineReady, FinishReason, FinishRequests
+from tests.engine.helpers import make_request, until
+
+pytestmark = pytest.mark.anyio
+
+
+def message(number: int) -> EngineReady:
+    return EngineReady(vocab_size=number, num_blocks=1, block_size=1, max_model_len=1)
+
+
+def send_from_thread(channel: RequestChannel, messages: list[OutboxMessage]) -> None:
+    def send() -> None:
+        for each in messages:
+            channel.send(each)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join()  # the loop does not run meanwhile: it is as busy as can be
+
+
+async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
+    received: list[OutboxMessage] = []
+    threads: set[int] = set()
+
+    def deliver(each: OutboxMessage) -> None:
+        received.append(each)
+        threads.add(threading.get_ident())
+
+    channel = RequestChannel(deliver)
+    messages: list[OutboxMessage] = [message(number) for number in range(100)]
+    for start in range(0, 100, 10):
+        send_from_thread(channel, messages[start : start + 10])
+        await until(lambda end=start + 10: len(received) == end)
+    assert received == messages
+    assert threads == {threading.get_ident()}
+
+
+async def test_a_busy_loop_is_woken_once_for_all_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    wake_ups = count_wake_ups(monkeypatch)
+    received: list[OutboxMessage] = []
+    channel = RequestChannel(received.append)
+    send_from_thread(channel, [message(number) for number in range(50)])
+    assert len(wake_ups) == 1
+    await until(lambda: len(received) == 50)
+    send_from_thread(channel, [message(50)])
+    await until(lambda: len(received) == 51)
+    assert len(wake_ups) == 2
+
+
+async def test_the_inbox_keeps_order_and_is_drained_at_once() -> None:
+    channel = RequestChannel(lambda _: None)
+    request, end, close = make_request([1]), FinishRequests(["a"], FinishReason.ABORT), Close()
+    assert channel.receive(wait=False) == []
+    for each in (end, request, end, close):
+        channel.put(each)
+    assert channel.receive(wait=True) == [end, request, end, close]
+    assert channel.receive(wait=False) == []
+
+
+async def test_a_waiting_engine_sleeps_until_a_message_comes() -> None:
+    channel = RequestChannel(lambda _: None)
+    received: list[Any] = []
+    thread = threading.Thread(target=lambda: received.extend(channel.receive(wait=True)))
+    thread.start()
+    await anyio.sleep(0.02)
+    assert not received
+    close = Close()
+    channel.put(close)
+    await until(lambda: received)
+    assert received == [close]
+    thread.join()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_sending_to_a_loop_that_has_ended_is_harmless(backend: str) -> None:
+    async def open_channel() -> RequestChannel:
+        return RequestChannel(lambda _: None)
+
+    channel = anyio.run(open_channel, backend=backend)
+    channel.send(message(1))
+    channel.send(message(2))
+
+
+def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
+    wake_ups: list[None] = []
+    original = engine.channel._threadsafe_call_soon
+
+    def counting() -> Callable[[Callable[[], None]], Any]:
+        call_soon = original()
+
+        def count(function: Callable[[], None]) -> Any:
+            wake_ups.append(None)
+            return call_soon(function)
+
+        return count
+
+    monkeypatch.setattr(engine.channel, "_threadsafe_call_soon", counting)
+    return wake_ups

@@ -88,13 +88,14 @@ class _WindowDecoder:
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
-        text = self._decode(self._shown + self._pending)
+        alone = self._decode(self._pending)
         # One replacement character for each byte of an unfinished character, which has three bytes at most.
-        if text.endswith("\ufffd") and not text.endswith("\ufffd" * 4):
+        if alone.endswith("\ufffd") and not alone.endswith("\ufffd" * 4):
             return ""
         shown = self._decode(self._shown)
-        # The window decodes otherwise than its first half did alone when a run of byte tokens turns out broken.
-        new = text[len(shown) :] if text.startswith(shown) else self._decode(self._pending)
+        text = self._decode(self._shown + self._pending)
+        # The whole is more than its halves by a space at most, unless a run of byte tokens has turned out broken.
+        new = text[len(shown) :] if text.startswith(shown) and text.endswith(alone) else alone
         if new:
             self._shown, self._pending = self._pending, []
         return new

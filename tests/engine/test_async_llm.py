@@ -80,7 +80,8 @@ class Running:
     async def idle(self) -> None:
         """Wait until the engine has nothing to do and has told everything."""
         self.gate.open()
-        await until(lambda: not self.core.has_work)
+        # In the middle of its last step there is nothing left to do either, so the step must have ended too.
+        await until(lambda: not self.core.has_work and self.core.scheduler._step == self.core.num_steps)
         await until(lambda: self.llm.last_stats and self.llm.last_stats.step == self.core.num_steps)
 
     async def assert_nothing_left(self) -> None:
@@ -312,11 +313,13 @@ async def test_client_cancelled_before_the_first_output_is_aborted() -> None:
 
 async def test_a_scope_cancelled_already_still_aborts_what_it_opened() -> None:
     async with running() as engine:
+        engine.gate.step = 1  # so that it cannot finish before the cancellation is delivered
         with anyio.CancelScope() as scope:
             scope.cancel()
             async with engine.llm.stream(make_request([1, 2], "gone")) as stream:
                 await collect(stream)
         assert engine.llm.num_open_choices == 0
+        engine.gate.open()
         await read_one(engine, make_request([3], max_tokens=1))  # has passed the inbox after the abort
         await engine.assert_nothing_left()
         assert engine.observer.finished[0].reason is FinishReason.ABORT

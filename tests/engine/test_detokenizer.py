@@ -1,0 +1,243 @@
+"""Text from tokens: what decoding all at once gives, never a broken character, never a part of a stop string."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+
+from engine.detokenizer import StopStrings, Vocabulary
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput, SchedulerStats
+from engine.output_processor import OutputProcessor
+from tests.engine.helpers import byte_level_tokenizer, make_request, sentencepiece_tokenizer
+
+BYTE_LEVEL = byte_level_tokenizer()
+SENTENCEPIECE = sentencepiece_tokenizer()
+BYTE_LEVEL_VOCABULARY = Vocabulary(BYTE_LEVEL)
+SENTENCEPIECE_VOCABULARY = Vocabulary(SENTENCEPIECE)
+
+# Family with joiners, skin tone, flag, CJK, kana, combining accent, right-to-left, astral, white space.
+TEXTS = ["hello a world", "👨‍👩‍👧‍👦 ok", "👍🏽", "🇫🇷", "北京欢迎你", "ひらがな", "e\u0301a", "שלום", "𝕏 𐍈", "a  \n\tb"]
+any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30)
+
+
+def feed_all(vocabulary: Vocabulary, token_ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
+    decoder = vocabulary.decoder(skip_special_tokens=skip_special_tokens)
+    return [decoder.feed(token_id) for token_id in token_ids]
+
+
+def assert_all_but_an_unfinished_character(text: str, whole: str) -> None:
+    assert whole.startswith(text)
+    assert set(whole[len(text) :]) <= {"\ufffd"}
+
+
+# --- decoders
+
+
+@given(text=any_text)
+@example(text="".join(TEXTS))
+def test_byte_level_pieces_add_up_to_the_text(text: str) -> None:
+    pieces = feed_all(BYTE_LEVEL_VOCABULARY, BYTE_LEVEL.encode(text).ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(
+    token_ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 5), max_size=40), skip_special_tokens=st.booleans()
+)
+def test_byte_level_pieces_of_any_tokens_are_what_the_tokenizer_decodes(
+    token_ids: list[int], skip_special_tokens: bool
+) -> None:
+    text = "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids, skip_special_tokens=skip_special_tokens))
+    whole = BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    assert_all_but_an_unfinished_character(text, whole)
+
+
+@given(text=any_text)
+@example(text="".join(TEXTS))
+def test_sentencepiece_pieces_add_up_to_the_text(text: str) -> None:
+    token_ids = SENTENCEPIECE.encode(text).ids
+    pieces = feed_all(SENTENCEPIECE_VOCABULARY, token_ids)
+    assert "".join(pieces) == SENTENCEPIECE.decode(token_ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(token_ids=st.lists(st.integers(0, SENTENCEPIECE.get_vocab_size() + 5), max_size=40))
+@example(token_ids=[0x48 + 3, 0x9B + 3, SENTENCEPIECE.token_to_id("a")])  # raises "Invalid prefix" in DecodeStream
+def test_sentencepiece_decodes_any_tokens_and_holds_no_more_than_one_character(token_ids: list[int]) -> None:
+    text = "".join(feed_all(SENTENCEPIECE_VOCABULARY, [*token_ids, *SENTENCEPIECE.encode("a.").ids]))
+    assert text.endswith("a.")
+
+
+@pytest.mark.parametrize("vocabulary", [BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY], ids=["bytes", "pieces"])
+def test_a_character_comes_with_its_last_byte(vocabulary: Vocabulary) -> None:
+    token_ids = vocabulary.tokenizer.encode("京").ids[-3:]
+    assert b"".join(map(vocabulary.token_bytes, token_ids)) == "京".encode()
+    assert feed_all(vocabulary, token_ids) == ["", "", "京"]
+
+
+def test_spaces_between_words_survive_sentencepiece() -> None:
+    token_ids = SENTENCEPIECE.encode("ab a  ab").ids
+    assert "".join(feed_all(SENTENCEPIECE_VOCABULARY, token_ids)) == "ab a  ab"
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    end = BYTE_LEVEL.token_to_id("<|im_end|>")
+    token_ids = [*BYTE_LEVEL.encode("a").ids, end, *BYTE_LEVEL.encode("b").ids]
+    assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids)) == "ab"
+    assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids, skip_special_tokens=False)) == "a<|im_end|>b"
+
+
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
+    for text in TEXTS:
+        token_ids = BYTE_LEVEL.encode(text).ids
+        assert b"".join(map(BYTE_LEVEL_VOCABULARY.token_bytes, token_ids)) == text.encode()
+        token_ids = SENTENCEPIECE.encode(text).ids
+        assert b"".join(map(SENTENCEPIECE_VOCABULARY.token_bytes, token_ids)).strip() == text.encode().strip()
+    assert BYTE_LEVEL_VOCABULARY.token_bytes(10**6) == b""
+
+
+def test_only_a_byte_level_decoder_counts_as_byte_level() -> None:
+    other = Tokenizer.from_str(BYTE_LEVEL.to_str())
+    other.decoder = decoders.Sequence([decoders.ByteLevel()])
+    assert BYTE_LEVEL_VOCABULARY.is_byte_level
+    assert not Vocabulary(other).is_byte_level
+    token_ids = BYTE_LEVEL.encode("".join(TEXTS)).ids
+    assert "".join(feed_all(Vocabulary(other), token_ids)) == "".join(TEXTS)
+
+
+# --- stop strings
+
+narrow_text = st.text("ab", max_size=12)  # so that matches and near matches are common
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    edges = sorted({0, len(text), *(min(c, len(text)) for c in cuts)})
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
+    """Start and end of the match that a reader of one character at a time would see first."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return min(starts), end
+    return None
+
+
+@given(text=narrow_text, stops=stop_lists, cuts=st.lists(st.integers(0, 12), max_size=6), include=st.booleans())
+@example(text="abcd", stops=["abcd", "bc"], cuts=[1, 2, 3], include=False)
+@settings(max_examples=300)
+def test_the_earliest_stop_string_ends_the_text_however_it_is_cut(
+    text: str, stops: list[str], cuts: list[int], include: bool
+) -> None:
+    finder = StopStrings(stops, include_in_output=include)
+    shown = ""
+    for piece in cut(text, cuts):
+        shown += finder.feed(piece)
+        if finder.matched is not None:
+            break
+    match = first_match(text, stops)
+    if match is None:
+        assert finder.matched is None
+        assert shown + finder.flush() == text
+    else:
+        start, end = match
+        assert finder.matched == text[start:end]
+        assert shown == (text[:end] if include else text[:start])
+
+
+@given(text=narrow_text, stops=stop_lists)
+@settings(max_examples=300)
+def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: str, stops: list[str]) -> None:
+    finder = StopStrings(stops, include_in_output=False)
+    shown = ""
+    for end, character in enumerate(text, 1):
+        shown += finder.feed(character)
+        if finder.matched is not None:
+            return
+        could_become = [
+            length for length in range(1, end + 1) for stop in stops if stop.startswith(text[end - length : end])
+        ]
+        assert end - len(shown) == max(could_become, default=0)
+
+
+def test_text_that_cannot_match_flows_on_at_once() -> None:
+    finder = StopStrings(["</answer>"], include_in_output=False)
+    assert [finder.feed(piece) for piece in ("a <", "b", " </ans", "x</answer> more")] == ["a ", "<b", " ", "</ansx"]
+    assert finder.matched == "</answer>"
+
+
+# --- through the output processor
+
+
+def generate(text: str, *, per_step: int = 1, finish: FinishReason | None = None, **sampling: object) -> RequestOutput:
+    """What one request shows when the engine generates this text and, after it, maybe an end."""
+    processor = OutputProcessor(BYTE_LEVEL_VOCABULARY)
+    request = make_request([1], "r", **sampling)
+    stream = processor.open([request], [request])
+    token_ids = BYTE_LEVEL.encode(text).ids
+    chunks = [token_ids[start : start + per_step] for start in range(0, len(token_ids), per_step)]
+    for number, chunk in enumerate(chunks, 1):
+        last = number == len(chunks)
+        output = EngineCoreOutput(request_id="r", new_token_ids=chunk, finish_reason=finish if last else None)
+        stats = SchedulerStats(
+            step=number,
+            num_running=1,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            num_preemptions=0,
+            prompt_tokens=0,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
+        )
+        if processor.process(EngineCoreOutputs(outputs=[output], stats=stats, timestamp=0.0)):
+            break
+    (merged,) = stream.drain()
+    return merged
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 5, 100])
+def test_a_stop_string_that_spans_tokens_and_steps_is_found_and_not_shown(per_step: int) -> None:
+    output = generate("one two STOP three", per_step=per_step, stop=("o S", "STOP"))
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one tw", FinishReason.STOP, "o S")
+    # Tokens after the match are not billed.
+    assert BYTE_LEVEL.decode(output.token_ids) == "one two S"
+    assert output.num_output_tokens == len(output.token_ids)
+
+
+def test_a_stop_string_is_shown_when_asked_for() -> None:
+    output = generate("one STOP", stop=("STOP",), include_stop_str_in_output=True)
+    assert (output.text, output.finish_reason) == ("one STOP", FinishReason.STOP)
+
+
+def test_what_was_held_back_is_shown_when_the_text_ends() -> None:
+    output = generate("one ST", stop=("STOP",), finish=FinishReason.LENGTH)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one ST", FinishReason.LENGTH, None)
+
+
+def test_a_stop_string_before_min_tokens_does_not_count() -> None:
+    text = "x.y.z.w"
+    assert len(BYTE_LEVEL.encode(text).ids) == len(text)
+    output = generate(text, stop=(".",), min_tokens=3)
+    assert (output.text, output.stop_reason) == ("x.y", ".")
+
+
+def test_a_stop_string_wins_over_the_length_that_ends_in_the_same_step() -> None:
+    output = generate("one.", stop=(".",), finish=FinishReason.LENGTH)
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one", FinishReason.STOP, ".")
+
+
+def test_the_stop_token_is_counted_and_not_shown() -> None:
+    shown = generate("one!", finish=FinishReason.STOP)
+    assert (shown.text, shown.num_output_tokens) == ("one", 4)
+    assert generate("one!", finish=FinishReason.STOP, include_stop_str_in_output=True).text == "one!"
+
+
+def test_a_character_left_unfinished_is_dropped() -> None:
+    token_ids = BYTE_LEVEL.encode("a京").ids[:-1]
+    assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids)) == "a"

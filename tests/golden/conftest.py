@@ -1,0 +1,27 @@
+"""The embedded model twice, in float32 on the CPU: loaded by this project, and as `transformers` reads it."""
+
+import pytest
+import torch
+
+from app.loading import open_llm
+from app.settings import Settings
+from engine.llm import LLM
+from tests.embedded_model import embedded_gguf
+from tests.golden.oracle import Oracle
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LLM:
+    settings = Settings(
+        model=str(embedded_gguf()), dtype="float32", device="cpu", max_model_len=512, max_num_seqs=20, num_threads=2
+    )
+    threads = torch.get_num_threads()
+    llm = open_llm(settings)
+    yield llm
+    llm.core.shutdown()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2_oracle() -> Oracle:
+    return Oracle.from_gguf(embedded_gguf())

@@ -1,0 +1,169 @@
+"""Scheduler, runner and sampler together against transformers: small random models in float32, and every way that the
+engine has of computing a sequence. What is compared are the raw log-probabilities of each generated position, so a
+wrong slot, position, mask or cached block shows even where it would not change the token."""
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from app.loading import core_factory, open_files
+from app.settings import Settings
+from engine.core import EngineCore
+from engine.messages import EngineCoreRequest
+from tests.engine.helpers import byte_level_tokenizer, make_request
+from tests.golden.driving import Story, drive, fresh_core, plans_of
+from tests.golden.oracle import Oracle
+from tests.gpu.test_models import LLAMA3_ROPE, SMALL
+
+VOCAB = 271
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 96
+SHAPE = SMALL | {"vocab_size": VOCAB}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=11),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE | {"head_dim": 16}),
+}
+
+Pair = tuple[Oracle, EngineCore]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request, tmp_path_factory) -> Pair:
+    """A model that transformers made and saved, and the engine that the application makes of its directory."""
+    torch.manual_seed(2)
+    oracle = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.normal_(1.0, 0.3)  # their init is ones and zeros, which hides what is not applied
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle.save_pretrained(directory)
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    settings = Settings(
+        model=str(directory),
+        dtype="float32",
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        block_size=BLOCK_SIZE,
+        num_threads=1,
+    )
+    core = core_factory(settings, open_files(settings, None))()
+    yield Oracle(oracle), core
+    core.shutdown()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ask(name: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> EngineCoreRequest:
+    """Greedy unless told otherwise, for exactly `max_tokens`, with the five most likely tokens of each position."""
+    asked = {"seed": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 5}
+    return make_request(tokens, name, **asked | sampling)
+
+
+def assert_agrees(oracle: Oracle, story: Story, *requests: EngineCoreRequest) -> None:
+    for request in requests:
+        tokens = story.tokens(request.request_id)
+        assert len(tokens) == request.sampling.max_tokens
+        oracle.assert_agrees(
+            request.prompt_token_ids,
+            tokens,
+            story.logprobs(request.request_id),
+            greedy=request.sampling.greedy and not request.sampling.has_penalties,
+        )
+
+
+def test_a_prefill_and_its_decodes(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core)
+    for request in (ask("long", prompt(0, 45), 30), ask("one token", prompt(1, 1), 30), ask("block", prompt(2, 4))):
+        assert_agrees(oracle, drive(core, [request]), request)
+
+
+def test_a_prefill_in_chunks(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, max_num_batched_tokens=9, enable_prefix_caching=False)
+    request = ask("chunked", prompt(3, 40))
+    story = drive(core, [request])
+    assert [plan["chunked"] for plan in plans_of(core)][:5] == [9, 9, 9, 9, 4]
+    assert_agrees(oracle, story, request)
+
+
+def test_a_request_on_blocks_that_others_computed(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, max_num_batched_tokens=16)
+    shared = prompt(4, 24)
+    first, again, longer = ask("first", shared), ask("again", shared), ask("longer", shared[:21] + prompt(5, 20))
+    drive(core, [first])
+    story = drive(core, [again])
+    assert story.num_cached_tokens("again") == 20  # all whole blocks that leave a token to compute
+    assert_agrees(oracle, story, again)
+    story = drive(core, [longer])
+    assert story.num_cached_tokens("longer") == 20
+    assert_agrees(oracle, story, longer)
+    # What a request generated can be found as well.
+    turn = drive(core, [ask("turn", shared + prompt(6, 9), 15)])
+    followed = ask("followed", shared + prompt(6, 9) + turn.tokens("turn") + prompt(7, 3))
+    story = drive(core, [followed])
+    assert story.num_cached_tokens("followed") == 44
+    assert_agrees(oracle, story, followed)
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_a_request_that_is_preempted_and_resumed(pair: Pair, enable_prefix_caching: bool):
+    oracle, core = pair
+    # 24 blocks hold 96 tokens; the two want 58 each in the end.
+    core = fresh_core(core, num_blocks=24, enable_prefix_caching=enable_prefix_caching)
+    stays, goes = ask("stays", prompt(8, 30), 28), ask("goes", prompt(9, 34), 24)
+    story = drive(core, [stays, goes])
+    assert story.num_preemptions == 1
+    ran = ["goes" in plan for plan in plans_of(core)]
+    assert ran.index(False) < len(ran) - 1 - ran[::-1].index(True), "it ran, was out, and ran again"
+    # Resumed, it computes what it had said before, too: more than its prompt in one go, unless blocks were found.
+    resumed = [plan["goes"] for plan in plans_of(core) if plan.get("goes", 1) > 1]
+    assert len(resumed) == 2
+    assert (resumed[1] > 34) == (not enable_prefix_caching)
+    assert_agrees(oracle, story, stays, goes)
+
+
+def test_everything_at_once(pair: Pair):
+    oracle, core = pair
+    core = fresh_core(core, num_blocks=40, max_num_batched_tokens=20)
+    system = prompt(10, 16)
+    requests = {
+        "greedy": ask("greedy", system + prompt(11, 12), 24),
+        "drawn": ask("drawn", prompt(12, 3), 30, temperature=1.0, seed=5, top_p=0.9),
+        "long": ask("long", prompt(13, 61), 8, temperature=0.7, seed=6, top_k=20),
+        "shared": ask("shared", system + prompt(14, 7), 20),
+        "penalized": ask("penalized", prompt(15, 9), 20, repetition_penalty=1.5, presence_penalty=0.5),
+        "leaves": ask("leaves", prompt(16, 30), 40),
+        "late": ask("late", system + prompt(11, 12), 30, temperature=1.5, seed=7, min_p=0.01),
+        "last": ask("last", prompt(17, 33), 16),
+    }
+    arrivals = {
+        0: ["greedy", "drawn"],
+        1: ["long"],
+        2: ["shared", "penalized"],
+        4: ["leaves"],
+        5: ["late"],
+        9: ["last"],
+    }
+    story = drive(
+        core, {step: [requests[name] for name in names] for step, names in arrivals.items()}, leaving={12: "leaves"}
+    )
+
+    plans = plans_of(core)
+    assert any({1} < set(plan.values()) for plan in plans), "prefills and decodes share steps"
+    assert sum(plan.get("long", 0) > 1 for plan in plans) >= 3, "a prefill is cut into chunks"
+    assert story.num_cached_tokens("shared") == 16
+    assert story.num_cached_tokens("late") == 24
+    assert story.num_preemptions > 0
+    assert max(len(plan) for plan in plans) >= 5
+    left = requests.pop("leaves")
+    assert len(story.tokens("leaves")) < left.sampling.max_tokens
+    assert_agrees(oracle, story, *requests.values())

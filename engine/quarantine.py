@@ -2,8 +2,8 @@
 
 When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them runs
 at a time: half of those that failed together, then half of that half. A part that gets as far as the failed step would
-have is cleared; a request that fails alone is guilty. With k guilty among n, this takes about k * 2 * log2(n) steps.
-An error that only a large batch provokes (memory) finds no guilty one, and nobody is ended for it.
+have is cleared; a suspect that fails alone is guilty. With k guilty among n, this takes about k * 2 * log2(n) steps.
+An error that only a large batch provokes (memory), or that happens once, finds no guilty one and ends nobody.
 
 Owned by the EngineCore.
 """
@@ -31,18 +31,19 @@ class Quarantine:
     def split(self, failed: Mapping[str, int]) -> str | None:
         """A step with these requests has failed; the values are how far it would have taken them.
 
-        Returns the guilty request, if it was alone.
+        Returns the guilty request, if this was a suspect's failure alone.
         """
-        rest = {}
-        if self._groups:
-            rest = {request_id: mark for request_id, mark in self._groups.popleft().items() if request_id not in failed}
-        if rest:
-            self._groups.appendleft(rest)
-        if len(failed) == 1:
-            return next(iter(failed))
+        suspects = self._groups.popleft() if self._groups else {}
+        unharmed = {request_id: mark for request_id, mark in suspects.items() if request_id not in failed}
+        if unharmed:
+            self._groups.appendleft(unharmed)
         ids = list(failed)
-        for half in (ids[len(ids) // 2 :], ids[: len(ids) // 2]):
-            self._groups.appendleft({request_id: failed[request_id] for request_id in half})
+        if ids == list(suspects) and len(ids) == 1:
+            return ids[0]
+        middle = (len(ids) + 1) // 2
+        for part in (ids[middle:], ids[:middle]):
+            if part:
+                self._groups.appendleft({request_id: failed[request_id] for request_id in part})
         return None
 
     def clear(self, living: Mapping[str, Request]) -> None:

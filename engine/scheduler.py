@@ -148,12 +148,13 @@ class Scheduler:
                     decoding.append(request)
                 else:
                     behind.append(request)
-        undisturbed = self._schedule_running(plan, decoding, now)
+        undisturbed = self._schedule_running(plan, decoding, now, only)
         if decoding and max_prefill_tokens is not None:
             plan.budget = min(plan.budget, max_prefill_tokens)
-        undisturbed &= self._schedule_running(plan, behind, now)
+        undisturbed &= self._schedule_running(plan, behind, now, only)
         if undisturbed and plan.budget > 0 and self.waiting:
-            self._make_room_for_the_underserved(plan, now)
+            if only is None:
+                self._make_room_for_the_underserved(plan, now)
             self._admit_waiting(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
@@ -169,7 +170,9 @@ class Scheduler:
             total_num_scheduled_tokens=sum(num_tokens),
         )
 
-    def _schedule_running(self, plan: _PlanDraft, requests: Iterable[Request], now: float) -> bool:
+    def _schedule_running(
+        self, plan: _PlanDraft, requests: Iterable[Request], now: float, only: Collection[str] | None
+    ) -> bool:
         """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
         undisturbed = True
         for request in requests:
@@ -180,7 +183,7 @@ class Scheduler:
             num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
             while (block_ids := self.kv.extend(request, num_tokens)) is None:
                 undisturbed = False
-                victim = max(self.running.values(), key=_rank)
+                victim = self._bystander(only) or max(self.running.values(), key=_rank)
                 if victim is request:
                     break
                 plan.drop(victim)
@@ -234,12 +237,15 @@ class Scheduler:
         admitted: list[Request] = []
         hopeless: list[Request] = []
         passed_over = 0
-        for request in self.waiting:
-            if plan.budget == 0 or len(self.running) == self.config.max_num_seqs:
+        candidates: Iterable[Request] = self.waiting
+        if only is not None:
+            candidates = [request for request in self.waiting if request.request_id in only]
+        for request in candidates:
+            if plan.budget == 0 or passed_over == self.config.max_num_seqs:
                 break
-            if passed_over == self.config.max_num_seqs:
+            if len(self.running) == self.config.max_num_seqs and not self._dismiss_bystander(only, now):
                 break
-            if (only is not None and request.request_id not in only) or self._is_at_its_limit(request):
+            if self._is_at_its_limit(request):
                 passed_over += 1
                 continue
             prefix = self.kv.find_prefix(request)
@@ -250,7 +256,9 @@ class Scheduler:
             if request.is_late(now + num_missing * seconds_per_prefill_token):
                 hopeless.append(request)
                 continue
-            if not self.kv.can_admit(request, prefix):
+            while not (fits := self.kv.can_admit(request, prefix)) and self._dismiss_bystander(only, now):
+                pass
+            if not fits:
                 break
             self.kv.adopt_prefix(request, prefix)
             num_tokens = min(num_missing, plan.budget)
@@ -266,6 +274,19 @@ class Scheduler:
             self.waiting.remove(request)
         for request in hopeless:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
+
+    def _bystander(self, only: Collection[str] | None) -> Request | None:
+        """While a step is restricted: a running request that may not run, the worst-ranked one."""
+        if only is None:
+            return None
+        idle = [request for request in self.running.values() if request.request_id not in only]
+        return max(idle, key=_rank, default=None)
+
+    def _dismiss_bystander(self, only: Collection[str] | None, now: float) -> bool:
+        bystander = self._bystander(only)
+        if bystander is not None:
+            self._preempt(bystander, now)
+        return bystander is not None
 
     def _is_at_its_limit(self, request: Request) -> bool:
         limit = request.tenant_max_running

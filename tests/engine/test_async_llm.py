@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from engine.async_llm import AsyncLLM
 from engine.client import ThreadClient
-from engine.core import EngineCore
+from engine.core import EngineCore, IsAbandoned
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, RequestOutput
 from engine.output_processor import RequestStream
@@ -406,12 +406,13 @@ async def test_an_idle_engine_makes_no_steps_and_burns_no_cpu() -> None:
         await read_one(engine, make_request(range(9), max_tokens=5))
         await engine.idle()
         clock = time.pthread_getcpuclockid(engine_threads()[0])
-        num_steps = engine.llm.num_steps
+        num_steps = engine.core.num_steps
         await anyio.sleep(0.05)  # it has gone to sleep
         used = time.clock_gettime_ns(clock)
         await anyio.sleep(0.1)
         assert time.clock_gettime_ns(clock) == used
-        assert engine.llm.num_steps == num_steps
+        assert engine.core.num_steps == num_steps
+        assert engine.llm.seconds_without_progress() == 0.0
 
 
 async def test_what_loading_failed_with_is_told_to_who_waits_and_who_comes_later() -> None:
@@ -431,10 +432,10 @@ async def test_what_loading_failed_with_is_told_to_who_waits_and_who_comes_later
 
 
 class MortalCore(EngineCore):
-    def step(self) -> EngineCoreOutputs:
+    def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         if self.num_steps == 3:
             raise LookupError("a bug in the engine")
-        return super().step()
+        return super().step(is_abandoned)
 
 
 async def test_when_the_engine_dies_open_streams_and_later_ones_say_so() -> None:

@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
+from engine.plan import SchedulerOutput
 from engine.request import FINISH_REASONS, RequestStatus
 from engine.scheduler import Scheduler
 from tests.engine.helpers import (
@@ -376,33 +377,47 @@ def test_an_id_in_use_is_refused() -> None:
 # --- a step that raises
 
 
-def test_a_step_that_raises_ends_its_own_requests_only() -> None:
+def test_a_step_that_raises_once_ends_nobody() -> None:
     failing = False
 
-    def break_sometimes(_: object) -> None:
+    def break_once(_: object) -> None:
         nonlocal failing
         if failing:
             failing = False
             raise MemoryError("secret prompt text")
 
-    core = make_core(max_num_seqs=2, before_step=break_sometimes)
-    waiting = make_request(range(9), "waiting", max_tokens=4)
-    for name in "ab":
-        core.add(make_request(range(9), name, max_tokens=50))
-    core.add(waiting)
+    core = make_core(max_num_seqs=2, before_step=break_once)
+    requests = [make_request(range(9), name, max_tokens=20) for name in ("a", "b", "waiting")]
+    for request in requests:
+        core.add(request)
     core.step()
     core.step()
     failing = True
-    batch = core.step()
-    assert {(output.request_id, output.finish_reason) for output in batch.outputs} == {
-        ("a", FinishReason.ERROR),
-        ("b", FinishReason.ERROR),
-    }
-    assert all("MemoryError" in (o.error or "") and "secret" not in (o.error or "") for o in batch.outputs)
+    assert core.step().outputs == []
     assert core.scheduler.kv.usage == 0.0
     assert core.num_steps == 3  # the heart beats on
     outputs = run_to_end(core)
-    assert tokens_of(outputs["waiting"]) == expected(core, waiting).token_ids
+    for request in requests:
+        assert tokens_of(outputs[request.request_id])[-10:] == expected(core, request).token_ids[-10:]
+    assert_nothing_left(core)
+
+
+def test_of_a_batch_that_fails_only_the_request_at_fault_ends() -> None:
+    def break_on_poison(plan: SchedulerOutput) -> None:
+        if "poison" in plan.request_ids and core.num_steps >= 2:
+            raise MemoryError("secret prompt text")
+
+    core = make_core(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=64, before_step=break_on_poison)
+    requests = [make_request([i, *range(8)], name, max_tokens=12) for i, name in enumerate("abcdef")]
+    for request in (*requests[:3], make_request(range(9), "poison", max_tokens=12), *requests[3:]):
+        core.add(request)
+    outputs = run_to_end(core)
+    end = outputs["poison"][-1]
+    assert end.finish_reason is FinishReason.ERROR
+    assert "MemoryError" in (end.error or "")
+    assert "secret" not in (end.error or "")
+    for request in requests:
+        assert tokens_of(outputs[request.request_id]) == expected(core, request).token_ids
     assert_nothing_left(core)
 
 
@@ -412,13 +427,14 @@ def test_a_step_that_raised_left_nothing_to_be_found_in_the_prefix_cache() -> No
             raise RuntimeError("the device broke")
 
     core = make_core(before_step=fail_first_prefill)
-    core.add(make_request(range(12), "broken"))
+    core.add(make_request(range(12), "broken", max_tokens=3))
     core.step()
+    assert core.scheduler.kv.pool.num_cached == 0
     again = make_request(range(12), "again", max_tokens=3)
     core.add(again)
-    outputs = run_to_end(core)["again"]
-    assert outputs[0].num_cached_tokens == 0
-    assert tokens_of(outputs) == expected(core, again).token_ids
+    outputs = run_to_end(core)
+    for request_id in ("broken", "again"):
+        assert tokens_of(outputs[request_id]) == expected(core, again).token_ids
 
 
 # --- limits

@@ -77,12 +77,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.finishes: dict[str, tuple[FinishReason, int | str | None]] = {}
         self.left: set[str] = set()  # ended from outside
         self.never_to_run: set[str] = set()
-        self.broken: set[str] = set()  # were in a step that raised
+        self.broken: Counter[str] = Counter()  # how many steps that raised each was in
+        self.poison: set[str] = set()  # make every step raise that they are in
         self.break_next_step = False
         self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
 
     def before_step(self, plan: SchedulerOutput) -> None:
-        if self.break_next_step and plan.request_ids:
+        if (self.break_next_step and plan.request_ids) or not self.poison.isdisjoint(plan.request_ids):
             self.break_next_step = False
             self.broken.update(plan.request_ids)
             raise RuntimeError("the device broke")
@@ -134,6 +135,11 @@ class EngineMachine(RuleBasedStateMachine):
     def break_device(self) -> None:
         self.break_next_step = True
 
+    @precondition(lambda self: self.core.scheduler.requests)
+    @rule(data=st.data())
+    def poison_one(self, data: st.DataObject) -> None:
+        self.poison.add(data.draw(st.sampled_from(list(self.core.scheduler.requests))))
+
     @rule(count=st.integers(1, 6))
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -175,7 +181,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         # Nobody starves: even if every request had to be computed anew for each token of its own output, twice over.
-        limit = 2 * self.max_model_len * (len(self.children) + 1)
+        limit = 16 * self.max_model_len * (len(self.children) + 1)
         for _ in range(limit):
             if not self.core.has_work:
                 break
@@ -191,9 +197,13 @@ class EngineMachine(RuleBasedStateMachine):
             )
             gained = self.gained[request_id]
             assert gained == expected.token_ids[: len(gained)]
-            if request_id in self.broken:
-                assert self.finishes[request_id] == (FinishReason.ERROR, None)
+            finish = self.finishes.get(request_id)
+            if finish == (FinishReason.ERROR, None):
+                # Guilty: it failed alone after it had failed once, by its own fault or because the device broke twice.
+                assert self.broken[request_id] >= 2
+                _seen["found guilty"] += request_id in self.poison
             elif request_id not in self.left:
+                assert request_id not in self.poison or not self.broken[request_id]
                 assert gained == expected.token_ids
                 assert self.finishes[request_id] == (expected.finish_reason, expected.stop_reason)
                 _seen[f"finished {expected.finish_reason}"] += 1
@@ -213,6 +223,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
     for event in (
         "preemptions",
         "prefix hits",
+        "found guilty",
         "left while WAITING",
         "left while RUNNING",
         "finished stop",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 
+from collections.abc import Callable
+
 import torch
 
 from gpu.attention import AttentionMetadata
@@ -26,7 +28,10 @@ class HistoryModel:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: list[torch.Tensor],
+        checkpoint: Callable[[], None] | None = None,
     ) -> torch.Tensor:
+        if checkpoint is not None:
+            checkpoint()
         self.steps.append(metadata)
         slots = kv_caches[0]
         slots[metadata.slot_mapping] = input_ids

@@ -81,13 +81,23 @@ class Running:
         """Wait until the engine has nothing to do and has told everything."""
         self.gate.open()
         # In the middle of its last step there is nothing left to do either, so the step must have ended too.
-        await until(lambda: not self.core.has_work and self.core.scheduler._step == self.core.num_steps)
-        await until(lambda: self.llm.last_stats and self.llm.last_stats.step == self.core.num_steps)
+        await until(
+            lambda: (
+                not self.core.has_work
+                and self.core.scheduler._step == self.core.num_steps
+                and self.core.num_steps == self.num_steps_told
+            )
+        )
 
     async def assert_nothing_left(self) -> None:
         await self.idle()
         assert_nothing_left(self.core)
         assert self.llm.num_open_choices == 0
+
+    @property
+    def num_steps_told(self) -> int:
+        """Steps whose outputs have been delivered on the event loop."""
+        return self.llm.last_stats.step if self.llm.last_stats else 0
 
     def plans_with(self, request_id: str) -> list[int]:
         """Numbers of the plans (from 1) in which a choice of this request ran."""
@@ -172,6 +182,7 @@ async def test_deltas_of_a_reader_that_lags_arrive_merged() -> None:
     async with running() as engine:
         request = make_request(range(10), max_tokens=50, logprobs=1)
         async with engine.llm.stream(request) as stream:
+            await until(lambda: engine.core.num_steps)
             await engine.idle()
             (output,) = await collect(stream)
         assert output.token_ids == expected_tokens(request)
@@ -206,12 +217,22 @@ async def test_a_stop_string_ends_the_stream_and_the_request_in_the_engine() -> 
         # Not at the start, and long enough to span tokens.
         stop = text[20:23]
         end = text.index(stop)
+        await engine.idle()
+
+        def wait_for_the_loop(plan: SchedulerOutput) -> None:
+            while engine.num_steps_told < plan.step - 1:
+                time.sleep(0.0005)
+
+        engine.executor.before_step = wait_for_the_loop
         stopped = make_request(range(10), "stopped", max_tokens=80, stop=(stop,))
         async with engine.llm.stream(stopped) as stream:
             outputs = await collect(stream)
         assert "".join(output.text for output in outputs) == text[:end]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
         token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        await engine.idle()
+        # One token a step: the engine hears of it before the step after the next one.
+        assert len(engine.plans_with("stopped")) <= len(token_ids) + 1 < 80
         assert stop in TOKENIZER.decode(token_ids)
         assert stop not in TOKENIZER.decode(token_ids[:-1])
         assert engine.observer.finished[-1].output_tokens == len(token_ids)

@@ -146,6 +146,9 @@ class EngineMachine(RuleBasedStateMachine):
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
         self.check_tenants(self.executor.plans[-1])
+        if batch.stats.num_preemptions:
+            # Blocks are taken from one request for those before it, never for newcomers.
+            assert not self.executor.plans[-1].new_requests
         for output in batch.outputs:
             assert output.request_id not in self.left
             assert output.request_id not in self.finishes

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+import engine.channel
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams, SchedulerStats
@@ -196,3 +198,21 @@ async def until(condition: Callable[[], object]) -> None:
     """Wait for something that another thread does; the test's own timeout is the limit."""
     while not condition():  # noqa: ASYNC110 - a thread cannot set an anyio.Event
         await anyio.sleep(0.001)
+
+
+def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
+    wake_ups: list[None] = []
+    original = engine.channel._threadsafe_call_soon
+
+    def counting() -> Callable[[Callable[[], None]], Any]:
+        call_soon = original()
+
+        def count(function: Callable[[], None]) -> Any:
+            wake_ups.append(None)
+            return call_soon(function)
+
+        return count
+
+    monkeypatch.setattr(engine.channel, "_threadsafe_call_soon", counting)
+    return wake_ups

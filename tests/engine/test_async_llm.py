@@ -1,138 +1,36 @@
-"""A request is a scope: what AsyncLLM, the thread client and the engine promise to whoever opens a stream."""
+"""A request is a scope: what AsyncLLM promises to whoever opens a stream, and what it leaves behind: nothing."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import pytest
-from tokenizers import Tokenizer
 
 from engine.async_llm import AsyncLLM
 from engine.client import ThreadClient
-from engine.core import EngineCore, IsAbandoned
-from engine.errors import EngineDead, EngineNotReady, InvalidRequest
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, RequestOutput
-from engine.output_processor import RequestStream
+from engine.core import EngineCore
+from engine.errors import EngineNotReady, InvalidRequest
+from engine.messages import EngineCoreRequest, FinishReason
 from engine.plan import SchedulerOutput
 from tests.engine.helpers import (
     FinishedRequest,
-    RecordingObserver,
-    assert_nothing_left,
-    byte_level_tokenizer,
     make_core,
     make_request,
-    simulated,
     until,
 )
-from tests.engine.simulated import SimulatedExecutor, expected_output
-from tests.engine.test_channel import count_wake_ups
+from tests.engine.serving import (
+    TOKENIZER,
+    VOCAB_SIZE,
+    assert_text_of,
+    collect,
+    expected_tokens,
+    read_one,
+    running,
+)
 
 pytestmark = pytest.mark.anyio
-
-TOKENIZER = byte_level_tokenizer()
-VOCAB_SIZE = TOKENIZER.get_vocab_size()
-MAX_MODEL_LEN = 128
-
-
-class Gate:
-    """Holds the engine's thread inside a chosen step: `before_step` of an executor."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None  # the one to hold, from 1
-        self.is_holding = False
-        self._opened = threading.Event()
-
-    def __call__(self, plan: SchedulerOutput) -> None:
-        if plan.step == self.step:
-            self.is_holding = True
-            self._opened.wait()
-            self.is_holding = False
-
-    def open(self) -> None:
-        self._opened.set()
-
-
-@dataclass
-class Running:
-    """An engine in its thread, seen from both sides."""
-
-    llm: AsyncLLM
-    core: EngineCore
-    client: ThreadClient
-    observer: RecordingObserver
-    gate: Gate = field(default_factory=Gate)
-
-    @property
-    def executor(self) -> SimulatedExecutor:
-        return simulated(self.core)
-
-    async def held(self) -> None:
-        """Wait until the engine is inside the step that its gate holds."""
-        await until(lambda: self.gate.is_holding)
-
-    async def idle(self) -> None:
-        """Wait until the engine has nothing to do and has told everything."""
-        self.gate.open()
-        # In the middle of its last step there is nothing left to do either, so the step must have ended too.
-        await until(lambda: not self.core.has_work and self.core.scheduler._step == self.core.num_steps)
-        await until(lambda: self.llm.last_stats and self.llm.last_stats.step == self.core.num_steps)
-
-    async def assert_nothing_left(self) -> None:
-        await self.idle()
-        assert_nothing_left(self.core)
-        assert self.llm.num_open_choices == 0
-
-    def plans_with(self, request_id: str) -> list[int]:
-        """Numbers of the plans (from 1) in which a choice of this request ran."""
-        return [
-            number
-            for number, plan in enumerate(self.executor.plans, 1)
-            if any(child_id.startswith(request_id) for child_id in plan.request_ids)
-        ]
-
-
-@asynccontextmanager
-async def running(core_class: type[EngineCore] = EngineCore, **options: Any) -> AsyncIterator[Running]:
-    gate = Gate()
-    cores: list[EngineCore] = []
-
-    def make() -> EngineCore:
-        core = make_core(vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, **{"before_step": gate, **options})
-        cores.append(core_class(core.config, core.executor))
-        return cores[0]
-
-    client, observer = ThreadClient(make), RecordingObserver()
-    llm = AsyncLLM(client, TOKENIZER, observer=observer, seed=0)
-    async with llm.running():
-        try:
-            await llm.wait_ready()
-            yield Running(llm, cores[0], client, observer, gate)
-        finally:
-            gate.open()
-
-
-def expected_tokens(request: EngineCoreRequest) -> list[int]:
-    return expected_output(
-        request.prompt_token_ids, request.sampling, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN
-    ).token_ids
-
-
-async def collect(stream: RequestStream) -> list[RequestOutput]:
-    return [output async for output in stream]
-
-
-def assert_text_of(text: str, token_ids: list[int], tokenizer: Tokenizer = TOKENIZER) -> None:
-    """All of the tokens' text, but for a character that was not finished."""
-    whole = tokenizer.decode(token_ids)
-    assert whole.startswith(text)
-    assert set(whole[len(text) :]) <= {"\ufffd"}
 
 
 # --- streams
@@ -172,6 +70,7 @@ async def test_deltas_of_a_reader_that_lags_arrive_merged() -> None:
     async with running() as engine:
         request = make_request(range(10), max_tokens=50, logprobs=1)
         async with engine.llm.stream(request) as stream:
+            await until(lambda: engine.core.num_steps)
             await engine.idle()
             (output,) = await collect(stream)
         assert output.token_ids == expected_tokens(request)
@@ -206,12 +105,22 @@ async def test_a_stop_string_ends_the_stream_and_the_request_in_the_engine() -> 
         # Not at the start, and long enough to span tokens.
         stop = text[20:23]
         end = text.index(stop)
+        await engine.idle()
+
+        def wait_for_the_loop(plan: SchedulerOutput) -> None:
+            while engine.num_steps_told < plan.step - 1:
+                time.sleep(0.0005)
+
+        engine.executor.before_step = wait_for_the_loop
         stopped = make_request(range(10), "stopped", max_tokens=80, stop=(stop,))
         async with engine.llm.stream(stopped) as stream:
             outputs = await collect(stream)
         assert "".join(output.text for output in outputs) == text[:end]
         assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == (FinishReason.STOP, stop)
         token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        await engine.idle()
+        # One token a step: the engine hears of it before the step after the next one.
+        assert len(engine.plans_with("stopped")) <= len(token_ids) + 1 < 80
         assert stop in TOKENIZER.decode(token_ids)
         assert stop not in TOKENIZER.decode(token_ids[:-1])
         assert engine.observer.finished[-1].output_tokens == len(token_ids)
@@ -221,7 +130,7 @@ async def test_a_stop_string_ends_the_stream_and_the_request_in_the_engine() -> 
 
 async def test_a_failed_step_is_told_to_its_streams_and_the_next_request_works() -> None:
     def break_first(plan: SchedulerOutput) -> None:
-        if plan.step == 1:
+        if plan.step <= 2:  # once is forgiven
             raise RuntimeError("the device broke")
 
     async with running(before_step=break_first) as engine:
@@ -291,11 +200,6 @@ async def test_client_gone_ends_the_request_within_a_step(phase: str) -> None:
             engine.gate.open()
         await engine.assert_nothing_left()
         assert engine.plans_with("gone") == list(range(1, engine.gate.step + 1) if phase != "queued" else [])
-
-
-async def read_one(engine: Running, request: EngineCoreRequest) -> None:
-    async with engine.llm.stream(request) as stream:
-        await collect(stream)
 
 
 async def test_client_cancelled_before_the_first_output_is_aborted() -> None:
@@ -386,132 +290,6 @@ async def test_a_request_id_can_be_used_again_at_once() -> None:
             outputs = await collect(stream)
         assert [token_id for output in outputs for token_id in output.token_ids] == expected_tokens(again)
         await engine.assert_nothing_left()
-
-
-# --- the engine's thread
-
-
-async def test_the_loop_is_woken_at_most_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    wake_ups = count_wake_ups(monkeypatch)
-    async with running() as engine:
-        async with anyio.create_task_group() as tasks:
-            for i in range(6):
-                tasks.start_soon(read_one, engine, make_request(range(i, i + 9), max_tokens=40))
-        await engine.idle()
-        assert 0 < len(wake_ups) <= engine.core.num_steps + 1  # and one for EngineReady
-
-
-async def test_an_idle_engine_makes_no_steps_and_burns_no_cpu() -> None:
-    async with running() as engine:
-        await read_one(engine, make_request(range(9), max_tokens=5))
-        await engine.idle()
-        clock = time.pthread_getcpuclockid(engine_threads()[0])
-        num_steps = engine.core.num_steps
-        await anyio.sleep(0.05)  # it has gone to sleep
-        used = time.clock_gettime_ns(clock)
-        await anyio.sleep(0.1)
-        assert time.clock_gettime_ns(clock) == used
-        assert engine.core.num_steps == num_steps
-        assert engine.llm.seconds_without_progress() == 0.0
-
-
-async def test_what_loading_failed_with_is_told_to_who_waits_and_who_comes_later() -> None:
-    def fail() -> EngineCore:
-        raise FileNotFoundError("no model there")
-
-    llm = AsyncLLM(ThreadClient(fail), TOKENIZER)
-    async with llm.running():
-        with pytest.raises(FileNotFoundError, match="no model there"):
-            await llm.wait_ready()
-        with pytest.raises(EngineDead) as dead:
-            async with llm.stream(make_request([1])):
-                pass
-        assert isinstance(dead.value.__cause__, FileNotFoundError)
-        assert llm.ready is None
-    assert not engine_threads()
-
-
-class MortalCore(EngineCore):
-    def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
-        if self.num_steps == 3:
-            raise LookupError("a bug in the engine")
-        return super().step(is_abandoned)
-
-
-async def test_when_the_engine_dies_open_streams_and_later_ones_say_so() -> None:
-    async with running(MortalCore) as engine:
-        received: list[int] = []
-        with pytest.raises(EngineDead) as dead:  # noqa: PT012
-            async with engine.llm.stream(make_request(range(9), n=2)) as stream:
-                async for output in stream:
-                    received += output.token_ids
-        assert isinstance(dead.value.__cause__, LookupError)
-        assert received  # what came before it died was delivered
-        with pytest.raises(EngineDead):
-            async with engine.llm.stream(make_request([1])):
-                pass
-        assert isinstance(await engine.llm.wait_dead(), LookupError)
-        assert engine.llm.num_open_choices == 0
-        assert engine.executor.is_shut_down
-        assert [finished.reason for finished in engine.observer.finished] == [FinishReason.ERROR]
-
-
-async def test_streams_still_open_when_the_engine_is_shut_down_get_engine_dead() -> None:
-    errors: list[Exception] = []
-
-    async def read(llm: AsyncLLM, opened: anyio.Event) -> None:
-        try:
-            async with llm.stream(make_request(range(9), max_tokens=100)) as stream:
-                opened.set()
-                await collect(stream)
-        except EngineDead as error:
-            errors.append(error)
-
-    async with anyio.create_task_group() as tasks, running(block_size=16) as engine:
-        engine.executor.step_seconds = 0.005
-        opened = anyio.Event()
-        tasks.start_soon(read, engine.llm, opened)
-        await opened.wait()
-    assert len(errors) == 1
-    assert engine.executor.is_shut_down
-
-
-@pytest.mark.parametrize("how", ["left", "cancelled", "failed"])
-async def test_the_engines_thread_ends_with_its_scope(how: str) -> None:
-    async def live_once() -> None:
-        with anyio.CancelScope() as scope:
-            async with running() as engine:
-                await read_one(engine, make_request(range(9), max_tokens=5))
-                assert len(engine_threads()) == 1
-                if how == "cancelled":
-                    scope.cancel()
-                    await anyio.sleep_forever()
-                if how == "failed":
-                    raise ZeroDivisionError
-        assert engine.executor.is_shut_down
-
-    for turn in range(3):
-        try:
-            await live_once()
-        except* ZeroDivisionError:
-            assert how == "failed"
-        assert not engine_threads()
-        if turn == 0:
-            num_threads = threading.active_count()  # the loop keeps the idle worker thread for its next user
-    assert threading.active_count() <= num_threads
-
-
-def engine_threads() -> list[int]:
-    """Identifiers of the threads that run an engine now."""
-
-    def runs_engine(frame: Any) -> bool:
-        while frame is not None:
-            if frame.f_code is ThreadClient._live.__code__:
-                return True
-            frame = frame.f_back
-        return False
-
-    return [ident for ident, frame in sys._current_frames().items() if runs_engine(frame)]
 
 
 # --- books

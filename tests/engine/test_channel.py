@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 import pytest
 
-import engine.channel
 from engine.channel import Close, OutboxMessage, RequestChannel
 from engine.messages import EngineReady, FinishReason, FinishRequests
-from tests.engine.helpers import make_request, until
+from tests.engine.helpers import count_wake_ups, make_request, until
 
 pytestmark = pytest.mark.anyio
 
@@ -92,21 +90,3 @@ def test_sending_to_a_loop_that_has_ended_is_harmless(backend: str) -> None:
     channel = anyio.run(open_channel, backend=backend)
     channel.send(message(1))
     channel.send(message(2))
-
-
-def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
-    wake_ups: list[None] = []
-    original = engine.channel._threadsafe_call_soon
-
-    def counting() -> Callable[[Callable[[], None]], Any]:
-        call_soon = original()
-
-        def count(function: Callable[[], None]) -> Any:
-            wake_ups.append(None)
-            return call_soon(function)
-
-        return count
-
-    monkeypatch.setattr(engine.channel, "_threadsafe_call_soon", counting)
-    return wake_ups

@@ -67,7 +67,7 @@ def test_one_sampling_for_all_or_one_for_each(core: EngineCore) -> None:
 
 def test_a_failed_step_is_raised_and_the_next_call_works() -> None:
     def break_second(plan: SchedulerOutput) -> None:
-        if plan.step == 2:
+        if plan.step in (2, 3):  # once is forgiven
             raise RuntimeError("the device broke")
 
     core = make_core(vocab_size=VOCAB_SIZE, before_step=break_second)

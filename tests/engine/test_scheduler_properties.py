@@ -80,12 +80,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.broken: Counter[str] = Counter()  # how many steps that raised each was in
         self.poison: set[str] = set()  # make every step raise that they are in
         self.break_next_step = False
+        self.failed_step = 0
+        self.had_two_tenants = False  # before the latest step
         self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
 
     def before_step(self, plan: SchedulerOutput) -> None:
         if (self.break_next_step and plan.request_ids) or not self.poison.isdisjoint(plan.request_ids):
             self.break_next_step = False
             self.broken.update(plan.request_ids)
+            self.failed_step = plan.step
             raise RuntimeError("the device broke")
 
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
@@ -146,12 +149,18 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
+        self.had_two_tenants |= len(self.core.scheduler.shares.num_living) > 1
         try:
             batch = self.core.step()
         except PlanViolation as violation:
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
         self.check_tenants(self.executor.plans[-1])
+        plan = self.executor.plans[-1]
+        if batch.stats.num_preemptions and plan.step != self.failed_step and not self.had_two_tenants:
+            # Blocks are taken from one request for those before it, never for newcomers of the same tenant.
+            assert not plan.new_requests or self.core._quarantine.suspects is not None
+        self.had_two_tenants = len(self.core.scheduler.shares.num_living) > 1
         for output in batch.outputs:
             assert output.request_id not in self.left
             assert output.request_id not in self.finishes

@@ -6,7 +6,6 @@ A wrong slot, position, block table or length anywhere changes what it says next
 from __future__ import annotations
 
 import itertools
-
 from collections.abc import Callable
 
 import torch

@@ -1,17 +1,26 @@
-"""What has to be mended in Hypercorn 0.18 for a server that many clients visit briefly.
+"""What has to be mended in Hypercorn 0.18 for a server that many clients visit briefly, and that supervisors restart.
 
-`app.runner` applies it, and so must whoever starts Hypercorn otherwise, before the first connection. It promises that
-a connection whose client has left is closed at once.
+`close_connections_with_their_clients`: a connection whose client has left is closed at once. `app.runner` applies it,
+and so must whoever starts Hypercorn otherwise, before the first connection. `end_parent`: the whole server fails.
 
 Hypercorn ends a connection when all of its tasks have ended, and one of them is the keep-alive timer, which nobody
 stops when the client hangs up. So every client that leaves without being told to (curl, a health probe, a load
 balancer's check) costs a socket in CLOSE_WAIT and three tasks until the timer runs out: 75 s here, as it has to outlast
 the timers of proxies. At 20 such clients a second that is 1,500 sockets, more than the usual limit of a process.
+
+`hypercorn app:main` runs the application in a worker process, and loses the status of a worker that has failed:
+`hypercorn.run.run` joins the remaining workers, of whom there are none, and returns theirs, 0. To systemd or Docker
+that reads as a server that is done.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import signal
 import sys
+from multiprocessing.synchronize import SemLock
 from typing import Any
 
 from hypercorn.events import Event, Updated
@@ -25,6 +34,18 @@ def close_connections_with_their_clients() -> None:
         module: Any = sys.modules.get(name)
         if module is not None and not issubclass(module.TCPServer, _LeavesWithItsClient):
             module.TCPServer = type("TCPServer", (_LeavesWithItsClient, module.TCPServer), {})
+
+
+def end_parent() -> None:
+    """End the process that Hypercorn started this one from, if there is one; by SIGUSR1, which it does not handle."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    os.kill(parent.pid, signal.SIGUSR1)
+    # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
+    for lock in gc.get_objects():
+        if isinstance(lock, SemLock):
+            SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
 
 
 class _LeavesWithItsClient:

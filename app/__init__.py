@@ -24,7 +24,12 @@ async def main(scope: Scope, receive: Receive, send: Send) -> None:
 
 @cache
 def _application_from_environment() -> Starlette:
-    from app.application import create_app
-    from app.settings import load_settings
+    from app.application import create_app, end_process
+    from app.settings import SettingsError, load_settings
 
-    return create_app(load_settings())
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        # The server's first call is the lifespan, where Hypercorn would log an exception and serve on without one.
+        end_process(error)
+    return create_app(settings)

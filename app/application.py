@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import anyio
 from anyio import to_thread
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.endpoint import Endpoint
-from app.hypercorn_fixes import drain_before_shutdown, mend_connections
+from app.hypercorn_fixes import drain_before_shutdown, end_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication
 from app.routes import catalogue, generation, probes, requests
@@ -52,7 +53,7 @@ def create_app(settings: Settings) -> Starlette:
             task_group.cancel_scope.cancel()
         await to_thread.run_sync(server.tracer.close)
 
-    return Starlette(
+    application = Starlette(
         routes=[
             route("POST", "/v1/chat/completions", generation.chat_completions(server)),
             route("POST", "/v1/completions", generation.completions(server)),
@@ -69,10 +70,13 @@ def create_app(settings: Settings) -> Starlette:
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )
+    # A path with a slash too many is not found. Starlette would redirect to whatever the Host header says.
+    application.router.redirect_slashes = False
+    return application
 
 
-def end_process(error: BaseException) -> None:
-    """Say why on the last line, and end with status 1.
+def end_process(error: BaseException) -> NoReturn:
+    """Say why on the last line, and end the server with a status that is not 0.
 
     Neither Hypercorn nor ASGI has a way for an application that has started to end the server with a failure: an
     exception from the lifespan is logged and the server goes on without it. A supervisor must see that this is
@@ -89,6 +93,7 @@ def end_process(error: BaseException) -> None:
     logging.shutdown()
     sys.stderr.write(f"headrace: {words}\n")
     sys.stderr.flush()
+    end_parent()
     os._exit(1)
 
 

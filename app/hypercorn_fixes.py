@@ -11,16 +11,24 @@
    `abort_connection` finds it by a context variable, which every task of the connection inherits.
 3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
    application last, so nothing could be refused politely and no probe could see that the server is going away.
+4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
+   the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
+   To systemd or Docker that reads as a server that is done.
 """
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import signal
 import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
+from multiprocessing.synchronize import SemLock
 from typing import Any
 
 from hypercorn.events import Event, Updated
@@ -52,6 +60,18 @@ def drain_before_shutdown(drain: Callable[[Callable[[], Awaitable[None]]], Await
         module: Any = sys.modules.get(name)
         if module is not None:
             module.raise_shutdown = raise_shutdown
+
+
+def end_parent() -> None:
+    """Point 4: end the process that Hypercorn started this one from, if any, by SIGUSR1, which it does not handle."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    os.kill(parent.pid, signal.SIGUSR1)
+    # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
+    for lock in gc.get_objects():
+        if isinstance(lock, SemLock):
+            SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
 
 
 def abort_connection() -> None:

@@ -106,6 +106,11 @@ def test_a_request_on_blocks_that_others_computed(pair: Pair):
     story = drive(core, [longer])
     assert story.num_cached_tokens("longer") == 20
     assert_agrees(oracle, story, longer)
+    # The same blocks at other positions are other content.
+    moved = ask("moved", shared[BLOCK_SIZE:] + prompt(18, 3))
+    story = drive(core, [moved])
+    assert story.num_cached_tokens("moved") == 0
+    assert_agrees(oracle, story, moved)
     # What a request generated can be found as well.
     turn = drive(core, [ask("turn", shared + prompt(6, 9), 15)])
     followed = ask("followed", shared + prompt(6, 9) + turn.tokens("turn") + prompt(7, 3))

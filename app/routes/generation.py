@@ -41,7 +41,6 @@ class _Work:
     num_prompts: int
     num_characters: int
     tokenize: Tokenize
-    prompt_field: str
 
 
 def chat_completions(server: Server) -> Handler:
@@ -59,7 +58,6 @@ def chat_completions(server: Server) -> Handler:
             num_prompts=1,
             num_characters=len(request.body),
             tokenize=tokenize,
-            prompt_field="messages",
         )
         await _generate(server, request, work)
 
@@ -85,7 +83,6 @@ def completions(server: Server) -> Handler:
             num_prompts=len(prompts),
             num_characters=len(request.body),
             tokenize=tokenize,
-            prompt_field="prompt",
         )
         await _generate(server, request, work)
 
@@ -141,9 +138,7 @@ async def _generate(server: Server, request: RequestScope, work: _Work) -> None:
                 answer = _send_events if body.stream else _send_whole
                 await answer(server, request, work, outputs, place)
         except InvalidRequest as error:
-            if error.param == "prompt":
-                error.param = work.prompt_field
-            raise
+            raise body.in_client_words(error) from None
 
 
 async def _send_whole(server: Server, request: RequestScope, work: _Work, outputs: RequestStream, place: Place) -> None:

@@ -99,6 +99,7 @@ class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`."""
 
     wire: ClassVar[WireFormat] = CHAT
+    prompt_field: ClassVar[str] = "messages"
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationRequest.unsupported,
         "tools": (),

@@ -52,6 +52,7 @@ class GenerationRequest(ClientModel):
     """What chat and completions requests have in common. `model` None means the model that is served."""
 
     wire: ClassVar[WireFormat]
+    prompt_field: ClassVar[str]
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "prompt_logprobs": (),
         "echo": (False,),
@@ -134,8 +135,6 @@ class GenerationRequest(ClientModel):
 
         `max_tokens` None is left None: the room that the prompt leaves is for the caller to know.
         """
-        limit_name, limit = self._max_tokens()
-        logprobs_name, logprobs = self._logprobs()
         params = SamplingParams(
             n=self.n,
             temperature=self.temperature,
@@ -147,23 +146,27 @@ class GenerationRequest(ClientModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or None,
             seed=None if self.seed == -1 else self.seed,
-            max_tokens=limit,
+            max_tokens=self._max_tokens()[1],
             min_tokens=self.min_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop_str_in_output=self.include_stop_str_in_output,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
+            logprobs=self._logprobs()[1],
             skip_special_tokens=self.skip_special_tokens,
         )
         try:
             params.check(vocab_size)
-        except InvalidRequest as exc:
-            client_names = {"max_tokens": limit_name, "logprobs": logprobs_name}
-            message = re.sub(r"\b(max_tokens|logprobs)\b", lambda match: client_names[match[0]], str(exc))
-            param = client_names.get(exc.param or "", exc.param)
-            raise InvalidRequest(message, param=param, code=exc.code) from None
+        except InvalidRequest as error:
+            raise self.in_client_words(error) from None
         return params
+
+    def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
+        """The engine's refusal of this request, with the fields called what this client calls them."""
+        names = {"max_tokens": self._max_tokens()[0], "logprobs": self._logprobs()[0]}
+        message = re.sub(r"\b(max_tokens|logprobs)\b", lambda match: names[match[0]], str(error))
+        param = {**names, "prompt": self.prompt_field}.get(error.param or "", error.param)
+        return InvalidRequest(message, param=param, code=error.code)
 
     def _max_tokens(self) -> tuple[str, int | None]:
         """The limit on generated tokens and the name of the field that it came from."""

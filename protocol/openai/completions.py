@@ -26,7 +26,7 @@ def _prompt_shape(value: Any) -> str | None:
     if not isinstance(value, list):
         return None
     match value:
-        case [int(), *_]:
+        case [int() | float(), *_]:
             return "$tokens"
         case [list(), *_]:
             return "$token_lists"
@@ -63,6 +63,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     wire: ClassVar[WireFormat] = COMPLETION
+    prompt_field: ClassVar[str] = "prompt"
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationRequest.unsupported,
         "best_of": (1,),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MIN_PREFILL_TOKENS = 16  # a prefill always gets somewhere, whatever the target
+UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
 
 _DECODE_WEIGHT = 0.2  # of the newest step
 _PER_TOKEN_WEIGHT = 0.5
@@ -32,7 +33,7 @@ class StepBudget:
     def prefill_tokens(self) -> int:
         """How many prefill tokens the next step may carry beside decodes."""
         if self._per_token == 0.0:
-            return self._max_tokens
+            return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
         affordable = int((self._target - self._decode) / self._per_token)
         return max(MIN_PREFILL_TOKENS, min(affordable, self._max_tokens))
 

@@ -1,4 +1,4 @@
-"""How the scope holds under fire, in figures: clients that leave, long prompts beside streams, floods, stalled readers, drain.
+"""How the scope holds under fire, in figures: clients that leave, long prompts, floods, stalled readers, drain.
 
     python loadtest/reliability.py [--only abort,prefill,...] [--worker-class uvloop]
 

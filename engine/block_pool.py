@@ -89,11 +89,6 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def forget_contents(self) -> None:
-        """Make nothing findable any more. Owned blocks stay owned."""
-        self._by_hash.clear()
-        self._hashes = [None] * self.num_blocks
-
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the books balance with the block tables of all living requests."""
         expected = [0] * self.num_blocks

@@ -79,7 +79,8 @@ class EngineCore:
             outputs = self._contain(plan, error)
         else:
             now = time.monotonic()
-            self._failures_in_a_row = 0
+            if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
+                self._failures_in_a_row = 0
             self._budget.observe(plan.num_scheduled_tokens, now - started)
             outputs = self.scheduler.update(plan, output, now)
             self._name_failed(outputs)
@@ -99,7 +100,7 @@ class EngineCore:
             for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)
         }
         logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
-        self.scheduler.put_back(reach, now)
+        self.scheduler.put_back(plan, now)
         guilty = self._quarantine.split(reach) if reach else None
         if guilty is not None:
             self._failures_in_a_row += 1

@@ -9,12 +9,15 @@ token sequences that a model may well produce, such as a letter after an unfinis
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenDecoder(Protocol):
@@ -171,6 +174,7 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
+    byte = _BYTE_TOKEN.fullmatch(token)
+    if byte is not None:
+        return bytes.fromhex(byte[1])
     return token.replace("\u2581", " ").encode()

@@ -31,7 +31,8 @@ class Executor(Protocol):
 
         `abandoned` tells whether nobody wants the step's results any more. An executor that can stop in the middle
         asks it now and then, and raises StepAbandoned from `result`; one that cannot need not ask. The plan's diffs
-        have been applied then, and no request has advanced.
+        have been applied then, and no request has advanced. After any other error, too, no request may have advanced;
+        the diffs may have been applied or not: all requests of the plan and all its removals are removed by the next.
         """
         ...
 

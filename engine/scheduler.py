@@ -60,8 +60,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, if only tell the runner to let go of a row."""
-        return bool(self.running or self.waiting or self._removed)
+        """Whether a step would do anything, if only tell of an end or let the runner drop a row."""
+        return bool(self.running or self.waiting or self._removed or self._ended)
 
     # --- arrivals and departures
 
@@ -80,6 +80,10 @@ class Scheduler:
         self.shares.arrive(request.tenant, request.tenant_weight)
         self.waiting.push(request)
         self._deadlines.watch(request)
+        if not 0 < request.num_prompt_tokens < self.config.max_model_len:
+            # The front end refuses such prompts; one that came through would block the queue for ever.
+            limit = self.config.max_model_len
+            self.fail(request.request_id, f"a prompt of {request.num_prompt_tokens} tokens: 1 to {limit - 1} can run")
 
     def finish(self, request_id: str, status: RequestStatus) -> Request | None:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
@@ -104,6 +108,7 @@ class Scheduler:
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=FINISH_REASONS[status],
+                num_cached_tokens=request.num_cached_tokens,
                 error=error,
                 events=request.events or None,
             )
@@ -325,10 +330,14 @@ class Scheduler:
             self._prefix_cache_queries += request.num_prompt_tokens
             self._prefix_cache_hits += request.num_cached_tokens
 
-    def put_back(self, request_ids: Iterable[str], now: float) -> None:
-        """Preempt these running requests, because the step that was to advance them has failed."""
-        for request in sorted((self.running[request_id] for request_id in request_ids), key=_rank, reverse=True):
-            self._preempt(request, now)
+    def put_back(self, plan: SchedulerOutput, now: float) -> None:
+        """Preempt the requests of a step that has failed.
+
+        Nobody knows how much of its diffs was applied. Removing a row twice is harmless, so all removals go out again.
+        """
+        for request_id in plan.request_ids:
+            self._preempt(self.running[request_id], now)
+        self._removed = list(dict.fromkeys([*plan.removed_request_ids, *self._removed]))
 
     def _preempt(self, request: Request, now: float) -> None:
         request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)

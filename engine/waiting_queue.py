@@ -9,13 +9,15 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from engine.fairness import TenantShares
-from engine.request import Request
+from engine.request import Request, RequestStatus
 
 
 class WaitingQueue:
-    """One line per priority and tenant. Every operation is O(1) but for iteration. Owned by the Scheduler."""
+    """One line per priority and tenant. Every operation is O(1) but for iteration and
+    what passes preempted requests. Owned by the Scheduler."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
@@ -57,9 +59,18 @@ class WaitingQueue:
         self._size += 1
 
     def push_front(self, request: Request) -> None:
-        """Before everybody of the same priority and tenant: a preempted request has waited its turn already."""
+        """Before everybody of the same priority and tenant who has not run, because a preempted request has waited its
+        turn already; among those preempted by arrival."""
         self.push(request)
-        self._lines[request.priority][request.tenant].move_to_end(request.request_id, last=False)
+        line = self._lines[request.priority][request.tenant]
+        line.move_to_end(request.request_id, last=False)
+        earlier = [
+            other
+            for other in takewhile(lambda other: other.status is RequestStatus.PREEMPTED, line.values())
+            if other.rank < request.rank
+        ]
+        for other in reversed(earlier):
+            line.move_to_end(other.request_id, last=False)
 
     def remove(self, request: Request) -> None:
         lines = self._lines[request.priority]

@@ -59,11 +59,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 findable = block_id in self.contents.values()
                 self.free.insert(len(self.free) if findable else 0, block_id)
 
-    @rule()
-    def forget_contents(self) -> None:
-        self.pool.forget_contents()
-        self.contents.clear()
-
     @invariant()
     def books_balance(self) -> None:
         self.pool.check_integrity(self.tables)

@@ -36,16 +36,17 @@ logger = logging.getLogger(__name__)
 def create_app(settings: Settings) -> Starlette:
     """The server's ASGI application. It answers at once; the model loads in the background of its lifespan."""
     configure_logging(settings)
-    mend_connections()
     server = Server(settings, on_fatal=end_process)
     shutdown = Shutdown(server.drain)
-    drain_before_shutdown(shutdown.wait_and_drain)
 
     def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:
         return Route(path, Endpoint(server, path, handler, quiet=quiet), methods=[method])
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # Here and not earlier: only now is the worker imported that serves this application.
+        mend_connections()
+        drain_before_shutdown(shutdown.wait_and_drain)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(server.live)
             task_group.start_soon(shutdown.listen_for_signals)

@@ -1,9 +1,10 @@
 """Fair sharing between tenants: who has had the least of the engine goes next.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a
-counter of what it was served, prompt tokens plus twice the output tokens, divided by its weight; among waiting tenants
-the smallest counter goes first. A tenant that comes back after an idle time is lifted to the smallest counter of those
-active, so that nobody saves up credit. Owned by the Scheduler.
+counter of what it was served, prompt tokens plus twice the output tokens, divided by its weight; among tenants that
+compete for a seat the smallest counter goes first. A tenant that begins to compete is lifted to the smallest counter of
+those that do, so that nobody saves up credit: neither by being idle, nor by asking for less than its share, nor by
+being held at its limit. Owned by the Scheduler.
 """
 
 from __future__ import annotations
@@ -20,34 +21,45 @@ class TenantShares:
     def __init__(self) -> None:
         self.num_living: Counter[str] = Counter()
         self.num_running: Counter[str] = Counter()
-        self._weights: dict[str, float] = {}
-        self._served: OrderedDict[str, float] = OrderedDict()
+        self._weights: dict[str, float] = {}  # of the tenants that have requests
+        self._total_weight = 0.0
+        self._limits: dict[str, int] = {}  # seats at once; 0 is no limit
+        self._served: OrderedDict[str, float] = OrderedDict()  # idle tenants in the order in which they became idle
+        self._latest = ""  # the tenant that got a seat last
 
-    def arrive(self, tenant: str, weight: float) -> None:
-        """A request of this tenant is queued. The weight of the latest request counts."""
-        if not self.num_living[tenant]:
-            floor = min((self._served[other] for other in self.num_living if other != tenant), default=0.0)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
-            self._served.move_to_end(tenant)
+    def arrive(self, tenant: str, weight: float, max_running: int) -> None:
+        """A request of this tenant is queued. The weight and the limit of the latest request count."""
+        competed = self._competes(tenant)
         self._weights[tenant] = weight
+        self._total_weight = sum(self._weights.values())
+        self._limits[tenant] = max_running
         self.num_living[tenant] += 1
+        self._served.setdefault(tenant, 0.0)
+        if not competed:
+            self._lift(tenant)
 
     def leave(self, tenant: str) -> None:
-        """A request of this tenant is gone, however it ended."""
+        """A request of this tenant is gone, however it ended. If it was running, `stop` follows."""
         self.num_living[tenant] -= 1
         if not self.num_living[tenant]:
-            del self.num_living[tenant], self._weights[tenant]
+            del self.num_living[tenant], self._weights[tenant], self._limits[tenant]
+            self._total_weight = sum(self._weights.values())
+            self._served.move_to_end(tenant)
             self._forget_idle_tenants()
 
     def start(self, tenant: str) -> None:
         """A request of this tenant got a seat."""
         self.num_running[tenant] += 1
+        self._latest = tenant
 
     def stop(self, tenant: str) -> None:
-        """A request of this tenant gave its seat back."""
+        """A request of this tenant gave its seat back: it waits again, or has left."""
+        competed = self._competes(tenant)
         self.num_running[tenant] -= 1
         if not self.num_running[tenant]:
             del self.num_running[tenant]
+        if not competed and self._competes(tenant):
+            self._lift(tenant)
 
     def charge(self, tenant: str, cost: float) -> None:
         """Book what a step did for this tenant, in prompt tokens."""
@@ -61,9 +73,32 @@ class TenantShares:
         """By how much the counter would grow for these prompt tokens."""
         return num_tokens / self._weights[tenant]
 
-    def seats(self, tenant: str, num_seats: int) -> float:
-        """This tenant's fair part of the seats, among those who have requests."""
-        return num_seats * self._weights[tenant] / sum(self._weights.values())
+    def is_at_its_limit(self, tenant: str) -> bool:
+        """Whether the tenant holds as many seats as it may at all."""
+        return 0 < self._limits.get(tenant, 0) <= self.num_running[tenant]
+
+    def is_below_its_share(self, tenant: str, num_seats: int) -> bool:
+        """Whether the tenant would hold no more than its share of the seats with one more."""
+        return self.num_running[tenant] + 1 <= self._share(tenant, num_seats)
+
+    def above_their_share(self, num_seats: int) -> set[str]:
+        """Tenants that hold more than their share of the seats."""
+        return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_seats)}
+
+    def _share(self, tenant: str, num_seats: int) -> float:
+        # One seat is everybody's due, however many tenants there are and however little weight this one has.
+        return max(1.0, num_seats * self._weights[tenant] / self._total_weight)
+
+    def _competes(self, tenant: str) -> bool:
+        return self.num_living[tenant] > self.num_running[tenant] and not self.is_at_its_limit(tenant)
+
+    def _lift(self, tenant: str) -> None:
+        """The tenant begins to compete. If nobody else does, the latest to get a seat tells how far things are."""
+        floor = min(
+            (self._served[other] for other in self.num_living if other != tenant and self._competes(other)),
+            default=self._served.get(self._latest, 0.0),
+        )
+        self._served[tenant] = max(self._served[tenant], floor)
 
     def _forget_idle_tenants(self) -> None:
         while len(self._served) - len(self.num_living) > _MAX_REMEMBERED:

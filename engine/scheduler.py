@@ -77,7 +77,7 @@ class Scheduler:
         )
         self._arrivals += 1
         self.requests[request.request_id] = request
-        self.shares.arrive(request.tenant, request.tenant_weight)
+        self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
         self.waiting.push(request)
         self._deadlines.watch(request)
         if not 0 < request.num_prompt_tokens < self.config.max_model_len:
@@ -117,13 +117,13 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Take a living request out of all tables."""
         del self.requests[request.request_id]
+        self.shares.leave(request.tenant)
         if request.request_id in self.running:
             del self.running[request.request_id]
             self.shares.stop(request.tenant)
             self._removed.append(request.request_id)
         else:
             self.waiting.remove(request)
-        self.shares.leave(request.tenant)
         self.kv.free(request)
 
     # --- plan
@@ -158,8 +158,6 @@ class Scheduler:
             plan.budget = min(plan.budget, max_prefill_tokens)
         undisturbed &= self._schedule_running(plan, behind, now, only)
         if undisturbed and plan.budget > 0 and self.waiting:
-            if only is None:
-                self._make_room_for_the_underserved(plan, now)
             self._admit_waiting(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
@@ -199,30 +197,6 @@ class Scheduler:
                     plan.new_block_ids[request.request_id] = block_ids
         return undisturbed
 
-    def _make_room_for_the_underserved(self, plan: _PlanDraft, now: float) -> None:
-        """Let a tenant that holds too many seats give one to the next in line, if that one's tenant holds too few.
-
-        Without this, a tenant that fills all seats with long generations would shut everybody else out until they end.
-        """
-        if len(self.shares.num_living) == 1:
-            return
-        head = next(iter(self.waiting))
-        seats = self.config.max_num_seqs
-        if self.shares.num_running[head.tenant] + 1 > self.shares.seats(head.tenant, seats):
-            return
-        if len(self.running) < seats and self.kv.can_admit(head, self.kv.find_prefix(head)):
-            return
-        victims = [
-            request
-            for request in self.running.values()
-            if self.shares.num_running[request.tenant] > self.shares.seats(request.tenant, seats)
-            and request.priority >= head.priority
-        ]
-        if victims:
-            victim = max(victims, key=_rank)
-            plan.drop(victim)
-            self._preempt(victim, now)
-
     def _admit_waiting(
         self, plan: _PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
     ) -> None:
@@ -240,29 +214,31 @@ class Scheduler:
             for index in self._blocks_completed(request, num_tokens)
         }
         admitted: list[Request] = []
+        dismissed: list[Request] = []
         hopeless: list[Request] = []
         passed_over = 0
-        candidates: Iterable[Request] = self.waiting
-        if only is not None:
+        candidates: Iterable[Request] = self.waiting.below_limits()
+        if only is not None:  # they all had seats together when the step failed, so no limit holds them back
             candidates = [request for request in self.waiting if request.request_id in only]
         for request in candidates:
             if plan.budget == 0 or passed_over == self.config.max_num_seqs:
                 break
-            if len(self.running) == self.config.max_num_seqs and not self._dismiss_bystander(only, now):
-                break
-            if self._is_at_its_limit(request):
-                passed_over += 1
-                continue
             prefix = self.kv.find_prefix(request)
             if self._is_being_computed(request, len(prefix), being_computed):
                 passed_over += 1
                 continue
             num_missing = request.num_tokens - len(prefix) * self.kv.block_size
-            if request.is_late(now + num_missing * seconds_per_prefill_token):
+            # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
+            if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
                 hopeless.append(request)
                 continue
-            while not (fits := self.kv.can_admit(request, prefix)) and self._dismiss_bystander(only, now):
-                pass
+            while not (fits := self._fits(request, prefix)):
+                victim = self._who_makes_room(request, admitted, only)
+                if victim is None:
+                    break
+                plan.drop(victim)
+                self._unseat(victim, now)
+                dismissed.append(victim)
             if not fits:
                 break
             self.kv.adopt_prefix(request, prefix)
@@ -277,8 +253,38 @@ class Scheduler:
             admitted.append(request)
         for request in admitted:
             self.waiting.remove(request)
+        for request in dismissed:
+            self.waiting.push_front(request)
         for request in hopeless:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
+
+    def _fits(self, request: Request, prefix: list[int]) -> bool:
+        return len(self.running) < self.config.max_num_seqs and self.kv.can_admit(request, prefix)
+
+    def _who_makes_room(
+        self, newcomer: Request, admitted: Collection[Request], only: Collection[str] | None
+    ) -> Request | None:
+        """The running request that gives its seat and blocks to a waiting one, if any has to.
+
+        While a step is restricted that is whoever may not run. Otherwise it is the worst-ranked request of a tenant
+        above its share, if the newcomer's tenant is below its own and was served less: without this, a tenant that
+        fills all seats with long generations would shut everybody else out until they end.
+        """
+        if only is not None:
+            return self._bystander(only)
+        seats = self.config.max_num_seqs
+        if not self.shares.is_below_its_share(newcomer.tenant, seats):
+            return None
+        served = self.shares.served(newcomer.tenant)
+        above = self.shares.above_their_share(seats)
+        candidates = (
+            request
+            for request in self.running.values()
+            if request.tenant in above
+            and (newcomer.priority, served) < (request.priority, self.shares.served(request.tenant))
+            and request not in admitted
+        )
+        return max(candidates, key=_rank, default=None)
 
     def _bystander(self, only: Collection[str] | None) -> Request | None:
         """While a step is restricted: a running request that may not run, the worst-ranked one."""
@@ -286,16 +292,6 @@ class Scheduler:
             return None
         idle = [request for request in self.running.values() if request.request_id not in only]
         return max(idle, key=_rank, default=None)
-
-    def _dismiss_bystander(self, only: Collection[str] | None, now: float) -> bool:
-        bystander = self._bystander(only)
-        if bystander is not None:
-            self._preempt(bystander, now)
-        return bystander is not None
-
-    def _is_at_its_limit(self, request: Request) -> bool:
-        limit = request.tenant_max_running
-        return limit > 0 and self.shares.num_running[request.tenant] >= limit
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
         """Indices of the blocks that become full and computed when the request advances by `num_tokens`."""
@@ -340,6 +336,10 @@ class Scheduler:
         self._removed = list(dict.fromkeys([*plan.removed_request_ids, *self._removed]))
 
     def _preempt(self, request: Request, now: float) -> None:
+        self._unseat(request, now)
+        self.waiting.push_front(request)
+
+    def _unseat(self, request: Request, now: float) -> None:
         request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
         del self.running[request.request_id]
         self.shares.stop(request.tenant)
@@ -348,7 +348,6 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._num_preemptions += 1
-        self.waiting.push_front(request)
 
     # --- books
 

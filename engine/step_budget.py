@@ -7,6 +7,7 @@ a token costs more the longer the context is. Owned by the EngineCore.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 MIN_PREFILL_TOKENS = 16  # a prefill always gets somewhere, whatever the target
@@ -14,6 +15,7 @@ UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
 
 _DECODE_WEIGHT = 0.2  # of the newest step
 _PER_TOKEN_WEIGHT = 0.5
+_NUM_SPEEDS = 8  # prefill steps of which the fastest tells what can be hoped for
 
 
 class StepBudget:
@@ -23,19 +25,26 @@ class StepBudget:
         self._max_tokens = max_tokens
         self._target = target_seconds
         self._decode = 0.0
-        self._per_token = 0.0
+        self._per_token: float | None = None
+        self._speeds: deque[float] = deque(maxlen=_NUM_SPEEDS)
 
     @property
     def seconds_per_prefill_token(self) -> float:
-        """The latest measure; 0 before the first prefill."""
-        return self._per_token
+        """The best of the latest measures, without what any step costs; 0 before the first prefill.
+
+        For judging what cannot be done in time. So it is no worse than it must be: one step that was held up, or a
+        run of short prompts, would otherwise pass for a device too slow to serve anybody.
+        """
+        return min(self._speeds, default=0.0)
 
     def prefill_tokens(self) -> int:
         """How many prefill tokens the next step may carry beside decodes."""
-        if self._per_token == 0.0:
+        if self._per_token is None:
             return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
-        affordable = int((self._target - self._decode) / self._per_token)
-        return max(MIN_PREFILL_TOKENS, min(affordable, self._max_tokens))
+        affordable = self._target - self._decode
+        if affordable >= self._max_tokens * self._per_token:
+            return self._max_tokens
+        return max(MIN_PREFILL_TOKENS, int(affordable / self._per_token) if affordable > 0 else 0)
 
     def observe(self, num_scheduled_tokens: Sequence[int], seconds: float) -> None:
         """Learn from a step that has run with this many tokens for each of its requests."""
@@ -44,6 +53,13 @@ class StepBudget:
             if num_scheduled_tokens:
                 self._decode += (seconds - self._decode) * (_DECODE_WEIGHT if self._decode else 1.0)
         elif num_prefill_tokens >= MIN_PREFILL_TOKENS:
-            has_decodes = 1 in num_scheduled_tokens
-            per_token = max(seconds - (self._decode if has_decodes else 0.0), 0.0) / num_prefill_tokens
-            self._per_token += (per_token - self._per_token) * (_PER_TOKEN_WEIGHT if self._per_token else 1.0)
+            self._speeds.append(max(seconds - self._decode, 0.0) / num_prefill_tokens)
+            decode = self._decode if 1 in num_scheduled_tokens else 0.0
+            if self._per_token is None:
+                self._per_token = max(seconds - decode, 0.0) / num_prefill_tokens
+            elif seconds < decode:
+                # Faster with prefill than decodes are held to be without it, so it is this belief that is out of date.
+                self._decode = max(seconds - num_prefill_tokens * self._per_token, 0.0)
+            else:
+                per_token = (seconds - decode) / num_prefill_tokens
+                self._per_token += (per_token - self._per_token) * _PER_TOKEN_WEIGHT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from engine.fairness import TenantShares
@@ -28,15 +28,21 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """In order, counting each request that was passed as served. The queue must not change meanwhile."""
-        for priority in sorted(self._lines):
-            yield from self._take_turns(self._lines[priority])
+        """All, in order, counting each request that was passed as served. The queue must not change meanwhile."""
+        return self._in_order(lambda tenant: False)
 
-    def _take_turns(self, lines: dict[str, OrderedDict[str, Request]]) -> Iterator[Request]:
-        if len(lines) == 1:
-            for line in lines.values():
-                yield from line.values()
-            return
+    def below_limits(self) -> Iterator[Request]:
+        """Those whose tenant may hold another seat, as things stand when it is their turn: a tenant at its limit blocks
+        nobody behind it. In order; the queue must not change meanwhile."""
+        return self._in_order(self._shares.is_at_its_limit)
+
+    def _in_order(self, is_out: Callable[[str], bool]) -> Iterator[Request]:
+        for priority in sorted(self._lines):
+            yield from self._take_turns(self._lines[priority], is_out)
+
+    def _take_turns(
+        self, lines: dict[str, OrderedDict[str, Request]], is_out: Callable[[str], bool]
+    ) -> Iterator[Request]:
         turns: list[tuple[float, int, str, Iterator[Request]]] = [
             (self._shares.served(tenant), number, tenant, iter(line.values()))
             for number, (tenant, line) in enumerate(lines.items())
@@ -44,7 +50,7 @@ class WaitingQueue:
         heapq.heapify(turns)
         while turns:
             served, number, tenant, requests = turns[0]
-            request = next(requests, None)
+            request = None if is_out(tenant) else next(requests, None)
             if request is None:
                 heapq.heappop(turns)
                 continue

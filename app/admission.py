@@ -7,10 +7,11 @@ which the queue has been draining. Belongs to the event loop.
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from app.settings import Settings
@@ -19,6 +20,15 @@ from protocol.errors import ApiError
 
 MAX_RETRY_AFTER = 60  # seconds
 _MEMORY = 10.0  # seconds over which rates are averaged
+
+
+class Limit(enum.StrEnum):
+    """What a request was refused for, in the words of the metrics."""
+
+    REQUESTS = "max_queued_requests"
+    TOKENS = "max_queued_tokens"
+    TENANT = "tenant_max_queued_requests"
+    DEADLINE = "first_token_deadline"
 
 
 class Rate:
@@ -66,14 +76,18 @@ class Place:
 
 
 class Admission:
-    """The queue's books. Limits count choices and prompt tokens that wait for their first output."""
+    """The queue's books. Limits count choices and prompt tokens that wait for their first output.
 
-    def __init__(self, settings: Settings) -> None:
+    `on_refused` is told of every refusal that is answered with 429.
+    """
+
+    def __init__(self, settings: Settings, on_refused: Callable[[Limit], None] = lambda limit: None) -> None:
         self._max_requests = settings.max_queued_requests
         self._max_tokens = settings.max_queued_tokens
         self.queued_requests = 0
         self.queued_tokens = 0
         self._by_tenant: Counter[str] = Counter()
+        self._on_refused = on_refused
         self._drained = Rate()
         self._refused = Rate()
 
@@ -86,7 +100,8 @@ class Admission:
     def queue(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> Iterator[Place]:
         """Hold a place in the queue. `patience` is how many seconds the request has to its first token.
 
-        Raises ApiError 429 when there is no place, or none from which it could start in time.
+        Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
+        could never be one.
         """
         self._check(tenant, choices, tokens, patience)
         place = Place(self, tenant, choices, tokens)
@@ -109,27 +124,32 @@ class Admission:
             self._drained.add(place.choices)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> None:
-        limit = tenant.max_queued_requests
-        if limit is not None and self._by_tenant[tenant.name] + choices > limit:
-            raise self._refusal(f"Your queue is full: {self._by_tenant[tenant.name]} of {limit} places are taken.")
+        own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
+        possible = min(own_limit, self._max_requests)
+        if choices > possible:  # it would be refused for ever
+            raise ApiError(400, f"The request asks for {choices} choices; at most {possible} can wait.", param="n")
+        own = self._by_tenant[tenant.name]
+        if own + choices > own_limit:
+            raise self._refusal(Limit.TENANT, f"Your queue is full: {own} of {own_limit} places are taken.")
         if self.queued_requests + choices > self._max_requests:
-            # With an empty queue, a request that needs more places than there are would be refused for ever.
-            if choices > self._max_requests:
-                raise ApiError(
-                    400, f"The request asks for {choices} choices; at most {self._max_requests} can wait.", param="n"
-                )
-            raise self._refusal(f"The queue is full: {self.queued_requests} of {self._max_requests} places are taken.")
+            raise self._refusal(
+                Limit.REQUESTS, f"The queue is full: {self.queued_requests} of {self._max_requests} places are taken."
+            )
         if self.queued_requests and self.queued_tokens + tokens > self._max_tokens:
-            raise self._refusal(f"The queue is full: {self.queued_tokens} of {self._max_tokens} prompt tokens wait.")
+            raise self._refusal(
+                Limit.TOKENS, f"The queue is full: {self.queued_tokens} of {self._max_tokens} prompt tokens wait."
+            )
         rate = self._drained.per_second()
         if patience is not None and rate > 0 and self.queued_requests / rate > patience:
             raise self._refusal(
+                Limit.DEADLINE,
                 f"The queue is too long for a first token within {patience:g} s: "
-                f"{self.queued_requests} wait and {rate:.2g} start per second."
+                f"{self.queued_requests} wait and {rate:.2g} start per second.",
             )
 
-    def _refusal(self, message: str) -> ApiError:
+    def _refusal(self, limit: Limit, message: str) -> ApiError:
         self._refused.add(1)
+        self._on_refused(limit)
         return ApiError(
             429,
             f"{message} Please try again later.",

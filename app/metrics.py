@@ -6,7 +6,9 @@ every labelled metric are bound once, here, because looking one up costs more th
 
 The books: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
 it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`
-and `generation_tokens_total` count work done, per step, so that rates are smooth while a long request runs.
+and `generation_tokens_total` are the sum of the usage of all accepted requests, those included: a prompt counts once,
+cached or not, with the first token or, where there never was one, with the end; generated tokens count as they come.
+What was computed for prompts, and computed again after a preemption, is `prompt_tokens_by_source_total`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from app.admission import Limit
 from engine.messages import FinishReason, SchedulerStats
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -74,8 +77,8 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
         self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens that were computed.")
-        self._generation_tokens = counter("generation_tokens", "Tokens that were generated.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self._generation_tokens = counter("generation_tokens", "Tokens that were generated for accepted requests.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._cache_hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache provided.")
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
@@ -94,6 +97,21 @@ class Metrics:
             (*labels, "finished_reason"),
             registry=self._registry,
         )
+        by_source = Counter(
+            prefix + "prompt_tokens_by_source",
+            "Prompt tokens of scheduled choices, by where their keys and values came from.",
+            (*labels, "source"),
+            registry=self._registry,
+        )
+        self._computed_tokens = by_source.labels(*values, "local_compute")
+        self._reused_tokens = by_source.labels(*values, "local_cache_hit")
+        rejections = Counter(
+            prefix + "admission_rejections",
+            "Requests that were refused with 429, by the limit that refused them.",
+            (*labels, "reason"),
+            registry=self._registry,
+        )
+        self._rejections = {reason: rejections.labels(*values, reason.value) for reason in Limit}
         # All reasons exist from the start, so that a rate over them has a zero to begin from.
         self._finished = {reason: finished.labels(*values, reason.value) for reason in FinishReason}
         self._http = Counter(
@@ -104,21 +122,30 @@ class Metrics:
         )
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """One engine step ended; `generated_tokens` were sampled in it."""
+        """One engine step ended; `generated_tokens` came to open requests in it."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
         if stats.prompt_tokens:
-            self._prompt_tokens.inc(stats.prompt_tokens)
+            self._computed_tokens.inc(stats.prompt_tokens)
         if generated_tokens:
             self._generation_tokens.inc(generated_tokens)
         if stats.prefix_cache_queries:
             self._cache_queries.inc(stats.prefix_cache_queries)
             self._cache_hits.inc(stats.prefix_cache_hits)
+            self._reused_tokens.inc(stats.prefix_cache_hits)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
         if tokens := stats.prompt_tokens + generated_tokens:
             self._step_tokens.observe(tokens)
+
+    def on_prompt(self, tokens: int) -> None:
+        """The prompts of a request, once: with its first token, or with its end if it never got one."""
+        self._prompt_tokens.inc(tokens)
+
+    def on_rejection(self, limit: Limit) -> None:
+        """A request was refused because a queue is full. It was never accepted and is in no other book."""
+        self._rejections[limit].inc()
 
     def on_first_token(self, seconds: float) -> None:
         """A request's first token reached the front end, `seconds` after it arrived."""

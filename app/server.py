@@ -89,7 +89,7 @@ class Server:
         self.phase = Phase.STARTING
         self.start_up = StartUp()
         self.tenants = Tenants(settings)
-        self.admission = Admission(settings)
+        self.admission = Admission(settings, on_refused=self.metrics.on_rejection)
         self.timelines = Timelines(settings.timeline_size)
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining

@@ -11,7 +11,11 @@ class Observer(Protocol):
     """Called on the front end's thread. Implementations are quick and never raise. Times are in seconds."""
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """After each step: the scheduler's books and how many tokens the step generated."""
+        """After each step: the scheduler's books and how many tokens the step gave to requests that are still open."""
+        ...
+
+    def on_prompt(self, tokens: int) -> None:
+        """The prompts of a request, once: with its first token, or with its end if it never got one."""
         ...
 
     def on_first_token(self, seconds: float) -> None:
@@ -43,6 +47,8 @@ class NullObserver:
     """Keeps no figures."""
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None: ...
+
+    def on_prompt(self, tokens: int) -> None: ...
 
     def on_first_token(self, seconds: float) -> None: ...
 

@@ -129,6 +129,8 @@ class OutputProcessor:
         if reason is None:
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
         scheduled = stream.first_scheduled_time
+        if stream.first_token_time is None:
+            self._observer.on_prompt(stream.num_prompt_tokens)
         self._observer.on_request_finished(
             reason,
             prompt_tokens=stream.num_prompt_tokens,
@@ -157,13 +159,17 @@ class OutputProcessor:
                 choice.note(output.events)
             if not output.new_token_ids and output.finish_reason is None:
                 continue
-            num_generated += len(output.new_token_ids)
             if output.new_token_ids:
+                if choice.stream.first_token_time is None:
+                    self._observer.on_prompt(choice.stream.num_prompt_tokens)
                 if choice.last_token_time is None:
                     self._observer.on_first_token(batch.timestamp - choice.stream.arrival_time)
                 else:
                     gaps[batch.timestamp - choice.last_token_time] += 1
-            if choice.process(output, batch.timestamp):
+            num_before = choice.num_output_tokens
+            finished = choice.process(output, batch.timestamp)
+            num_generated += choice.num_output_tokens - num_before
+            if finished:
                 del self._choices[output.request_id]
                 if output.finish_reason is None:
                     stopped.append(output.request_id)

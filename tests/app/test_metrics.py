@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.admission import Limit
 from app.metrics import ITL_BUCKETS, Metrics
 from engine.messages import FinishReason, SchedulerStats
 
@@ -49,7 +50,8 @@ def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
     families = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
     asked = (
         "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens request_success "
-        "num_preemptions prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
+        "num_preemptions admission_rejections prompt_tokens_by_source "
+        "prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
         "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prompt_tokens "
         "request_generation_tokens iteration_tokens_total"
     )
@@ -73,7 +75,9 @@ def test_gauges_follow_the_last_step_and_counters_add_up(metrics: Metrics) -> No
     assert value(metrics, "vllm:num_requests_running") == 2
     assert value(metrics, "vllm:num_requests_waiting") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
-    assert value(metrics, "vllm:prompt_tokens_total") == 100
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 100
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 48
+    assert value(metrics, "vllm:prompt_tokens_total") == 0, "usage, not work"
     assert value(metrics, "vllm:generation_tokens_total") == 2
     assert value(metrics, "vllm:num_preemptions_total") == 1
     assert value(metrics, "vllm:prefix_cache_queries_total") == 64
@@ -90,6 +94,21 @@ def test_an_idle_step_leaves_the_step_histogram_alone(metrics: Metrics) -> None:
 def test_every_reason_is_there_before_it_happens(metrics: Metrics) -> None:
     for reason in FinishReason:
         assert value(metrics, "vllm:request_success_total", finished_reason=reason.value) == 0
+
+
+def test_a_refusal_is_counted_by_its_limit_and_is_no_finished_request(metrics: Metrics) -> None:
+    for limit in Limit:
+        assert value(metrics, "vllm:admission_rejections_total", reason=limit.value) == 0
+    metrics.on_rejection(Limit.TOKENS)
+    assert value(metrics, "vllm:admission_rejections_total", reason="max_queued_tokens") == 1
+    for reason in FinishReason:
+        assert value(metrics, "vllm:request_success_total", finished_reason=reason.value) == 0
+
+
+def test_a_prompt_is_counted_as_its_usage_says(metrics: Metrics) -> None:
+    metrics.on_prompt(7)
+    metrics.on_prompt(5)
+    assert value(metrics, "vllm:prompt_tokens_total") == 12
 
 
 def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:

@@ -168,12 +168,16 @@ class RecordingObserver:
         self.finished: list[FinishedRequest] = []
         self.stats: list[SchedulerStats] = []
         self.generated_tokens = 0
+        self.prompt_tokens = 0
         self.num_first_tokens = 0
         self.num_inter_tokens = 0
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
         self.stats.append(stats)
         self.generated_tokens += generated_tokens
+
+    def on_prompt(self, tokens: int) -> None:
+        self.prompt_tokens += tokens
 
     def on_first_token(self, seconds: float) -> None:
         self.num_first_tokens += 1

@@ -319,6 +319,7 @@ async def test_every_request_is_booked_exactly_once_with_its_reason_and_its_toke
         observer = engine.observer
         booked = [(finished.reason, finished.prompt_tokens, finished.output_tokens) for finished in observer.finished]
         assert sorted(booked) == sorted(used)
+        assert sum(prompt_tokens for _, prompt_tokens, _ in used) == observer.prompt_tokens
         assert sum(output_tokens for _, _, output_tokens in used) == observer.generated_tokens
         assert observer.generated_tokens == observer.num_first_tokens + observer.num_inter_tokens
         assert sum(stats.prompt_tokens for stats in observer.stats) <= sum(engine.executor.computed.values())

@@ -13,44 +13,42 @@ from typing import Any
 
 from app.scope import RequestScope
 
-SEGMENTS = ("receive", "tokenize", "queue", "prefill", "decode", "deliver")
-
 
 class Timelines:
     """Timelines of ended requests, the oldest forgotten first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()  # by tenant and request id
 
     def keep(self, request: RequestScope, status: int) -> None:
         """Remember a generation request that has ended."""
         if self._size:
-            self._kept[request.request_id] = (request.tenant.name, timeline(request, status))
-            self._kept.move_to_end(request.request_id)
+            key = (request.tenant.name, request.request_id)
+            self._kept[key] = timeline(request, status)
+            self._kept.move_to_end(key)
             if len(self._kept) > self._size:
                 self._kept.popitem(last=False)
 
     def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
         """A tenant's own request, if it is still remembered."""
-        owner, found = self._kept.get(request_id, ("", None))
-        return found if owner == tenant else None
+        return self._kept.get((tenant, request_id))
 
 
 def timeline(request: RequestScope, status: int) -> dict[str, Any]:
     """The story of a request that has ended just now. Times are seconds since its arrival."""
     start, end = request.arrival_time, time.monotonic()
     generation = request.generation
-    marks = [request.received_time]
+    begins = [("receive", start), ("tokenize", request.received_time)]
     if generation is not None:
-        marks += [
-            generation.opened_time,
-            generation.first_scheduled_time,
-            generation.first_token_time,
-            generation.finished_time,
+        begins += [
+            ("queue", generation.opened_time),
+            ("prefill", generation.first_scheduled_time),
+            ("decode", generation.first_token_time),
+            ("deliver", generation.finished_time),
         ]
-    reached = [mark for mark in marks if mark is not None]
-    bounds = [start, *reached, end]
+    reached = [(name, begin) for name, begin in begins if begin is not None]
+    ends = [*(begin for _, begin in reached[1:]), end]
     return {
         "id": request.request_id,
         "status": status,
@@ -61,8 +59,7 @@ def timeline(request: RequestScope, status: int) -> dict[str, Any]:
         "output_tokens": generation.num_output_tokens if generation else None,
         "seconds": end - start,
         "segments": [
-            {"name": name, "seconds": until - since}
-            for name, since, until in zip(SEGMENTS, bounds, bounds[1:], strict=False)
+            {"name": name, "seconds": until - since} for (name, since), until in zip(reached, ends, strict=True)
         ],
         "blocked_on_client_seconds": request.blocked_seconds,
         "events": [

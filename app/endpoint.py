@@ -28,7 +28,10 @@ class Endpoint:
         self._log = server.settings.log_requests and not quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = RequestScope(scope, receive, send, max_body_bytes=self._server.settings.max_body_bytes)
+        settings = self._server.settings
+        request = RequestScope(
+            scope, receive, send, max_body_bytes=settings.max_body_bytes, body_timeout=settings.body_timeout
+        )
         if not self._quiet:
             self._server.enter(request)
         try:

@@ -1,4 +1,8 @@
-"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread."""
+"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread.
+
+A text that is too long for the model whatever its tokens are is refused before anything is done with it: tokenizing
+all that a body can hold takes many seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import anyio
 from anyio import to_thread
 from tokenizers import Tokenizer
 
+from engine.errors import InvalidRequest
 from gpu.weights import ModelFiles
 from protocol.chat_template import CHATML, ChatTemplate, encode_segments
 from protocol.openai.chat import ChatCompletionRequest
@@ -20,6 +25,8 @@ T = TypeVar("T")
 # load; anything longer would be felt by other streams.
 INLINE_CHARACTERS = 8192
 TOKENIZER_THREADS = 2
+# What rendering a message costs, in characters.
+CHARACTERS_PER_MESSAGE = 64
 
 
 class PromptEncoder:
@@ -33,12 +40,15 @@ class PromptEncoder:
             files.special_tokens,
             control_tokens=[token.content for token in added if token.special],
         )
+        self._longest_token = max(map(len, files.tokenizer.get_vocab()))
         self._threads = anyio.CapacityLimiter(TOKENIZER_THREADS)
 
-    async def encode_chat(self, body: ChatCompletionRequest) -> list[int]:
+    async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
         messages = body.messages_for_template()
-        size = sum(len(message["content"]) for message in messages)
+        num_characters = sum(len(text) for message in messages for text in message.values())
+        size = num_characters + CHARACTERS_PER_MESSAGE * len(messages)
+        self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
 
         def encode() -> list[int]:
             segments = self._template.render(messages, variables=body.template_variables())
@@ -46,9 +56,24 @@ class PromptEncoder:
 
         return await self._run(encode, size)
 
-    async def encode_text(self, text: str) -> list[int]:
-        """Tokenize a completion's prompt, with the BOS token if the model wants one."""
+    async def encode_text(self, text: str, max_model_len: int) -> list[int]:
+        """Tokenize a completion's prompt, with the BOS token if the model wants one. Raises InvalidRequest."""
+        self._check_length(self._fewest_tokens(len(text)), max_model_len, "prompt")
         return await self._run(lambda: self._tokenizer.encode(text).ids, len(text))
+
+    def _fewest_tokens(self, num_characters: int) -> int:
+        """A lower bound: no token stands for more characters than its entry in the vocabulary has."""
+        return num_characters // self._longest_token
+
+    @staticmethod
+    def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
+        if num_tokens >= max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {max_model_len} tokens. However, your prompt has at least "
+                f"{num_tokens} tokens and at least one must be left for the answer. Please shorten the prompt.",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _encode_template(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

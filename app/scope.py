@@ -55,7 +55,7 @@ class RequestScope:
     `blocked_seconds` is how long sending had to wait for the client to read.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int, body_timeout: float) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.http_version: str = scope["http_version"]
@@ -75,6 +75,7 @@ class RequestScope:
         self._asgi_send = send
         self._sending_since: float | None = None
         self._max_body_bytes = max_body_bytes
+        self._body_timeout = body_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
         self._last_words: Callable[[ApiError], bytes] | None = None
@@ -150,7 +151,12 @@ class RequestScope:
     async def run(self, handler: Handler) -> None:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
         try:
-            self.body = await self._read_body()
+            with anyio.move_on_after(self._body_timeout) as patience:
+                self.body = await self._read_body()
+            if patience.cancelled_caught:
+                raise ApiError(
+                    408, f"The request body did not arrive within {self._body_timeout:g} s.", code="body_timeout"
+                )
             self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
                 self._task_group.start_soon(self._watch_for_disconnect)

@@ -181,6 +181,9 @@ class Settings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
     )
+    body_timeout: float = Field(
+        30.0, description="Seconds that a client has to send its request's body.", ge=0.001, le=86400
+    )
     sse_keep_alive: float = Field(
         10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600
     )

@@ -3,6 +3,10 @@
 All models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a fine float, NaN and infinity are not. Unknown
 fields are accepted without effect, because clients send fields newer than any server; known fields whose effect this
 server lacks are refused by name, so that nothing that changes the answer is dropped in silence.
+
+Checking costs time that nobody else gets (the GIL), so lists are measured before their entries are looked at
+(`at_most`), and the first wrong entry of a long one ends the search (`fail_fast`): collecting the errors of six
+megabytes of wrong messages takes 20 s.
 """
 
 from __future__ import annotations
@@ -11,11 +15,33 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from protocol.errors import ApiError, to_api_error
+
+MAX_FIELDS = 1024
+"""Of one object, unknown ones included."""
+
+
+def at_most(limit: int, entries: str) -> BeforeValidator:
+    """Refuses a longer array or object before anything in it is checked."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise PydanticCustomError("rule", f"takes at most {limit} {entries}, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # what `typing` needs to put an annotated type into a union
+
+
+fail_fast = _FailFast()
+"""Annotates a list whose first wrong entry is the only one that is reported."""
 
 
 class ClientModel(BaseModel):
@@ -33,6 +59,8 @@ class ClientModel(BaseModel):
     def _drop_nulls_and_refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_FIELDS:
+            raise PydanticCustomError("rule", f"takes at most {MAX_FIELDS} fields, got {len(data)}")
         for name in data.keys() & cls.unsupported.keys():
             off = cls.unsupported[name]
             if data[name] is not None and data[name] not in off:

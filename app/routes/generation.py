@@ -50,7 +50,7 @@ def chat_completions(server: Server) -> Handler:
         body = await _parse(ChatCompletionRequest, request)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
-            return [await model.prompts.encode_chat(body)]
+            return [await model.prompts.encode_chat(body, model.measures.max_model_len)]
 
         work = _Work(
             body=body,
@@ -74,7 +74,10 @@ def completions(server: Server) -> Handler:
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
             return [
-                await model.prompts.encode_text(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+                await model.prompts.encode_text(prompt, model.measures.max_model_len)
+                if isinstance(prompt, str)
+                else prompt
+                for prompt in prompts
             ]
 
         work = _Work(

@@ -9,15 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import orjson
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel
+from protocol.body import ClientModel, at_most, fail_fast
 from protocol.chat_template import RESERVED_VARIABLES
 from protocol.openai.common import GenerationRequest
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import WireFormat
+
+MAX_MESSAGES = 16384
+MAX_PARTS = 1024  # of one message
+MAX_TEMPLATE_KWARGS = 4096  # bytes of JSON
 
 
 def _string_or_parts(value: Any) -> str | None:
@@ -32,7 +37,7 @@ class TextPart(ClientModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("$text")] | Annotated[list[TextPart], Tag("$parts")],
+    Annotated[str, Tag("$text")] | Annotated[list[TextPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$parts")],
     Discriminator(
         _string_or_parts, custom_error_type="shape", custom_error_message="a string or an array of text parts"
     ),
@@ -117,7 +122,7 @@ class ChatCompletionRequest(GenerationRequest):
         "thinking_token_budget": (-1,),
     }
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], fail_fast, at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
@@ -135,6 +140,12 @@ class ChatCompletionRequest(GenerationRequest):
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
+        try:
+            size = len(orjson.dumps(variables))
+        except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+            raise PydanticCustomError("rule", "is nested too deeply") from None
+        if size > MAX_TEMPLATE_KWARGS:
+            raise PydanticCustomError("rule", f"takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {size}")
         return variables
 
     def messages_for_template(self) -> list[dict[str, str]]:

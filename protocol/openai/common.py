@@ -14,8 +14,8 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from engine.messages import SamplingParams
-from protocol.body import ClientModel
+from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from protocol.body import ClientModel, at_most, fail_fast
 from protocol.openai.logprobs import TokenBytes
 from protocol.openai.output import ChunkStream, Collector, Head, WireFormat
 
@@ -34,9 +34,11 @@ def _string_or_list(value: Any) -> str | None:
     return "$one" if isinstance(value, str) else "$many" if isinstance(value, list) else None
 
 
-LogitBias = Annotated[dict[int, float], BeforeValidator(_token_ids_as_keys)]
+# Validators that run before others are called from right to left: sizes first.
+LogitBias = Annotated[dict[int, float], BeforeValidator(_token_ids_as_keys), at_most(MAX_LOGIT_BIAS, "entries")]
+TokenIds = Annotated[list[int], fail_fast]
 StopStrings = Annotated[
-    Annotated[str, Tag("$one")] | Annotated[list[str], Tag("$many")],
+    Annotated[str, Tag("$one")] | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries"), Tag("$many")],
     Discriminator(_string_or_list, custom_error_type="shape", custom_error_message="a string or an array of strings"),
 ]
 
@@ -95,7 +97,7 @@ class GenerationRequest(ClientModel):
     logit_bias: LogitBias | None = None
     seed: int | None = None
     stop: StopStrings | None = None
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "entries")] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

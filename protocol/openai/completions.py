@@ -11,13 +11,12 @@ from typing import Annotated, Any, ClassVar, Self, cast
 from pydantic import Discriminator, Tag, model_validator
 
 from engine.errors import InvalidRequest
-from protocol.openai.common import GenerationRequest
+from protocol.body import at_most, fail_fast
+from protocol.openai.common import GenerationRequest, TokenIds
 from protocol.openai.logprobs import CompletionLogprobs
 from protocol.openai.output import WireFormat
 
 MAX_PROMPTS = 1024
-
-TokenIds = list[int]
 
 
 def _prompt_shape(value: Any) -> str | None:
@@ -36,9 +35,9 @@ def _prompt_shape(value: Any) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("$text")]
-    | Annotated[list[str], Tag("$texts")]
+    | Annotated[list[str], fail_fast, at_most(MAX_PROMPTS, "prompts"), Tag("$texts")]
     | Annotated[TokenIds, Tag("$tokens")]
-    | Annotated[list[TokenIds], Tag("$token_lists")],
+    | Annotated[list[TokenIds], fail_fast, at_most(MAX_PROMPTS, "prompts"), Tag("$token_lists")],
     Discriminator(
         _prompt_shape,
         custom_error_type="shape",
@@ -80,8 +79,6 @@ class CompletionRequest(GenerationRequest):
         prompts = self._prompt_list()
         if not prompts or not all(prompts):
             raise InvalidRequest("prompt must not be empty: it needs at least one token.", param="prompt")
-        if len(prompts) > MAX_PROMPTS:
-            raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompts)}.", param="prompt")
         return self
 
     def prompts(self, vocab_size: int) -> list[str | TokenIds]:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, mend_connections
 from app.logs import configure_logging
-from app.middleware import Authentication
+from app.middleware import Authentication, HeaderLimit
 from app.routes import catalogue, generation, probes, requests
 from app.scope import Handler
 from app.server import Server
@@ -67,7 +67,7 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/health", probes.health(server), quiet=True),
             route("GET", "/metrics", probes.metrics(server), quiet=True),
         ],
-        middleware=[Middleware(Authentication, tenants=server.tenants)],
+        middleware=[Middleware(HeaderLimit), Middleware(Authentication, tenants=server.tenants)],
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )

@@ -14,6 +14,7 @@
 4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
    the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
    To systemd or Docker that reads as a server that is done.
+5. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ from contextvars import ContextVar
 from multiprocessing.synchronize import SemLock
 from typing import Any
 
+import h11
 from hypercorn.events import Event, Updated
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
+
+from protocol.errors import ApiError
 
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
@@ -42,7 +47,8 @@ _connection: ContextVar[_Connection | None] = ContextVar("headrace_connection", 
 
 
 def mend_connections() -> None:
-    """Points 1 and 2, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+    """Points 1, 2 and 5, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+    H11Protocol._send_error_response = _send_error_response  # type: ignore[method-assign]
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
         if module is not None and not issubclass(module.TCPServer, _Connection):
@@ -79,6 +85,21 @@ def abort_connection() -> None:
     connection = _connection.get()
     if connection is not None:
         connection.abort()
+
+
+async def _send_error_response(self: H11Protocol, status_code: int) -> None:
+    messages = {431: "The head of the request is larger than this server takes; send fewer or shorter headers."}
+    error = ApiError(status_code, messages.get(status_code, "This is not valid HTTP/1.1."))
+    body = error.body()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        *self.config.response_headers("h11"),
+    ]
+    await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+    await self._send_h11_event(h11.Data(data=body))
+    await self._send_h11_event(h11.EndOfMessage())
 
 
 class _Connection:

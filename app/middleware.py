@@ -7,7 +7,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.tenants import Tenant, Tenants
 from protocol.errors import ApiError
 
+MAX_HEADERS = 128
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
+
+
+class HeaderLimit:
+    """Refuses requests with too many headers (CVE-2025-48956); how long they are, the HTTP server limits."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (count := len(scope["headers"])) > MAX_HEADERS:
+            await _refuse(send, ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken."))
+        else:
+            await self._app(scope, receive, send)
 
 
 class Authentication:
@@ -25,7 +39,7 @@ class Authentication:
         if scope["type"] == "http" and self._tenants.required and scope["path"] not in OPEN_PATHS:
             tenant = self._tenant_of(scope)
             if tenant is None:
-                await _refuse(send)
+                await _refuse(send, _NO_KEY)
                 return
             scope["headrace.tenant"] = tenant
         await self._app(scope, receive, send)
@@ -39,12 +53,17 @@ class Authentication:
         return None
 
 
-async def _refuse(send: Send) -> None:
-    error = ApiError(
-        401,
-        "A valid API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
-        code="invalid_api_key",
-    )
-    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+_NO_KEY = ApiError(
+    401,
+    "A valid API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+    code="invalid_api_key",
+    headers={"www-authenticate": "Bearer"},
+)
+
+
+async def _refuse(send: Send, error: ApiError) -> None:
+    body = error.body()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": error.body()})
+    await send({"type": "http.response.body", "body": body})

@@ -2,7 +2,12 @@
 
 The cost of a step is modelled as `decode + tokens * per_token`: `decode` is what a step without prefill takes,
 `per_token` what each prefill token adds. Both are measured on the steps themselves, the newest counting most, because
-a token costs more the longer the context is. Owned by the EngineCore.
+a token costs more the longer the context is.
+
+Where decoding alone takes most of the target, prefill may still double a step: streams slow down by that factor at
+most, and those who wait get their turn. (With a hard target, 32 users on two cores got half the tokens.)
+
+Owned by the EngineCore.
 """
 
 from __future__ import annotations
@@ -41,10 +46,10 @@ class StepBudget:
         """How many prefill tokens the next step may carry beside decodes."""
         if self._per_token is None:
             return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
-        affordable = self._target - self._decode
+        affordable = max(self._target - self._decode, self._decode)
         if affordable >= self._max_tokens * self._per_token:
             return self._max_tokens
-        return max(MIN_PREFILL_TOKENS, int(affordable / self._per_token) if affordable > 0 else 0)
+        return max(MIN_PREFILL_TOKENS, int(affordable / self._per_token))
 
     def observe(self, num_scheduled_tokens: Sequence[int], seconds: float) -> None:
         """Learn from a step that has run with this many tokens for each of its requests."""

@@ -1,0 +1,15 @@
+"""Importing the application is cheap: the server answers before torch is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("module", ["app", "app.application", "app.cli"])
+def test_import_brings_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted(sys.modules.keys() & {{'torch', 'transformers'}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -267,7 +267,7 @@ class Scheduler:
         """The running request that gives its seat and blocks to a waiting one, if any has to.
 
         While a step is restricted that is whoever may not run. Otherwise it is the worst-ranked request of a tenant
-        above its share, if the newcomer's tenant is below its own and was served less: without this, a tenant that
+        above its share, if the newcomer's tenant is below its own and was served no more: without this, a tenant that
         fills all seats with long generations would shut everybody else out until they end.
         """
         if only is not None:
@@ -281,7 +281,7 @@ class Scheduler:
             request
             for request in self.running.values()
             if request.tenant in above
-            and (newcomer.priority, served) < (request.priority, self.shares.served(request.tenant))
+            and (newcomer.priority, served) <= (request.priority, self.shares.served(request.tenant))
             and request not in admitted
         )
         return max(candidates, key=_rank, default=None)

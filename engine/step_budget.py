@@ -56,7 +56,9 @@ class StepBudget:
         num_prefill_tokens = sum(num_tokens for num_tokens in num_scheduled_tokens if num_tokens > 1)
         if num_prefill_tokens == 0:
             if num_scheduled_tokens:
-                self._decode += (seconds - self._decode) * (_DECODE_WEIGHT if self._decode else 1.0)
+                # One step counts for no more than twice the usual, because it may have been held up by something else.
+                newest = min(seconds, 2 * self._decode) if self._decode else seconds
+                self._decode += (newest - self._decode) * (_DECODE_WEIGHT if self._decode else 1.0)
         elif num_prefill_tokens >= MIN_PREFILL_TOKENS:
             self._speeds.append(max(seconds - self._decode, 0.0) / num_prefill_tokens)
             decode = self._decode if 1 in num_scheduled_tokens else 0.0

@@ -1,0 +1,187 @@
+"""A prefill beside running streams takes what the target latency leaves, measured on the steps themselves."""
+
+from __future__ import annotations
+
+import statistics
+import types
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+import engine.core
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.plan import SchedulerOutput
+from engine.step_budget import MIN_PREFILL_TOKENS, StepBudget
+from tests.engine.helpers import make_request, simulated
+from tests.engine.simulated import SimulatedExecutor
+
+TARGET = 0.08
+MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs, in seconds."""
+
+    step: float = 0.02
+    token: float = 0.0005
+    context: float = 0.0  # for each token that a computed one looks back on
+
+
+class Device:
+    """Runs steps in simulated time; `seconds` has how long each of them took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
+        self.costs = costs
+        self.now = 1000.0
+        self.hold_up = 0.0  # the next step takes this much longer
+        self.seconds: list[float] = []
+        self._first_tokens = count(100)  # so that no prompt is found in the prefix cache
+        monkeypatch.setattr(engine.core, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        config = EngineConfig(
+            max_model_len=4096,
+            max_num_seqs=8,
+            max_num_batched_tokens=MAX_TOKENS,
+            target_inter_token_latency=TARGET,
+        )
+        executor = SimulatedExecutor(1200, 16, 1000, before_step=self._run)
+        executor._read = lambda *_: None  # type: ignore[method-assign]  # this is about time, and the prompts are long
+        self.core = EngineCore(config, executor)
+
+    def _run(self, plan: SchedulerOutput) -> None:
+        looked_back_on = sum(
+            num_tokens * self.core.scheduler.requests[request_id].num_computed_tokens
+            for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)
+        )
+        costs = self.costs
+        seconds = costs.step + costs.token * plan.total_num_scheduled_tokens + costs.context * looked_back_on
+        self.now += seconds + self.hold_up
+        self.hold_up = 0.0
+        self.seconds.append(seconds)
+
+    def stream(self, number: int = 1) -> None:
+        """Start streams that decode to the end of the test."""
+        for index in range(number):
+            self.core.add(make_request([index] * 20, max_tokens=3000))
+        for _ in range(5):
+            self.core.step()
+
+    def prefill(self, length: int, name: str = "prompt", max_tokens: int = 1) -> tuple[list[int], list[float]]:
+        """The chunks in which a prompt is prefilled and how long their steps take."""
+        self.core.add(make_request([next(self._first_tokens), *range(length - 1)], name, max_tokens=max_tokens))
+        chunks: list[int] = []
+        first = len(self.seconds)
+        while sum(chunks) < length:
+            self.core.step()
+            plan = simulated(self.core).plans[-1]
+            chunks.append(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)).get(name, 0))
+            assert chunks[-1] > 0  # it always gets somewhere
+        return chunks, self.seconds[first:]
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        Costs(),
+        Costs(step=0.001, token=0.0002),
+        Costs(step=0.05, token=0.001),
+        Costs(step=0.01, token=0.0003, context=3e-7),
+    ],
+    ids=["even", "quick", "slow", "attention"],
+)
+@pytest.mark.parametrize("num_streams", [1, 7])
+def test_steps_with_streams_and_prefill_stay_near_the_target(
+    monkeypatch: pytest.MonkeyPatch, costs: Costs, num_streams: int
+) -> None:
+    device = Device(monkeypatch, costs)
+    device.stream(num_streams)
+    device.prefill(1000, "one that is measured")
+    chunks, seconds = device.prefill(3000)
+    allowed = max(TARGET, 2 * (costs.step + costs.token * num_streams))
+    assert max(seconds[1:]) <= 1.25 * allowed
+    # And no chunk is smaller than it need be.
+    settled = [each for each, chunk in zip(seconds[3:-1], chunks[3:-1], strict=True) if chunk < MAX_TOKENS - 8]
+    if settled:
+        assert statistics.median(settled) >= 0.75 * allowed
+
+
+def test_the_first_prefill_beside_a_stream_begins_carefully(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, Costs(token=0.001))
+    device.core.add(make_request([1, 2, 3], max_tokens=3000))  # too short to be a measure
+    for _ in range(3):
+        device.core.step()
+    _, seconds = device.prefill(1000)
+    assert max(seconds) <= 1.25 * TARGET
+
+
+def test_without_streams_a_prefill_takes_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, Costs(token=0.01))
+    chunks, _ = device.prefill(1200)
+    assert chunks == [512, 512, 176]
+    device.stream()
+    assert max(device.prefill(1200, "beside a stream")[0]) < 100
+
+
+def test_a_quick_device_gives_prefill_the_whole_budget_beside_streams_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, Costs(step=0.002, token=0.00001))
+    device.stream(2)
+    device.prefill(100, "measure")
+    assert device.prefill(2000)[0][:3] == [510, 510, 510]
+
+
+def test_prefill_doubles_a_step_where_decoding_alone_takes_the_whole_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, Costs(step=2 * TARGET, token=0.002))
+    device.stream()
+    device.prefill(500, "measure")
+    _, seconds = device.prefill(1500)
+    assert 3.5 * TARGET <= statistics.median(seconds) <= max(seconds) <= 4.5 * TARGET
+
+
+def test_prefill_goes_on_however_little_of_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch, Costs(step=0.01, token=0.02))
+    device.stream()
+    chunks, _ = device.prefill(200)
+    assert set(chunks[:-1]) == {MIN_PREFILL_TOKENS}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [Costs(step=0.04, token=0.002), Costs(step=0.005, token=0.0001), Costs(step=0.02, token=0.004)],
+    ids=["slower", "quicker", "much slower per token"],
+)
+def test_it_follows_when_costs_change_in_the_middle(monkeypatch: pytest.MonkeyPatch, after: Costs) -> None:
+    device = Device(monkeypatch, Costs())
+    device.stream(2)
+    device.prefill(1000, "before")
+    device.costs = after
+    device.prefill(1500, "between")
+    chunks, seconds = device.prefill(2500, "after")
+    assert max(seconds) <= 1.25 * TARGET or max(chunks) == MIN_PREFILL_TOKENS
+    for each, chunk in list(zip(seconds, chunks, strict=True))[2:-1]:
+        assert each >= 0.75 * TARGET or chunk >= MAX_TOKENS - 8
+
+
+def test_one_step_that_was_held_up_is_forgotten_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what in ("decode", "prefill"):
+        device = Device(monkeypatch, Costs())
+        device.stream(2)
+        usual, _ = device.prefill(1500, "before")
+        device.hold_up = 20.0
+        if what == "decode":
+            device.core.step()
+        chunks, seconds = device.prefill(2000, "after")
+        assert max(seconds) <= 1.25 * TARGET
+        # No step without prefill came in between to correct the measure: the prefill itself has to.
+        assert chunks[-2] >= 0.75 * statistics.median(usual[2:-1])
+
+
+def test_whatever_the_measures_are_a_prefill_gets_some_and_never_too_much() -> None:
+    for seconds in ([0.0] * 9, [0.0, 50.0] * 5, [1e-9] * 9, [1e6, 0.0, 0.0, 1e-12], [0.08] * 9):
+        budget = StepBudget(MAX_TOKENS, TARGET)
+        for each in seconds:
+            for step in ([1, 1], [1, 1, 200], [200], [], [1, 17], [16]):
+                budget.observe(step, each)
+                assert MIN_PREFILL_TOKENS <= budget.prefill_tokens() <= MAX_TOKENS
+                assert budget.seconds_per_prefill_token >= 0.0

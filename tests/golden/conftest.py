@@ -13,7 +13,13 @@ from tests.golden.oracle import Oracle
 @pytest.fixture(scope="session")
 def smollm2() -> LLM:
     settings = Settings(
-        model=str(embedded_gguf()), dtype="float32", device="cpu", max_model_len=512, max_num_seqs=20, num_threads=2
+        model=str(embedded_gguf()),
+        dtype="float32",
+        device="cpu",
+        max_model_len=512,
+        max_num_seqs=20,
+        num_threads=2,
+        target_inter_token_latency=60.0,  # so that no plan depends on the clock
     )
     threads = torch.get_num_threads()
     llm = open_llm(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,9 @@ class RecordedExecutor:
         self.vocab_size = executor.vocab_size
         self.plans: list[SchedulerOutput] = []
 
-    def execute(self, plan: SchedulerOutput) -> StepHandle:
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         self.plans.append(plan)
-        return self._executor.execute(plan)
+        return self._executor.execute(plan, abandoned)
 
     def shutdown(self) -> None:
         raise AssertionError("the executor is shared")
@@ -69,7 +69,7 @@ class Story:
         return [entry for output in self.outputs[request_id] for entry in output.logprobs or ()]
 
     def num_cached_tokens(self, request_id: str) -> int:
-        return self.outputs[request_id][0].num_cached_tokens
+        return next(output.num_cached_tokens for output in self.outputs[request_id] if output.new_token_ids)
 
 
 def drive(

@@ -50,6 +50,7 @@ def pair(request, tmp_path_factory) -> Pair:
         max_num_seqs=8,
         block_size=BLOCK_SIZE,
         num_threads=1,
+        target_inter_token_latency=60.0,  # so that no plan depends on the clock
     )
     core = core_factory(settings, open_files(settings, None))()
     yield Oracle(oracle), core

@@ -241,3 +241,14 @@ def test_the_stop_token_is_counted_and_not_shown() -> None:
 def test_a_character_left_unfinished_is_dropped() -> None:
     token_ids = BYTE_LEVEL.encode("a京").ids[:-1]
     assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids)) == "a"
+
+
+def test_a_piece_that_only_looks_like_a_byte_is_text() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.add_tokens(["<0xGG>", "<0x+1>"])
+    vocabulary = Vocabulary(tokenizer)
+    assert [vocabulary.token_bytes(tokenizer.token_to_id(piece)) for piece in ("<0x0A>", "<0xGG>", "<0x+1>")] == [
+        b"\n",
+        b"<0xGG>",
+        b"<0x+1>",
+    ]

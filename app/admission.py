@@ -31,25 +31,38 @@ class Limit(enum.StrEnum):
     DEADLINE = "first_token_deadline"
 
 
-class Rate:
-    """Events per second, the recent ones counting most."""
+class Pace:
+    """How fast the queue drains, recent times counting most, and how many were refused of late.
+
+    Starts are divided by the seconds in which somebody waited, not by all seconds: on a quiet server few requests
+    start because few arrive, and that says nothing about how long the next one would wait.
+    """
 
     def __init__(self) -> None:
-        self._count = 0.0
+        self._starts = 0.0
+        self._seconds = 0.0  # with somebody in the queue
+        self.refusals = 0.0
         self._updated = time.monotonic()
 
-    def add(self, count: int) -> None:
-        self._decay()
-        self._count += count
-
-    def per_second(self) -> float:
-        self._decay()
-        return self._count / _MEMORY
-
-    def _decay(self) -> None:
+    def advance(self, *, waiting: bool) -> None:
+        """The time until now has passed, with somebody in the queue or nobody. Called before either changes."""
         now = time.monotonic()
-        self._count *= math.exp((self._updated - now) / _MEMORY)
+        kept = math.exp((self._updated - now) / _MEMORY)
+        self._starts *= kept
+        self._seconds = self._seconds * kept + (_MEMORY * (1.0 - kept) if waiting else 0.0)
+        self.refusals *= kept
         self._updated = now
+
+    def start(self, count: int) -> None:
+        self._starts += count
+
+    def refuse(self) -> None:
+        self.refusals += 1
+
+    @property
+    def per_second(self) -> float:
+        """Choices that start per second; 0 while nothing is known."""
+        return self._starts / self._seconds if self._seconds > 0.0 else 0.0
 
 
 class Place:
@@ -88,8 +101,7 @@ class Admission:
         self.queued_tokens = 0
         self._by_tenant: Counter[str] = Counter()
         self._on_refused = on_refused
-        self._drained = Rate()
-        self._refused = Rate()
+        self._pace = Pace()
 
     @property
     def is_full(self) -> bool:
@@ -103,6 +115,7 @@ class Admission:
         Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
         could never be one.
         """
+        self._pace.advance(waiting=self.queued_requests > 0)
         self._check(tenant, choices, tokens, patience)
         place = Place(self, tenant, choices, tokens)
         self.queued_requests += choices
@@ -115,13 +128,14 @@ class Admission:
 
     def release(self, place: Place, started: bool) -> None:
         """Called by a Place, once."""
+        self._pace.advance(waiting=True)
         self.queued_requests -= place.choices
         self.queued_tokens -= place.tokens
         self._by_tenant[place.tenant.name] -= place.choices
         if not self._by_tenant[place.tenant.name]:
             del self._by_tenant[place.tenant.name]
         if started:
-            self._drained.add(place.choices)
+            self._pace.start(place.choices)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> None:
         own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
@@ -139,8 +153,8 @@ class Admission:
             raise self._refusal(
                 Limit.TOKENS, f"The queue is full: {self.queued_tokens} of {self._max_tokens} prompt tokens wait."
             )
-        rate = self._drained.per_second()
-        if patience is not None and rate > 0 and self.queued_requests / rate > patience:
+        rate = self._pace.per_second
+        if patience is not None and rate > 0 and self.queued_requests / rate > max(patience, 0.0):
             raise self._refusal(
                 Limit.DEADLINE,
                 f"The queue is too long for a first token within {patience:g} s: "
@@ -148,7 +162,7 @@ class Admission:
             )
 
     def _refusal(self, limit: Limit, message: str) -> ApiError:
-        self._refused.add(1)
+        self._pace.refuse()
         self._on_refused(limit)
         return ApiError(
             429,
@@ -159,8 +173,8 @@ class Admission:
 
     def retry_after(self) -> int:
         """Seconds until half of the queue, and all who were refused lately, can be expected to have had their turn."""
-        rate = self._drained.per_second()
+        rate = self._pace.per_second
         if rate == 0.0:
             return 1
-        ahead = self.queued_requests / 2 + self._refused.per_second() * _MEMORY
+        ahead = self.queued_requests / 2 + self._pace.refusals
         return max(1, min(math.ceil(ahead / rate), MAX_RETRY_AFTER))

@@ -122,7 +122,7 @@ class RequestScope:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
 
         async def end() -> None:
-            await anyio.sleep(when - time.monotonic())
+            await anyio.sleep(max(0.0, when - time.monotonic()))
             self.end(error, FinishReason.TIMEOUT)
 
         self.start_soon(end)

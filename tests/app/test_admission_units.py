@@ -97,6 +97,20 @@ def test_a_first_token_that_cannot_come_in_time_is_not_waited_for(
         stack.enter_context(admission.queue(ANONYMOUS, 1, 1, None))
 
 
+def test_a_quiet_server_is_not_taken_for_a_slow_one(admission: Admission, clock: Clock, refusals: list[Limit]) -> None:
+    """One request in ten seconds starts in a tenth of one: a second that comes beside it may hope for the same."""
+    for _ in range(10):
+        clock.now += 9.9
+        with admission.queue(ANONYMOUS, 1, 1, None) as place:
+            clock.now += 0.1
+            place.leave(started=True)
+    with admission.queue(ANONYMOUS, 1, 1, None), admission.queue(ANONYMOUS, 1, 1, 0.5):
+        assert admission.retry_after() == 1
+    assert refusals == []
+    with admission.queue(ANONYMOUS, 1, 1, -1.0):
+        pass  # out of time already: its deadline answers, not a full queue
+
+
 def test_a_tenants_own_limit_binds_that_tenant_only(admission: Admission, refusals: list[Limit]) -> None:
     small, other = Tenant(name="small", max_queued_requests=2), Tenant(name="other")
     with admission.queue(small, 2, 1, None):

@@ -28,8 +28,7 @@ def _application_from_environment() -> Starlette:
     from app.settings import SettingsError, load_settings
 
     try:
-        settings = load_settings()
+        return create_app(load_settings())
     except SettingsError as error:
         # The server's first call is the lifespan, where Hypercorn would log an exception and serve on without one.
         end_process(error)
-    return create_app(settings)

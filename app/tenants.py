@@ -17,8 +17,10 @@ import hashlib
 import hmac
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_core import ErrorDetails
 
 from app.settings import Settings, SettingsError
 
@@ -28,7 +30,7 @@ class Tenant(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: str = Field(min_length=1)
     weight: float = Field(default=1.0, ge=0.001, le=1000, allow_inf_nan=False)
     max_running: int | None = Field(default=None, ge=1)
     max_queued_requests: int | None = Field(default=None, ge=1)
@@ -37,11 +39,18 @@ class Tenant(BaseModel):
         return hash(self.name)
 
 
-ANONYMOUS = Tenant(name="")
+ANONYMOUS = Tenant.model_construct(name="")
+
+
+def _can_be_sent(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not text or text != text.strip():  # an empty header would match, and one with blanks around it never could
+        raise ValueError
+    return key
 
 
 class _TenantEntry(Tenant):
-    keys: list[SecretStr] = Field(min_length=1)
+    keys: list[Annotated[SecretStr, AfterValidator(_can_be_sent)]] = Field(min_length=1)
 
 
 class Tenants:
@@ -88,18 +97,24 @@ def _read(path: Path) -> list[_TenantEntry]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"api_keys_file: {path} is not TOML: {error}. {works}") from None
     tables = document.pop("tenants", None)
-    if document or not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+    # A file without any tenant would open the server to everybody.
+    if document or not isinstance(tables, dict) or not tables or not all(isinstance(t, dict) for t in tables.values()):
         raise SettingsError(f"api_keys_file: {path} must hold tables named tenants.<name> and nothing else. {works}")
     entries = []
     for name, table in tables.items():
         try:
             entries.append(_TenantEntry(name=name, **table))
         except (ValidationError, TypeError) as error:
-            # Not the error's own text, which shows values, and keys are among them.
-            problems = error.errors() if isinstance(error, ValidationError) else [{"loc": ("name",)}]
-            wrong = ", ".join(".".join(map(str, problem["loc"])) for problem in problems)
+            wrong = ", ".join(map(_shown, error.errors())) if isinstance(error, ValidationError) else "name"
             raise SettingsError(
-                f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings), "
-                f"weight (0.001 to 1000), max_running and max_queued_requests (at least 1). {works}"
+                f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings "
+                f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (at least "
+                f"1). {works}"
             ) from None
     return entries
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """Where a table is wrong, and what was given there unless it may be a key."""
+    place = ".".join(map(str, problem["loc"]))
+    return f"{place} = {problem['input']!r}" if place in Tenant.model_fields and problem["type"] != "missing" else place

@@ -1,0 +1,228 @@
+"""Tenants from a file: who they are, what they may do to each other, and that nobody learns their keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from app.settings import Settings, SettingsError
+from app.tenants import Tenants
+from tests.server.harness import Server
+from tests.server.raw_client import RawClient
+from tests.server.tiny_model import CONTEXT, tiny_server
+
+COMPLETIONS = "/v1/completions"
+FILE = """
+[tenants.flood]
+keys = ["flood-secret-1", "flood-secret-2"]
+
+[tenants.guest]
+keys = ["guest-secret"]
+weight = 2.0
+
+[tenants.small]
+keys = ["small-secret"]
+max_running = 1
+max_queued_requests = 2
+"""
+SECRETS = ("flood-secret-1", "flood-secret-2", "guest-secret", "small-secret", "environment-secret")
+SEATS = 3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    path.write_text(FILE)
+    with tiny_server(api_keys_file=path, api_keys="environment-secret", max_num_seqs=SEATS) as running:
+        running.client.headers["authorization"] = "Bearer environment-secret"
+        yield running.wait_ready()
+
+
+def ask(server: Server, key: str, **fields: Any) -> Any:
+    body = {"prompt": "Hi", "max_tokens": 1, "ignore_eos": True, **fields}
+    return server.post(COMPLETIONS, body, authorization=f"Bearer {key}")
+
+
+def connect(server: Server, stack: ExitStack, key: str, **fields: Any) -> RawClient:
+    """A request of a tenant on a connection of its own, sent and not waited for."""
+    client = stack.enter_context(server.connect())
+    body = {"prompt": "Hi", "ignore_eos": True, "temperature": 0, **fields}
+    client.post(COMPLETIONS, body, {"authorization": f"Bearer {key}"})
+    return client
+
+
+def test_every_key_of_every_source_opens_the_door_and_no_other_does(server: Server) -> None:
+    for key in SECRETS:
+        assert ask(server, key).status_code == 200
+    for key in ("a", "flood", "flood-secret-1 flood-secret-2", "guest-secre", "GUEST-SECRET"):
+        assert ask(server, key).status_code == 401
+
+
+def test_the_keys_of_a_tenant_are_one_tenant_and_others_are_another(server: Server) -> None:
+    prompt = "What belongs to a tenant is seen by all of its keys and by no others. " * 4
+
+    def cached(key: str) -> int:
+        return ask(server, key, prompt=prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("flood-secret-1") == 0
+    assert cached("flood-secret-2") > 0
+    assert cached("guest-secret") == 0
+
+    request_id = ask(server, "flood-secret-1").headers["x-request-id"]
+
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return server.client.get(f"/v1/requests/{request_id}/timeline", headers=headers).status_code
+
+    assert status("flood-secret-1") == status("flood-secret-2") == 200
+    assert status("guest-secret") == status("environment-secret") == 404
+
+
+def test_a_tenant_cannot_take_anothers_timeline_by_its_id(server: Server) -> None:
+    def timeline(key: str) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        return server.client.get("/v1/requests/my-very-own/timeline", headers=headers).json()
+
+    for key, max_tokens in (("guest-secret", 3), ("flood-secret-1", 5)):
+        body = {"prompt": "Hi", "max_tokens": max_tokens, "ignore_eos": True}
+        answer = server.post(COMPLETIONS, body, **{"authorization": f"Bearer {key}", "x-request-id": "my-very-own"})
+        assert answer.headers["x-request-id"] == "my-very-own"
+    assert timeline("guest-secret")["output_tokens"] == 3
+    assert timeline("flood-secret-2")["output_tokens"] == 5
+
+
+def test_max_running_leaves_seats_to_others(server: Server) -> None:
+    server.wait_idle()
+    with ExitStack() as stack:
+        for _ in range(2):
+            connect(server, stack, "small-secret", max_tokens=CONTEXT - 10)
+        now = server.wait_until(lambda now: now.running == 1 and now.waiting == 1)
+        assert now.running < SEATS
+        assert ask(server, "guest-secret").status_code == 200, "nobody waits behind the one that may not run"
+    server.wait_idle()
+
+
+def test_max_queued_requests_binds_the_tenant_it_is_given_to(server: Server) -> None:
+    server.wait_idle()
+    with ExitStack() as stack:
+        connect(server, stack, "small-secret", max_tokens=CONTEXT - 10)
+        server.wait_until(lambda now: now.running == 1 and now.generation_tokens > 0)
+        for _ in range(2):
+            connect(server, stack, "small-secret", max_tokens=1)
+        server.wait_until(lambda now: now.waiting == 2)
+        refused = ask(server, "small-secret")
+        assert refused.status_code == 429
+        assert "2 of 2" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+        samples = server.metrics().samples
+        assert samples["vllm:admission_rejections_total{reason=tenant_max_queued_requests}"] == 1
+        assert ask(server, "guest-secret").status_code == 200
+        assert server.client.get("/readyz").status_code == 200, "the server is not full"
+        assert ask(server, "small-secret", n=3).status_code == 400, "and this could never fit"
+    server.wait_idle()
+
+
+def test_a_flood_of_one_tenant_does_not_stop_another(server: Server) -> None:
+    """Forty long generations before it in the queue, and yet the guest's requests are done one after the other."""
+    server.wait_idle()
+    alone = [ask(server, "guest-secret", max_tokens=20, seed=seed).json()["choices"] for seed in range(4)]
+    with ExitStack() as stack:
+        for number in range(40):
+            connect(server, stack, f"flood-secret-{1 + number % 2}", max_tokens=2000)
+        server.wait_until(lambda now: now.running == SEATS and now.waiting == 40 - SEATS)
+        before = server.metrics()
+        for seed, expected in enumerate(alone):
+            answer = ask(server, "guest-secret", max_tokens=20, seed=seed)
+            assert answer.json()["choices"] == expected
+            assert server.metrics().waiting >= 40 - 2 * SEATS, "the flood is still there"
+        after = server.metrics()
+        assert after.finished["length"] - before.finished["length"] <= len(alone) + SEATS, "nobody else's turn came"
+        assert after.generation_tokens - before.generation_tokens > 20 * len(alone), "the flood got its share meanwhile"
+    server.wait_idle()
+
+
+def test_keys_are_in_no_log_and_no_metric_and_no_answer(server: Server) -> None:
+    pages = [server.log, server.client.get("/metrics").text, server.client.get("/v1/models").text]
+    pages += [ask(server, "wrong").text, ask(server, "small-secret", n=1000).text]
+    for page in pages:
+        assert "secret" not in page
+
+
+# --- the file
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "tables named tenants.<name>"),
+        ("[tenants]", "tables named tenants.<name>"),
+        ("[tenants]\na = 1", "tables named tenants.<name>"),
+        ("port = 1\n[tenants.a]\nkeys = ['hush-1']", "tables named tenants.<name>"),
+        ("[tenants.a]\nkeys = ['hush-1'", "is not TOML"),
+        ("[tenants.a]", "wrong at keys"),
+        ("[tenants.a]\nkeys = []", "wrong at keys"),
+        ("[tenants.a]\nkeys = 'hush-1'", "wrong at keys"),
+        ("[tenants.a]\nkeys = ['']", "wrong at keys.0"),
+        ("[tenants.a]\nkeys = [' hush-1']", "wrong at keys.0"),
+        ("[tenants.a]\nkeys = ['hush-1', 5]", "wrong at keys.1"),
+        ("[tenants.a]\nkeys = ['hush-1']\nweight = 0", "wrong at weight = 0"),
+        ("[tenants.a]\nkeys = ['hush-1']\nweight = nan", "wrong at weight = nan"),
+        ("[tenants.a]\nkeys = ['hush-1']\nmax_running = 0", "wrong at max_running = 0"),
+        ("[tenants.a]\nkeys = ['hush-1']\nmax_queued_requests = -1", "wrong at max_queued_requests = -1"),
+        ("[tenants.a]\nkeys = ['hush-1']\nmax_runing = 1", "wrong at max_runing"),
+        ("[tenants.a]\nname = 'b'\nkeys = ['hush-1']", "wrong at name"),
+        ("[tenants.'']\nkeys = ['hush-1']", "wrong at name"),
+        ("[tenants.a]\nkeys = ['hush-1']\n[tenants.b]\nkeys = ['hush-1']", "'b' is given twice"),
+        ("[tenants.a]\nkeys = ['hush-0']", "is given twice"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong_and_without_its_keys(
+    tmp_path: Path, content: str, named: str
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        Tenants(Settings(api_keys_file=path, api_keys=(SecretStr("hush-0"),)))
+    message = str(refused.value)
+    assert named in message
+    assert "api_keys" in message
+    assert "hush" not in message
+    assert refused.value.__cause__ is None
+
+
+def test_a_wrong_file_ends_the_server_before_it_serves_anybody(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenants.a]\nkeys = ['hush-hush']\nweight = -1")
+    with tiny_server(api_keys_file=path) as server:
+        assert server.wait_exit() != 0
+        last = server.log.strip().splitlines()[-1]
+        assert "api_keys_file" in last
+        assert "tenants.a" in last
+        assert "weight = -1" in last
+        assert "0.001 to 1000" in last
+        assert "hush" not in server.log
+
+
+def test_finding_a_tenant_does_not_wait_for_the_one_that_fits(tmp_path: Path) -> None:
+    """Twenty thousand keys cost what they cost, wherever the right one stands."""
+    path = tmp_path / "tenants.toml"
+    names = [f"key-{number}" for number in range(20_000)]
+    path.write_text("[tenants.a]\nkeys = [" + ", ".join(f"'{name}'" for name in names) + "]")
+    tenants = Tenants(Settings(api_keys_file=path))
+
+    def seconds(key: str) -> float:
+        def once() -> float:
+            start = time.perf_counter()
+            tenants.find(key.encode())
+            return time.perf_counter() - start
+
+        return min(once() for _ in range(5))
+
+    first, last, none = seconds(names[0]), seconds(names[-1]), seconds("nobody's")
+    assert max(first, last, none) < 3 * min(first, last, none)

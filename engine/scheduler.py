@@ -29,6 +29,7 @@ from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
 from engine.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, SchedulerStats, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.plan_draft import PlanDraft
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.waiting_queue import WaitingQueue
 
@@ -144,7 +145,7 @@ class Scheduler:
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
-        plan = _PlanDraft(self.config.max_num_batched_tokens)
+        plan = PlanDraft(self.config.max_num_batched_tokens)
         decoding: list[Request] = []
         behind: list[Request] = []
         for request in self.running.values():
@@ -162,19 +163,10 @@ class Scheduler:
 
         self._step += 1
         removed, self._removed = self._removed, []
-        num_tokens = list(plan.num_tokens.values())
-        return SchedulerOutput(
-            step=self._step,
-            removed_request_ids=removed,
-            new_requests=plan.new_requests,
-            new_block_ids=plan.new_block_ids,
-            request_ids=list(plan.num_tokens),
-            num_scheduled_tokens=num_tokens,
-            total_num_scheduled_tokens=sum(num_tokens),
-        )
+        return plan.finished(self._step, removed)
 
     def _schedule_running(
-        self, plan: _PlanDraft, requests: Iterable[Request], now: float, only: Collection[str] | None
+        self, plan: PlanDraft, requests: Iterable[Request], now: float, only: Collection[str] | None
     ) -> bool:
         """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
         undisturbed = True
@@ -198,7 +190,7 @@ class Scheduler:
         return undisturbed
 
     def _admit_waiting(
-        self, plan: _PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
+        self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
     ) -> None:
         """Start waiting requests while budget, seats and blocks last.
 
@@ -423,25 +415,6 @@ class Scheduler:
             raise AssertionError("a living request is neither running nor waiting")
         if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
             raise AssertionError("the tenants' counts differ from the requests there are")
-
-
-class _PlanDraft:
-    """A plan in the making: the budget left and what has been given away."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.num_tokens: dict[str, int] = {}
-        self.new_block_ids: dict[str, list[int]] = {}
-        self.new_requests: list[NewRequestData] = []
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        self.num_tokens[request.request_id] = num_tokens
-        self.budget -= num_tokens
-
-    def drop(self, request: Request) -> None:
-        """Take back what a request was given, because it is preempted after all."""
-        self.budget += self.num_tokens.pop(request.request_id, 0)
-        self.new_block_ids.pop(request.request_id, None)
 
 
 def _rank(request: Request) -> tuple[int, int]:

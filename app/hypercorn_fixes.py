@@ -8,13 +8,18 @@
    runs out: 75 s here, as it has to outlast the timers of proxies.
 2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
    megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
-   `abort_connection` finds it by a context variable, which every task of the connection inherits.
+   `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
+   closed its side without reading to the end is gone, too: on trio the send that waits for it cannot be cancelled.
 3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
    application last, so nothing could be refused politely and no probe could see that the server is going away.
 4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
    the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
    To systemd or Docker that reads as a server that is done.
 5. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
+6. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
+   nobody else can have and with a model that nobody can unload.
+
+`app.hypercorn_streams` has the rest: what concerns single streams, above all those of HTTP/2.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ import signal
 import socket
 import struct
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -33,26 +40,28 @@ from multiprocessing.synchronize import SemLock
 from typing import Any
 
 import h11
-from hypercorn.events import Event, Updated
+from hypercorn.events import Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
 
+from app.hypercorn_streams import mend_streams
 from protocol.errors import ApiError
 
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
 
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
-_connection: ContextVar[_Connection | None] = ContextVar("headrace_connection", default=None)
+_connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
 
 
 def mend_connections() -> None:
     """Points 1, 2 and 5, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+    mend_streams()
     H11Protocol._send_error_response = _send_error_response  # type: ignore[method-assign]
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
-        if module is not None and not issubclass(module.TCPServer, _Connection):
-            module.TCPServer = type("TCPServer", (_Connection, module.TCPServer), {})
+        if module is not None and not issubclass(module.TCPServer, Connection):
+            module.TCPServer = type("TCPServer", (Connection, module.TCPServer), {})
 
 
 def drain_before_shutdown(drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
@@ -76,15 +85,26 @@ def end_parent() -> None:
     os.kill(parent.pid, signal.SIGUSR1)
     # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
     for lock in gc.get_objects():
-        if isinstance(lock, SemLock):
+        if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
 
 
-def abort_connection() -> None:
-    """Close the connection of the current task now, with what has not been sent yet thrown away."""
-    connection = _connection.get()
-    if connection is not None:
-        connection.abort()
+def end_with_parent() -> None:
+    """Point 6."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait_and_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, name="end-with-parent", daemon=True).start()
+
+
+def current_connection() -> Connection | None:
+    """The connection that the current task serves; None if that is not under a mended Hypercorn."""
+    return _connection.get()
 
 
 async def _send_error_response(self: H11Protocol, status_code: int) -> None:
@@ -102,11 +122,13 @@ async def _send_error_response(self: H11Protocol, status_code: int) -> None:
     await self._send_h11_event(h11.EndOfMessage())
 
 
-class _Connection:
+class Connection:
     """Mixed into Hypercorn's `TCPServer`s, which for this purpose are nearly alike on asyncio and trio."""
 
     idle_task: Any
     _client_gone = False
+    _num_sending = 0
+    _sending_since = 0.0
 
     async def run(self) -> None:
         _connection.set(self)
@@ -117,6 +139,7 @@ class _Connection:
         await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
 
     def abort(self) -> None:
+        """Close the connection now, with what has not been sent yet thrown away."""
         with suppress(OSError):
             # Lingering for no time at all makes closing a reset: the kernel keeps nothing for a peer that never reads.
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -125,6 +148,10 @@ class _Connection:
         else:
             with suppress(OSError):
                 self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+
+    def seconds_blocked(self) -> float:
+        """For how long the client has not read what is being sent to it; 0 if nothing is."""
+        return time.monotonic() - self._sending_since if self._num_sending else 0.0
 
     def _socket(self) -> Any:
         if hasattr(self, "writer"):
@@ -135,9 +162,20 @@ class _Connection:
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes
         self._client_gone = True
+        if self._num_sending:
+            self.abort()
         await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            if self._num_sending == 0:
+                self._sending_since = time.monotonic()
+            self._num_sending += 1
+            try:
+                await super().protocol_send(event)  # type: ignore[misc]
+            finally:
+                self._num_sending -= 1
+                self._sending_since = time.monotonic()
         # An answer that ends after its client has left would start the timer again.
-        if not (self._client_gone and isinstance(event, Updated)):
+        elif not (self._client_gone and isinstance(event, Updated)):
             await super().protocol_send(event)  # type: ignore[misc]

@@ -58,15 +58,15 @@ class Http2Client:
         return stream_id
 
     def send_data(self, stream_id: int, data: bytes, *, end: bool) -> None:
-        """A part of a body, as far and as fast as the server's flow control lets it."""
+        """A part of a body, once the server's flow control lets it. It goes out with the next `flush`."""
         while data:
             room = min(self._http.local_flow_control_window(stream_id), self._http.max_outbound_frame_size)
             if room == 0:
+                self.flush()
                 self._receive()
                 continue
             self._http.send_data(stream_id, data[:room])
             data = data[room:]
-            self.flush()
         if end:
             self._http.end_stream(stream_id)
 
@@ -78,6 +78,12 @@ class Http2Client:
     def say_goodbye(self) -> None:
         """GOAWAY, and leave the socket open."""
         self._http.close_connection()
+        self.flush()
+
+    def open_windows(self) -> None:
+        """From now on streams may receive as many bytes as come."""
+        self._gives_window = True
+        self._http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**16})
         self.flush()
 
     def flush(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.endpoint import Endpoint
-from app.hypercorn_fixes import drain_before_shutdown, end_parent, mend_connections
+from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
 from app.routes import catalogue, generation, probes, requests
@@ -31,6 +32,8 @@ from engine.errors import HeadraceError
 from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
+
+ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -47,11 +50,17 @@ def create_app(settings: Settings) -> Starlette:
         # Here and not earlier: only now is the worker imported that serves this application.
         mend_connections()
         drain_before_shutdown(shutdown.wait_and_drain)
+        end_with_parent()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(server.live)
             task_group.start_soon(shutdown.listen_for_signals)
             yield
+            # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
+            last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
+            last_resort.daemon = True
+            last_resort.start()
             task_group.cancel_scope.cancel()
+        last_resort.cancel()
         await to_thread.run_sync(server.tracer.close)
 
     application = Starlette(
@@ -83,19 +92,23 @@ def end_process(error: BaseException) -> NoReturn:
     exception from the lifespan is logged and the server goes on without it. A supervisor must see that this is
     over, so the process ends here.
     """
-    cause: BaseException = error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    if not isinstance(cause, HeadraceError):
-        logger.error("The engine failed", exc_info=cause)
-    elif cause.__cause__ is not None:
-        logger.error("%s", cause, exc_info=cause.__cause__)
-    words = str(cause) if isinstance(cause, HeadraceError) else f"{type(cause).__name__}: {cause}"
+    if not isinstance(error, HeadraceError):
+        logger.error("The engine failed", exc_info=error)
+    elif error.__cause__ is not None:
+        logger.error("%s", error, exc_info=error.__cause__)
+    words = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
     logging.shutdown()
     sys.stderr.write(f"headrace: {words}\n")
     sys.stderr.flush()
     end_parent()
     os._exit(1)
+
+
+def _end_without_engine() -> None:
+    """The stop was asked for and every client has had its answer, so this is no failure."""
+    logger.warning("The engine has not ended within %g s; ending without it", ENGINE_END_SECONDS)
+    logging.shutdown()
+    os._exit(0)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

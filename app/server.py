@@ -21,13 +21,14 @@ from app.loading import make_client, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
 from app.scope import RequestScope
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 from app.tenants import Tenants
 from app.timelines import Timelines
 from app.tracing import open_tracer
 from engine.async_llm import AsyncLLM
 from engine.errors import EngineDead
 from engine.messages import EngineReady, FinishReason
+from gpu.weights import ModelError
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
 
@@ -151,8 +152,9 @@ class Server:
     # --- the lifetime
 
     def enter(self, request: RequestScope) -> None:
-        """A request that a drain has to wait for."""
-        self._open_requests.add(request)
+        """A request that a drain has to wait for: one that came before it."""
+        if self.phase is not Phase.STOPPING:
+            self._open_requests.add(request)
 
     def leave(self, request: RequestScope) -> None:
         """It has ended. Requests that never entered may leave, too."""
@@ -171,6 +173,8 @@ class Server:
             request.end(SHUTTING_DOWN, FinishReason.ABORT)
         with anyio.move_on_after(LAST_WORDS_SECONDS):
             await self._until_idle()
+        for request in self._open_requests:
+            request.cut()
 
     async def _until_idle(self) -> None:
         while self._open_requests:
@@ -183,7 +187,19 @@ class Server:
             await self._load_and_serve()
         except Exception as error:
             self.phase = Phase.FAILED
-            self._on_fatal(error)
+            self._on_fatal(self._in_operators_words(error))
+
+    def _in_operators_words(self, error: BaseException) -> BaseException:
+        """What has ended the server. Errors of model files know the file, not the setting that led to it."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if not isinstance(error, ModelError):
+            return error
+        model, works = self.settings.model, Settings.model_fields["model"].default
+        advice = "" if model == works or works in str(error) else f" A value that works: {works}"
+        explained = SettingsError(f"model: got {model!r}, which cannot be served. {error}{advice}")
+        explained.__cause__ = error.__cause__
+        return explained
 
     async def _load_and_serve(self) -> None:
         files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))

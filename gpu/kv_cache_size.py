@@ -50,6 +50,17 @@ def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
+def check_memory(kv_cache_memory: int, free: int) -> None:
+    """Raise ConfigError for a cache that the device has no room for: filling it could end the process."""
+    if kv_cache_memory > free:
+        raise ConfigError(
+            "kv_cache_memory",
+            _size(kv_cache_memory),
+            allowed=f"{_size(free)} are free on the device",
+            hint=f"kv_cache_memory={free // 2} works, or leave it out",
+        )
+
+
 def kv_cache_size(
     config: ModelConfig,
     *,

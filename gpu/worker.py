@@ -18,7 +18,7 @@ from gpu.attention import AttentionBackend, AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.config import ModelConfig
 from gpu.host import available_memory, has_bfloat16_instructions
-from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, kv_cache_size
+from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM, build_model
 from gpu.sampling import SamplingMetadata, sample
@@ -95,11 +95,12 @@ class Worker:
     def _kv_cache_budget(
         self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
     ) -> int:
-        """Bytes that the KV cache may take, with the weights in place."""
+        """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
         if options.kv_cache_memory is not None:
+            check_memory(options.kv_cache_memory, self._free_memory())
             return options.kv_cache_memory
         if self.device.type == "cpu":
-            return min(int(CPU_MEMORY_SHARE * available_memory()), CPU_MEMORY_LIMIT)
+            return min(int(CPU_MEMORY_SHARE * self._free_memory()), CPU_MEMORY_LIMIT)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         resident = torch.cuda.memory_allocated(self.device)
@@ -108,6 +109,9 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(options.gpu_memory_utilization * total) - (total - free) - activations
+
+    def _free_memory(self) -> int:
+        return available_memory() if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -121,10 +125,8 @@ def resolve_device(name: str) -> torch.device:
     count = torch.cuda.device_count()
     if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
         return device
-    found = f"{count} CUDA device{'s' * (count != 1)} found"
-    raise ConfigError(
-        "device", name, allowed=f"it must be auto, cpu or cuda, and there is {found}", hint="device=cpu works"
-    )
+    found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
+    raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
 
 
 def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -101,11 +101,17 @@ class AsyncLLM:
         return stream
 
     def seconds_without_progress(self) -> float:
-        """For how long the engine has had work and made no step; 0 when it is idle."""
-        oldest = self._outputs.oldest_arrival()
-        if oldest is None:
-            return 0.0
-        return max(0.0, time.monotonic() - max(self._client.last_progress, oldest))
+        """For how long the engine has had work and made no step; 0 when it is idle.
+
+        A step that does not end counts even if every client has given up meanwhile: the next ones would, too.
+        """
+        since = self._client.last_progress
+        if self._client.is_asleep:  # unless it does not hear what has been put into its inbox
+            oldest = self._outputs.oldest_arrival()
+            if oldest is None:
+                return 0.0
+            since = max(since, oldest)
+        return max(0.0, time.monotonic() - since)
 
     @property
     def num_open_choices(self) -> int:

@@ -39,6 +39,11 @@ class EngineClient(Protocol):
         """The engine's heartbeat: when its latest step ended or it woke up, by `time.monotonic()`; 0 before that."""
         ...
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has nothing to do, or does not run yet."""
+        ...
+
 
 class ThreadClient:
     """An engine in a worker thread. `make_core` loads the model; it is called on that thread."""
@@ -51,6 +56,10 @@ class ThreadClient:
     @property
     def last_progress(self) -> float:
         return self._core.last_progress if self._core else 0.0
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._core is None or self._core.is_asleep
 
     @asynccontextmanager
     async def running(self, deliver: Callable[[OutboxMessage], None]) -> AsyncIterator[None]:
@@ -91,7 +100,7 @@ class ThreadClient:
                 run_until_closed(core, channel)
             finally:
                 core.shutdown()
-        except Exception as error:
+        except BaseException as error:  # a native library's panic is no Exception, and SystemExit would end the loop
             channel.send(error)
         else:
             channel.send(EngineDead("the engine has been shut down"))
@@ -101,6 +110,8 @@ def run_until_closed(core: EngineCore, channel: RequestChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
     while True:
         idle = not core.has_work
+        if idle:
+            core.sleep()
         messages = channel.receive(wait=idle)
         if idle:
             core.wake()

@@ -32,8 +32,8 @@ IsAbandoned = Callable[[Sequence[str]], bool]
 class EngineCore:
     """Scheduler and executor, moved on one step at a time by whoever owns the thread.
 
-    `num_steps` and `last_progress` are the heartbeat: steps begun to their end, whatever their fate, and when the
-    latest ended or the engine woke up. Safe to read from any thread.
+    `num_steps`, `last_progress` and `is_asleep` are the heartbeat: steps begun to their end, whatever their fate; when
+    the latest ended or the engine woke up; and whether it has nothing to do. Safe to read from any thread.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -42,6 +42,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
         self.num_steps = 0
         self.last_progress = time.monotonic()
+        self.is_asleep = False
         self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
         self._quarantine = Quarantine()
         self._failures_in_a_row = 0
@@ -88,9 +89,14 @@ class EngineCore:
         self.last_progress = time.monotonic()
         return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.last_progress)
 
+    def sleep(self) -> None:
+        """The engine has nothing to do until something arrives."""
+        self.is_asleep = True
+
     def wake(self) -> None:
-        """The engine was idle and has work again: its heartbeat counts from here."""
+        """Something has arrived: the heartbeat counts from here."""
         self.last_progress = time.monotonic()
+        self.is_asleep = False
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known."""

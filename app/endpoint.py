@@ -30,7 +30,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings = self._server.settings
         request = RequestScope(
-            scope, receive, send, max_body_bytes=settings.max_body_bytes, body_timeout=settings.body_timeout
+            scope,
+            receive,
+            send,
+            max_body_bytes=settings.max_body_bytes,
+            body_timeout=settings.body_timeout,
+            send_timeout=settings.send_timeout,
         )
         if not self._quiet:
             self._server.enter(request)

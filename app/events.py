@@ -1,9 +1,8 @@
-"""An answer as server-sent events: kept alive while nothing happens, cut when nobody reads.
+"""An answer as server-sent events, kept alive while nothing happens.
 
 Headers go out as soon as there is something to say, or after a tenth of a second: a request that fails at once is
 still answered with a plain status, and one that has to wait in the queue is not mistaken for a dead server. From then
-on a comment is sent whenever nothing else was for `keep_alive` seconds, so that no proxy cuts the connection; and a
-client that reads nothing for `send_timeout` seconds is cut, so that nothing is generated for nobody.
+on a comment is sent whenever nothing else was for `keep_alive` seconds, so that no proxy cuts the connection.
 """
 
 from __future__ import annotations
@@ -29,24 +28,20 @@ class EventStream:
         request: RequestScope,
         *,
         keep_alive: float,
-        send_timeout: float,
         last_words: Callable[[ApiError], bytes],
     ) -> None:
         self._request = request
         self._keep_alive = keep_alive
-        self._send_timeout = send_timeout
         self._last_words = last_words
         self._last_sent = time.monotonic()
-        self._ended = False
         self.started = False
 
     async def start(self) -> None:
-        """Send the headers, and watch over the connection from now on."""
+        """Send the headers, and keep the connection alive from now on."""
         self.started = True
         await self._request.start_stream(CONTENT_TYPE, last_words=self._last_words)
         self._last_sent = time.monotonic()
         self._request.start_soon(self._keep_alive_while_silent)
-        self._request.start_soon(self._cut_when_nobody_reads)
 
     async def send(self, events: bytes) -> None:
         """One or more whole events."""
@@ -55,20 +50,14 @@ class EventStream:
 
     async def end(self, events: bytes) -> None:
         """The last events."""
-        self._ended = True
         await self._request.end_stream(events)
 
     async def _keep_alive_while_silent(self) -> None:
-        while not self._ended:
+        while not self._request.is_answered:
             silence = time.monotonic() - self._last_sent
-            if silence >= self._keep_alive:
-                await self.send(KEEP_ALIVE)
-            else:
+            if silence < self._keep_alive:
                 await anyio.sleep(self._keep_alive - silence)
-
-    async def _cut_when_nobody_reads(self) -> None:
-        while True:
-            left = self._send_timeout - self._request.seconds_blocked()
-            if left <= 0:
-                self._request.cut()
-            await anyio.sleep(max(left, 0.01))
+            elif self._request.is_sending:  # not silent: the client does not read
+                await anyio.sleep(self._keep_alive)
+            else:
+                await self.send(KEEP_ALIVE)

@@ -1,12 +1,13 @@
 """From settings to an engine: the only place that knows both the gpu room and the engine room.
 
-Torch is imported by `make_core`, on the engine's thread; everything before it is torch-free.
+Torch is imported by `make_executor`, on the engine's thread; everything before it is torch-free.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from app.settings import Settings
 from engine.client import EngineClient, ThreadClient
@@ -14,6 +15,9 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.llm import LLM
 from gpu.weights import ModelFiles, Progress, open_model
+
+if TYPE_CHECKING:
+    from gpu.executor import UniProcExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +36,7 @@ def core_factory(settings: Settings, files: ModelFiles) -> Callable[[], EngineCo
     """A function that loads the model and makes the engine's core; to be called on the thread that will run it."""
 
     def make_core() -> EngineCore:
-        from gpu.executor import load_executor
-        from gpu.worker import WorkerOptions
-
-        options = WorkerOptions(
-            dtype=settings.dtype,
-            device=settings.device,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=settings.block_size,
-            kv_cache_memory=settings.kv_cache_memory,
-        )
-        executor = load_executor(files, options, num_threads=settings.num_threads)
+        executor = make_executor(settings, files)
         logger.info("%s", executor.summary)
         config = EngineConfig(
             max_model_len=executor.max_model_len,
@@ -57,6 +49,23 @@ def core_factory(settings: Settings, files: ModelFiles) -> Callable[[], EngineCo
         return EngineCore(config, executor)
 
     return make_core
+
+
+def make_executor(settings: Settings, files: ModelFiles) -> UniProcExecutor:
+    """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
+    from gpu.executor import load_executor
+    from gpu.worker import WorkerOptions
+
+    options = WorkerOptions(
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        kv_cache_memory=settings.kv_cache_memory,
+    )
+    return load_executor(files, options, num_threads=settings.num_threads)
 
 
 def open_llm(settings: Settings, progress: Progress | None = None) -> LLM:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 BACKLOG = 1024
+GRACEFUL_TIMEOUT = 3  # seconds, after the application's own drain
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -93,7 +94,7 @@ def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
     config.backlog = BACKLOG
     config.keep_alive_timeout = 75
     config.keep_alive_max_requests = 1_000_000
-    config.graceful_timeout = settings.drain_timeout
+    config.graceful_timeout = GRACEFUL_TIMEOUT
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False
     config.accesslog = None

@@ -29,7 +29,7 @@ import anyio
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
-from app.hypercorn_fixes import abort_connection
+from app.hypercorn_fixes import current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
@@ -55,7 +55,16 @@ class RequestScope:
     `blocked_seconds` is how long sending had to wait for the client to read.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int, body_timeout: float) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        max_body_bytes: int,
+        body_timeout: float,
+        send_timeout: float,
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.http_version: str = scope["http_version"]
@@ -73,14 +82,18 @@ class RequestScope:
         self.blocked_seconds = 0.0
         self._receive = receive
         self._asgi_send = send
-        self._sending_since: float | None = None
+        self._num_sending = 0
+        self._sending_since: float | None = None  # since when the client has not read any of what is being sent
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
+        self._send_timeout = send_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
         self._last_words: Callable[[ApiError], bytes] | None = None
         self._answered = False  # the last byte is out, or on its way
         self._ended_by: ApiError | None = None
+        self._connection = current_connection()
+        self._shield: anyio.CancelScope | None = None
 
     # --- what handlers use
 
@@ -99,7 +112,8 @@ class RequestScope:
         """The whole answer at once, of any type."""
         self._answered = True
         extra = [(b"content-length", str(len(body)).encode())]
-        with anyio.CancelScope(shield=not self.client_gone):  # half an answer would be worse than a late one
+        # Half an answer would be worse than a late one.
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -116,7 +130,10 @@ class RequestScope:
     async def end_stream(self, data: bytes) -> None:
         """The last piece of a stream."""
         self._answered = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        # The disconnect that follows every answer would otherwise interrupt what Hypercorn still does after the last
+        # byte: on trio, starting the connection's keep-alive timer.
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     def end_at(self, when: float, error: ApiError) -> None:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
@@ -135,16 +152,28 @@ class RequestScope:
                 self.generation.leave_reason = reason
             self._handler.cancel()
 
-    def seconds_blocked(self) -> float:
-        """For how long the send in progress has been waiting for the client to read; 0 if there is none."""
-        return 0.0 if self._sending_since is None else time.monotonic() - self._sending_since
+    @property
+    def is_sending(self) -> bool:
+        """Whether a send is waiting for the client to read."""
+        return self._sending_since is not None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the last byte of the answer is out, or on its way."""
+        return self._answered
 
     def cut(self) -> None:
-        """Give up a client that does not read: close its connection and leave the scope."""
+        """Give up a client that does not read: end its connection, or its stream of HTTP/2, and leave the scope."""
         self.error_code = "client_stalled"
-        self._leave()
-        if self.http_version.startswith("1"):  # a connection of HTTP/2 may carry streams that are well
-            abort_connection()
+        if self._task_group is not None:
+            self._leave()
+        if self._shield is not None:
+            self._shield.cancel()
+        # A connection of HTTP/2 may carry streams that are well, unless it is stuck itself.
+        if self._connection is not None and (
+            self.http_version.startswith("1") or self._connection.seconds_blocked() >= self._send_timeout
+        ):
+            self._connection.abort()
 
     # --- the scope itself
 
@@ -160,6 +189,7 @@ class RequestScope:
             self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
                 self._task_group.start_soon(self._watch_for_disconnect)
+                self._task_group.start_soon(self._cut_when_nobody_reads)
                 with self._handler:
                     try:
                         await handler(self)
@@ -200,6 +230,14 @@ class RequestScope:
             pass
         self._leave()
 
+    async def _cut_when_nobody_reads(self) -> None:
+        while True:
+            since = self._sending_since
+            left = self._send_timeout - (0.0 if since is None else time.monotonic() - since)
+            if left <= 0:
+                self.cut()
+            await anyio.sleep(max(left, 0.01))
+
     def _leave(self) -> None:
         assert self._task_group is not None
         self.client_gone = True
@@ -216,21 +254,29 @@ class RequestScope:
             await self.end_stream(self._last_words(api_error))
 
     async def _send(self, message: dict[str, Any]) -> None:
-        self._sending_since = started = time.monotonic()
+        started = time.monotonic()
+        self._num_sending += 1
+        if self._sending_since is None:
+            self._sending_since = started
         try:
             await self._asgi_send(message)
         finally:
-            self._sending_since = None
-            self.blocked_seconds += time.monotonic() - started
+            ended = time.monotonic()
+            self._num_sending -= 1
+            self._sending_since = ended if self._num_sending else None  # the handler and a keep-alive may overlap
+            self.blocked_seconds += ended - started
 
     async def _start_response(
         self, status: int, content_type: str, extra: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str] | None
     ) -> None:
+        given = dict(headers or {})
+        if not self.http_version.startswith("1"):
+            given.pop("connection", None)  # HTTP/2 has no such header: with it, the answer would never be sent
         raw: RawHeaders = [
             (b"content-type", content_type.encode()),
             (b"x-request-id", self.request_id.encode()),
             *extra,
-            *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+            *((name.encode(), value.encode()) for name, value in given.items()),
         ]
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

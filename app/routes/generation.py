@@ -160,7 +160,6 @@ async def _send_events(
     events = EventStream(
         request,
         keep_alive=settings.sse_keep_alive or math.inf,
-        send_timeout=settings.send_timeout,
         last_words=chunks.fail,
     )
     with anyio.move_on_after(HEADERS_WITHIN) as patience:

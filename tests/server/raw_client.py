@@ -98,6 +98,10 @@ class RawClient:
 
     # --- leaving
 
+    def end_of_requests(self) -> None:
+        """A FIN, with the other direction left open and unread."""
+        self._socket.shutdown(socket.SHUT_WR)
+
     def leave_with_fin(self) -> None:
         """Close the way a client does that ends in order: a FIN, even if there are bytes it never read."""
         self._socket.shutdown(socket.SHUT_RDWR)

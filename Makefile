@@ -16,7 +16,7 @@ QUIET := $(if $(CI),-qq)
 INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint format storm lock clean
+.PHONY: help serve chat test lint format storm nginx lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,7 +28,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: lint
+test: lint nginx
 	$(BIN)/headrace pull
 	$(BIN)/pytest
 
@@ -43,7 +43,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # Minutes of load and faults; not part of `make test`.
-storm: $(VENV)/.dev
+storm: $(VENV)/.dev nginx
 	$(BIN)/pytest -m storm --timeout 900
 
 # Pins what the environment holds now. Run it in a fresh environment after changing pyproject.toml.
@@ -78,3 +78,12 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing what the tests need"
 	@$(INSTALL) --no-build-isolation --editable '.[dev,otel,load]'
 	@touch $@
+
+# The proxy that the server's tests put before it, from the distribution, where it is missing.
+nginx:
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v nginx >/dev/null && exit; \
+	  if [ "$$(id -u)" = 0 ]; then root=; else root="sudo -n"; fi; \
+	  echo "Installing nginx for the tests"; \
+	  { command -v apt-get && $$root true && \
+	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends nginx-light; } >/dev/null || \
+	  { echo "The tests need nginx, and it could not be installed. On Debian: apt install nginx-light" >&2; exit 1; }

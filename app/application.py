@@ -26,9 +26,9 @@ from app.middleware import Authentication, HeaderLimit
 from app.routes import catalogue, generation, probes, requests
 from app.scope import Handler
 from app.server import Server
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 from app.shutdown import Shutdown
-from engine.errors import HeadraceError
+from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,9 @@ def end_process(error: BaseException) -> NoReturn:
     if not isinstance(error, HeadraceError):
         logger.error("The engine failed", exc_info=error)
     elif error.__cause__ is not None:
-        logger.error("%s", error, exc_info=error.__cause__)
+        # Of an operator's mistake the last line tells everything.
+        level = logging.DEBUG if isinstance(error, SettingsError | ConfigError) else logging.ERROR
+        logger.log(level, "%s", error, exc_info=error.__cause__)
     words = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
     logging.shutdown()
     sys.stderr.write(f"headrace: {words}\n")

@@ -82,11 +82,12 @@ def end_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    os.kill(parent.pid, signal.SIGUSR1)
     # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
+    # Before it ends, because point 6 ends this process then.
     for lock in gc.get_objects():
         if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
+    os.kill(parent.pid, signal.SIGUSR1)
 
 
 def end_with_parent() -> None:

@@ -48,7 +48,7 @@ def write_tiny_model(directory: Path, **changes: object) -> Path:
 def tiny_server(worker_class: str = "uvloop", **settings: object) -> Server:
     """A server of the tiny model, not started yet."""
     usual = {
-        "model": write_tiny_model(Path(_home().name) / NAME),
+        "model": settings["model"] if "model" in settings else write_tiny_model(Path(_home().name) / NAME),
         "load_format": "dummy",
         "max_model_len": CONTEXT,
         "kv_cache_memory": "16MiB",

@@ -269,14 +269,11 @@ class RequestScope:
     async def _start_response(
         self, status: int, content_type: str, extra: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str] | None
     ) -> None:
-        given = dict(headers or {})
-        if not self.http_version.startswith("1"):
-            given.pop("connection", None)  # HTTP/2 has no such header: with it, the answer would never be sent
         raw: RawHeaders = [
             (b"content-type", content_type.encode()),
             (b"x-request-id", self.request_id.encode()),
             *extra,
-            *((name.encode(), value.encode()) for name, value in given.items()),
+            *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
         ]
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

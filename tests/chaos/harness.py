@@ -25,11 +25,18 @@ class ChaosServer(Server):
     """A small server that does as `faults` says. `device="simulated"` starts in no time."""
 
     def __init__(
-        self, worker_class: str = "uvloop", start: Start = "hypercorn", *, device: str = "cpu", **settings: object
+        self,
+        worker_class: str = "uvloop",
+        start: Start = "hypercorn",
+        *,
+        device: str = "cpu",
+        flags: tuple[str, ...] = (),  # of Hypercorn
+        **settings: object,
     ) -> None:
         usual = {"model": tiny_model(), "load_format": "dummy", "kv_cache_memory": "64MiB", "max_model_len": 8192}
         super().__init__(worker_class, **(usual | settings))
         self._start = start
+        self._flags = flags
         self._folder = TemporaryDirectory(prefix="headrace-chaos-")
         self.faults = Faults(Path(self._folder.name) / "faults.json")
         self.environment = {FAULTS_VARIABLE: str(self.faults.path), DEVICE_VARIABLE: device}
@@ -38,8 +45,8 @@ class ChaosServer(Server):
         if self._start == "serve":
             return ["tests.chaos.faulty", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
         config = ["--config", str(REPOSITORY / "deploy/hypercorn.toml")] if self._start == "hypercorn.toml" else []
-        bind = f"127.0.0.1:{self.port}"
-        return ["hypercorn", *config, "--bind", bind, "--worker-class", self.worker_class, "tests.chaos.faulty:main"]
+        flags = ["--bind", f"127.0.0.1:{self.port}", "--worker-class", self.worker_class, *self._flags]
+        return ["hypercorn", *config, *flags, "tests.chaos.faulty:main"]
 
     def __exit__(self, *exc_info: object) -> None:
         self.faults.clear()

@@ -149,3 +149,13 @@ def test_silent_streams_are_kept_alive(server: ChaosServer, before: Metrics) -> 
         rest = stream.client.read_body()
         assert rest.endswith(b"data: [DONE]\n\n")
         assert rest.count(KEEP_ALIVE) <= 3, "not beside events"
+
+
+@pytest.mark.parametrize("worker_class", ["uvloop", "trio"])
+def test_connection_is_closed_when_nothing_follows_its_stream(worker_class: str) -> None:
+    """The end of a stream starts the keep-alive timer, or clients that keep quiet would use up the sockets."""
+    with ChaosServer(worker_class, device="simulated", flags=("--keep-alive", "1")) as server:
+        server.wait_ready()
+        stream = server.stream("quiet", max_tokens=3).read()
+        assert stream.done
+        assert stream.client.read_raw() == b""

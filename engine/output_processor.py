@@ -25,6 +25,7 @@ from engine.messages import (
 )
 from engine.observer import NullObserver, Observer
 
+_FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
 
 
@@ -37,7 +38,8 @@ class RequestStream:
 
     def __init__(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> None:
         self.request_id = requests[0].request_id
-        self.num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.prompt_lengths = [len(request.prompt_token_ids) for request in requests]
+        self.num_prompt_tokens = sum(self.prompt_lengths)
         self.child_ids = [child.request_id for child in children]
         self.arrival_time = requests[0].arrival_time
         self.opened_time = time.monotonic()
@@ -48,7 +50,7 @@ class RequestStream:
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
         self.num_unfinished = len(children)
         self.finished_time: float | None = None  # when the engine was done with the last choice
-        self.finish_reason: FinishReason | None = None  # of the choice that finished last
+        self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
         self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
         self._pending: dict[int, RequestOutput] = {}
@@ -125,8 +127,8 @@ class OutputProcessor:
     def close(self, stream: RequestStream) -> list[str]:
         """Stop listening. Returns the children that the engine still has to be told to drop, and books the request."""
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
-        reason = None if unfinished else stream.finish_reason
-        if reason is None:
+        reason = stream.finish_reason
+        if reason is None or (unfinished and reason not in _FAILURES):
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
         scheduled = stream.first_scheduled_time
         if stream.first_token_time is None:
@@ -247,7 +249,8 @@ class _Choice:
                 stream.first_token_time = timestamp
         if finish_reason is not None:
             stream.num_unfinished -= 1
-            stream.finish_reason = finish_reason
+            if stream.finish_reason not in _FAILURES:  # one choice that failed is a failed request
+                stream.finish_reason = finish_reason
             stream.finished_time = timestamp
         stream.push(
             RequestOutput(

@@ -156,11 +156,11 @@ async def _send_events(
     server: Server, request: RequestScope, work: _Work, outputs: RequestStream, place: Place
 ) -> None:
     settings = server.settings
-    chunks = work.body.chunk_stream(work.head, server.model.llm.vocabulary.token_bytes, [outputs.num_prompt_tokens])
+    chunks = work.body.chunk_stream(work.head, server.model.llm.vocabulary.token_bytes, outputs.prompt_lengths)
     events = EventStream(
         request,
         keep_alive=settings.sse_keep_alive or math.inf,
-        last_words=chunks.fail,
+        last_words=lambda error: chunks.fail(error, outputs.drain()),
     )
     with anyio.move_on_after(HEADERS_WITHIN) as patience:
         await outputs.wait()

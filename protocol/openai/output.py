@@ -10,7 +10,7 @@ before the first byte the app answers it as plain JSON, after it as an error fra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,8 +114,8 @@ class ChunkStream:
 
     def feed(self, output: RequestOutput) -> bytes:
         """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
-        raise_if_failed(output)
         self._meter.add(output)
+        raise_if_failed(output)
         index = output.index
         frames = []
         choice = self._choices.get(index)
@@ -139,8 +139,13 @@ class ChunkStream:
             return DONE
         return data_frame(orjson.dumps(self._chunk([], self._meter.usage()))) + DONE
 
-    def fail(self, error: ApiError) -> bytes:
-        """How the stream ends instead if something goes wrong: an error frame with the usage so far, and `[DONE]`."""
+    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
+        """How the stream ends instead if something goes wrong: an error frame with the usage so far, and `[DONE]`.
+
+        `unsent` are outputs that will not be fed any more; they have been used all the same.
+        """
+        for output in unsent:
+            self._meter.add(output)
         return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
     def _open(self, index: int) -> _StreamedChoice:

@@ -15,8 +15,7 @@
 4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
    the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
    To systemd or Docker that reads as a server that is done.
-5. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
-6. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
+5. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
    nobody else can have and with a model that nobody can unload.
 
 `app.hypercorn_streams` has the rest: what concerns single streams, above all those of HTTP/2.
@@ -39,13 +38,10 @@ from contextvars import ContextVar
 from multiprocessing.synchronize import SemLock
 from typing import Any
 
-import h11
 from hypercorn.events import Event, RawData, Updated
-from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
 
 from app.hypercorn_streams import mend_streams
-from protocol.errors import ApiError
 
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
@@ -55,9 +51,8 @@ _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", d
 
 
 def mend_connections() -> None:
-    """Points 1, 2 and 5, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+    """Points 1 and 2, for those of Hypercorn's workers that are imported in this process. Idempotent."""
     mend_streams()
-    H11Protocol._send_error_response = _send_error_response  # type: ignore[method-assign]
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
         if module is not None and not issubclass(module.TCPServer, Connection):
@@ -83,7 +78,7 @@ def end_parent() -> None:
     if parent is None or parent.pid is None:
         return
     # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
-    # Before it ends, because point 6 ends this process then.
+    # Before it ends, because point 5 ends this process then.
     for lock in gc.get_objects():
         if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
@@ -91,7 +86,7 @@ def end_parent() -> None:
 
 
 def end_with_parent() -> None:
-    """Point 6."""
+    """Point 5."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -106,21 +101,6 @@ def end_with_parent() -> None:
 def current_connection() -> Connection | None:
     """The connection that the current task serves; None if that is not under a mended Hypercorn."""
     return _connection.get()
-
-
-async def _send_error_response(self: H11Protocol, status_code: int) -> None:
-    messages = {431: "The head of the request is larger than this server takes; send fewer or shorter headers."}
-    error = ApiError(status_code, messages.get(status_code, "This is not valid HTTP/1.1."))
-    body = error.body()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-        *self.config.response_headers("h11"),
-    ]
-    await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
-    await self._send_h11_event(h11.Data(data=body))
-    await self._send_h11_event(h11.EndOfMessage())
 
 
 class Connection:

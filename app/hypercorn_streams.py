@@ -14,30 +14,39 @@
    client would wait for the rest until it closes the connection.
 5. An answer waits for its client's flow control. Hypercorn lets it go on whenever there is something to send and no
    window to send it in, and so buffers the whole answer of a client that reads nothing.
+6. An HTTP/1.1 answer that comes before its request has arrived says that the connection will be closed. Hypercorn
+   closes it without a word, and the client sends its next request into it.
+7. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import h2.errors
 import h2.events
 import h2.exceptions
+import h11
 import hypercorn.protocol
 import hypercorn.protocol.h2
 import hypercorn.protocol.h11
 from hypercorn.events import Closed, Event
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import Request, StreamClosed
+from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import HTTPStream
+
+from protocol.errors import ApiError
 
 
 def mend_streams() -> None:
     """For every connection that is opened from now on. Idempotent."""
     modules: Any = hypercorn.protocol
+    modules.H11Protocol = _Http1
     modules.H2Protocol = _Http2
     modules.h11.HTTPStream = modules.h2.HTTPStream = _Stream
     modules.h2.StreamBuffer = _Buffer
@@ -77,6 +86,29 @@ class _Stream(HTTPStream):
                     await self._put(message)
                 finally:
                     self._puts_in_progress.discard(scope)
+
+
+class _Http1(H11Protocol):
+    """Points 6 and 7."""
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, Response) and self.connection.their_state is h11.SEND_BODY:
+            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
+        await super().stream_send(event)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        messages = {431: "The head of the request is larger than this server takes; send fewer or shorter headers."}
+        error = ApiError(status_code, messages.get(status_code, "This is not valid HTTP/1.1."))
+        body = error.body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            *self.config.response_headers("h11"),
+        ]
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
 
 
 class _Http2(H2Protocol):

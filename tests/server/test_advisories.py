@@ -278,6 +278,17 @@ def test_cve_2026_54233_a_compressed_body_is_not_inflated(server: Server) -> Non
     assert resident(server) - before < 2 * len(bomb) + FLAT
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/nowhere", "/livez"])
+def test_an_answer_before_the_end_of_its_request_says_that_the_connection_ends(server: Server, path: str) -> None:
+    """Otherwise the client's next request goes into a connection that is being closed."""
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-encoding: gzip\r\ncontent-length: 1000000\r\n".encode()
+    for key in (KEY, "wrong"):
+        answer = raw_exchange(server, head + b"authorization: Bearer " + key.encode() + b"\r\n\r\n[")
+        status_line, *headers = answer.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+        assert status_line.split()[1] in (b"401", b"404", b"405", b"415")
+        assert b"connection: close" in headers
+
+
 def test_a_body_that_trickles_for_ever_is_given_up(server: Server) -> None:
     with server.connect() as client:
         client.send_bytes(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer " + KEY.encode())

@@ -46,6 +46,7 @@ from app.hypercorn_streams import mend_streams
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
 
+_SOCKET_IS_GONE = (OSError, ValueError)  # the latter is uvloop's, which has given the file descriptor away by then
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
 _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
 
@@ -113,7 +114,7 @@ class Connection:
 
     async def run(self) -> None:
         _connection.set(self)
-        with suppress(OSError):
+        with suppress(*_SOCKET_IS_GONE):
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if hasattr(self, "writer"):
             self.writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
@@ -121,7 +122,7 @@ class Connection:
 
     def abort(self) -> None:
         """Close the connection now, with what has not been sent yet thrown away."""
-        with suppress(OSError):
+        with suppress(*_SOCKET_IS_GONE):
             # Lingering for no time at all makes closing a reset: the kernel keeps nothing for a peer that never reads.
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if hasattr(self, "writer"):

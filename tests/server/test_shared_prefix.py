@@ -82,7 +82,7 @@ class Order:
 
 
 def test_abort_and_stop_string_beside_a_shared_prefix_change_no_text(tiny_chunking_server: Server) -> None:
-    check_rounds(tiny_chunking_server, rounds=8)
+    check_rounds(tiny_chunking_server, rounds=5)
 
 
 @pytest.mark.storm

@@ -17,6 +17,7 @@
    To systemd or Docker that reads as a server that is done.
 5. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
    nobody else can have and with a model that nobody can unload.
+6. A connection fails alone. Whatever escapes from the task of one connection would, on trio, end the server.
 
 `app.hypercorn_streams` has the rest: what concerns single streams, above all those of HTTP/2.
 """
@@ -24,6 +25,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -43,6 +45,8 @@ from hypercorn.utils import ShutdownError
 
 from app.hypercorn_streams import mend_streams
 
+logger = logging.getLogger(__name__)
+
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
 
@@ -52,7 +56,7 @@ _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", d
 
 
 def mend_connections() -> None:
-    """Points 1 and 2, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+    """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent."""
     mend_streams()
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
@@ -118,7 +122,10 @@ class Connection:
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if hasattr(self, "writer"):
             self.writer.transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+        try:
+            await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+        except Exception:
+            logger.exception("A connection has failed")
 
     def abort(self) -> None:
         """Close the connection now, with what has not been sent yet thrown away."""

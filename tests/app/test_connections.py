@@ -1,0 +1,26 @@
+"""What is mended in Hypercorn and cannot be brought about from outside; the rest is proved over real sockets."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from app.hypercorn_fixes import Connection
+
+
+class _FailingServer:
+    async def run(self) -> None:
+        raise ExceptionGroup("of a connection's task group", [RuntimeError("a bug")])
+
+
+async def test_connection_that_fails_does_not_end_the_server_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Connection, _FailingServer):
+        def __init__(self, connected: socket.socket) -> None:
+            self.stream = SimpleNamespace(socket=connected)
+
+    with socket.socket() as connected:
+        await Failing(connected).run()
+    [record] = caplog.records
+    assert record.exc_info is not None

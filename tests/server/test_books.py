@@ -254,8 +254,8 @@ def test_prompts_were_computed_or_reused_and_nothing_else(storm: Storm) -> None:
     assert storm.grown("vllm:prefix_cache_hits_total") >= reused
 
 
-@pytest.mark.parametrize("size", [0, 3])
-def test_only_the_last_timelines_are_kept(size: int) -> None:
+def test_only_the_last_timelines_are_kept() -> None:
+    size = 3
     with ChaosServer(device="simulated", timeline_size=size) as server:
         server.wait_ready()
         ids = []

@@ -6,8 +6,10 @@ the timelines are laid side by side.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ from tests.server.harness import Metrics
 from tests.server.raw_client import sse_events
 
 COMPLETIONS = "/v1/completions"
+KINDS = ("length", "crowd", "stop", "left", "expired", "doomed", "invalid", "too long")
 STORM = 150
 AT_ONCE = 12
 SEATS, PLACES = 4, 24
@@ -67,7 +70,8 @@ def storm(server: ChaosServer) -> Storm:
     server.faults.order("nan", request="doomed")
     before = server.wait_idle()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        told = list(pool.map(lambda number: _send(server, number, stop=alone[20:24]), range(STORM)))
+        tries = pool.map(lambda number: list(_try_again(server, number, stop=alone[20:24])), range(STORM))
+        told = list(itertools.chain.from_iterable(tries))
     after = server.wait_idle()
     lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
     found = {one.request_id: server.client.get(f"/v1/requests/{one.request_id}/timeline") for one in told}
@@ -85,10 +89,19 @@ def _prompt(number: int) -> list[int]:
     return [500 + index for index in range(40)] + [2000 + number % 7] * (number % 5)
 
 
-def _send(server: ChaosServer, number: int, stop: str) -> Told:
+def _try_again(server: ChaosServer, number: int, stop: str) -> Iterator[Told]:
+    """Sends a request until it is not refused, as clients do; a crowd gives up at once."""
+    for attempt in itertools.count():
+        told = _send(server, number, attempt, stop)
+        yield told
+        if told.status != 429 or told.kind == "crowd":
+            return
+        time.sleep(0.1)
+
+
+def _send(server: ChaosServer, number: int, attempt: int, stop: str) -> Told:
     chance = random.Random(number)
-    kinds = ("length", "crowd", "stop", "left", "expired", "doomed", "invalid", "too long")
-    kind = kinds[number % len(kinds)]
+    kind = KINDS[number % len(KINDS)]
     body: dict[str, Any] = {"prompt": _prompt(number), "temperature": 0, "ignore_eos": True, "n": 1 + number % 3 // 2}
     body |= {
         "length": {"max_tokens": chance.randrange(1, 60)},
@@ -100,11 +113,11 @@ def _send(server: ChaosServer, number: int, stop: str) -> Told:
         "invalid": {"temperature": -1},
         "too long": {"prompt": [1] * 8192},
     }[kind]
-    request_id = f"{kind.replace(' ', '-')}-{number}"
+    request_id = f"{kind.replace(' ', '-')}-{number}-{attempt}"
     if kind == "left":
         return _send_and_leave(server, body, request_id, chance.randrange(4))
     headers = {"x-request-id": request_id}
-    if number // len(kinds) % 2:
+    if number // len(KINDS) % 2:
         answer = server.client.post(COMPLETIONS, json=body, headers=headers)
         content = answer.json()
         error = content["error"]["code"] or "invalid" if "error" in content else None

@@ -30,7 +30,7 @@ chat: $(VENV)/.runtime
 
 test: lint nginx
 	$(BIN)/headrace pull
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

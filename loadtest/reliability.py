@@ -238,7 +238,7 @@ async def kills(worker: dict[str, str]) -> None:
         await killer()
         changed = sum(before != after for before, after in zip(solo, await survivors, strict=True))
         await server.until_idle()
-        changed_after = sum(before != await text(prompt) for before, prompt in zip(solo, prompts, strict=True))
+        changed_after = sum([before != await text(prompt) for before, prompt in zip(solo, prompts, strict=True)])
         report(
             "300 random kills: texts changed among 20 survivors, and among 20 repeats; leaked",
             f"{changed}, {changed_after}; 0 (idle again)",

@@ -48,6 +48,16 @@ class EventStream:
         self._last_sent = time.monotonic()
         await self._request.send_chunk(events)
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether `send_now` may be called."""
+        return self.started and self._request.takes_more
+
+    def send_now(self, events: bytes) -> None:
+        """As `send`, without waiting."""
+        self._last_sent = time.monotonic()
+        self._request.send_chunk_now(events)
+
     async def end(self, events: bytes) -> None:
         """The last events."""
         await self._request.end_stream(events)

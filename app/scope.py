@@ -127,6 +127,22 @@ class RequestScope:
         """One piece of a stream. Waits while the client's socket is full."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether `send_chunk_now` may be called: the stream has begun, and its connection can take a piece at once."""
+        return (
+            self._last_words is not None
+            and not self._answered
+            and self._connection is not None
+            and self.http_version == "1.1"
+            and self._connection.takes_more
+        )
+
+    def send_chunk_now(self, data: bytes) -> None:
+        """One piece of a stream, without waiting and past all layers between."""
+        assert self._connection is not None
+        self._connection.write_piece(data)
+
     async def end_stream(self, data: bytes) -> None:
         """The last piece of a stream."""
         self._answered = True

@@ -118,7 +118,12 @@ class AsyncLLM:
         """Choices that callers are waiting for."""
         return self._outputs.num_choices
 
-    def _receive(self, message: OutboxMessage) -> None:
+    def _receive(self, messages: list[OutboxMessage]) -> None:
+        for message in messages:
+            self._take(message)
+        self._outputs.hand_over()
+
+    def _take(self, message: OutboxMessage) -> None:
         if isinstance(message, EngineCoreOutputs):
             self.last_stats = message.stats
             stopped = self._outputs.process(message)

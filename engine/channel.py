@@ -28,16 +28,18 @@ class Close:
 
 InboxMessage = EngineCoreRequest | FinishRequests | Close
 OutboxMessage = EngineReady | EngineCoreOutputs | BaseException
+Deliver = Callable[[list[OutboxMessage]], None]
+"""Takes, on the event loop, everything that has come from the engine since the last call, in order."""
 
 
 class RequestChannel:
     """A channel between this event loop and one other thread.
 
-    Created on the event loop, which is asyncio's or trio's. `deliver` is called there, once per message from the engine
-    and in order. An exception as a message says that the engine has ended because of it.
+    Created on the event loop, which is asyncio's or trio's. `deliver` is called there. A loop that lags gets several
+    steps at once. An exception as a message says that the engine has ended because of it.
     """
 
-    def __init__(self, deliver: Callable[[OutboxMessage], None]) -> None:
+    def __init__(self, deliver: Deliver) -> None:
         self._inbox: SimpleQueue[InboxMessage] = SimpleQueue()
         self._outbox: deque[OutboxMessage] = deque()
         self._deliver = deliver
@@ -56,8 +58,11 @@ class RequestChannel:
     def _drain_outbox(self) -> None:
         # The flag falls first: what arrives from here on schedules its own wake-up.
         self._wake_up_pending = False
+        messages: list[OutboxMessage] = []
         while self._outbox:
-            self._deliver(self._outbox.popleft())
+            messages.append(self._outbox.popleft())
+        if messages:
+            self._deliver(messages)
 
     # --- the engine's side
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.channel import Close, OutboxMessage, RequestChannel
+from engine.channel import Close, Deliver, RequestChannel
 from engine.core import EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests
@@ -26,7 +26,7 @@ class EngineClient(Protocol):
     of, or EngineDead when it ended because it was told to.
     """
 
-    def running(self, deliver: Callable[[OutboxMessage], None]) -> AbstractAsyncContextManager[None]:
+    def running(self, deliver: Deliver) -> AbstractAsyncContextManager[None]:
         """Start the engine; on leaving, end it and wait until it has ended."""
         ...
 
@@ -62,7 +62,7 @@ class ThreadClient:
         return self._core is None or self._core.is_asleep
 
     @asynccontextmanager
-    async def running(self, deliver: Callable[[OutboxMessage], None]) -> AsyncIterator[None]:
+    async def running(self, deliver: Deliver) -> AsyncIterator[None]:
         self._channel = RequestChannel(deliver)
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._live_in_thread, self._channel)

@@ -101,6 +101,7 @@ class LLM:
                 batch = self.core.step()
                 for child_id in self._outputs.process(batch):
                     self.core.finish(child_id, FinishReason.STOP)
+                self._outputs.hand_over()
                 num_tokens += sum(len(output.new_token_ids) for output in batch.outputs)
                 bar.update(
                     task,

@@ -3,13 +3,16 @@
 One OutputProcessor serves all requests of a front end, on the front end's thread. A `RequestStream` is one request's
 outbox: steps put deltas in, one task takes them out, and deltas that pile up in between are merged, so a reader that
 lags costs memory for its text and for nothing else.
+
+Waking a task costs several times what a token costs otherwise. So a reader may leave a listener, which is called with
+what a step has brought, and is woken only for what the listener does not take.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import anyio
 
@@ -24,6 +27,9 @@ from engine.messages import (
     RequestOutput,
 )
 from engine.observer import NullObserver, Observer
+
+Listener = Callable[[Collection[RequestOutput]], bool]
+"""Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
 
 _FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
@@ -55,6 +61,8 @@ class RequestStream:
         self.error: Exception | None = None  # what the engine died of
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
+        self._is_patient = False  # the reader waits for the end
+        self._listener: Listener | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
@@ -73,6 +81,21 @@ class RequestStream:
             self._arrived = anyio.Event()
             await self._arrived.wait()
 
+    async def wait_finished(self) -> None:
+        """Wait until nothing more will come, or a choice has failed. Meanwhile deltas merge into one per choice."""
+        self._is_patient = True
+        try:
+            while self.error is None and not self._is_over:
+                self._arrived = anyio.Event()
+                await self._arrived.wait()
+        finally:
+            self._is_patient = False
+
+    def listen(self, listener: Listener | None) -> None:
+        """From now on `listener` gets what steps bring. It returns whether it has taken it: if not, that stays to be
+        read, and the reader is woken. It is called between two steps of the reader's task, and must not raise."""
+        self._listener = listener
+
     def drain(self) -> list[RequestOutput]:
         """Everything pending, without waiting: one merged delta per choice."""
         pending, self._pending = list(self._pending.values()), {}
@@ -84,8 +107,28 @@ class RequestStream:
             self._pending[output.index] = output
         else:
             _merge(pending, output)
-        if output.text or output.finish_reason is not None:
+
+    def hand_over(self) -> None:
+        """Everything that a step, or several, had for this stream has been pushed; now to the listener or the reader.
+
+        Text alone is worth a wake-up, and so is an end. A token that shows nothing yet, such as the first half of a
+        character, can wait for the next.
+        """
+        if not self._pending:
+            return
+        outputs = self._pending.values()
+        if self._listener is not None and self._listener(outputs):
+            self._pending.clear()
+        elif self._arrived is not None and (
+            self._is_over
+            if self._is_patient
+            else any(output.text or output.finish_reason is not None for output in outputs)
+        ):
             self._wake()
+
+    @property
+    def _is_over(self) -> bool:
+        return not self.num_unfinished or self.finish_reason in _FAILURES
 
     def fail(self, error: Exception) -> None:
         """Nothing more will come. What is pending can still be read."""
@@ -105,6 +148,7 @@ class OutputProcessor:
         self._vocabulary = vocabulary
         self._observer = observer or NullObserver()
         self._choices: dict[str, _Choice] = {}
+        self._touched: dict[RequestStream, None] = {}  # streams with something that was not handed over; a set in order
 
     @property
     def num_choices(self) -> int:
@@ -145,9 +189,10 @@ class OutputProcessor:
         return unfinished
 
     def process(self, batch: EngineCoreOutputs) -> list[str]:
-        """Hand a step's tokens to their streams. Returns the children that a stop string has ended.
+        """Put a step's tokens into their streams. Returns the children that a stop string has ended.
 
-        Children that are not listened for any more, because their client has left, are passed over.
+        Children that are not listened for any more, because their client has left, are passed over. `hand_over` makes
+        the readers see it; in between, steps that have come together merge.
         """
         stopped: list[str] = []
         # Choices that got their last token in the same step have the same gap, so there are few different ones.
@@ -170,6 +215,7 @@ class OutputProcessor:
                     gaps[batch.timestamp - choice.last_token_time] += 1
             num_before = choice.num_output_tokens
             finished = choice.process(output, batch.timestamp)
+            self._touched[choice.stream] = None
             num_generated += choice.num_output_tokens - num_before
             if finished:
                 del self._choices[output.request_id]
@@ -179,6 +225,12 @@ class OutputProcessor:
             self._observer.on_inter_token(seconds, count)
         self._observer.on_step(batch.stats, num_generated)
         return stopped
+
+    def hand_over(self) -> None:
+        """Give readers what `process` has put into their streams."""
+        touched, self._touched = self._touched, {}
+        for stream in touched:
+            stream.hand_over()
 
     def fail_all(self, error: Exception) -> None:
         """The engine is gone: every open stream ends with this error."""

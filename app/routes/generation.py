@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import anyio
@@ -15,7 +15,7 @@ from app.events import HEADERS_WITHIN, EventStream
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.errors import InvalidRequest
-from engine.messages import EngineCoreRequest
+from engine.messages import EngineCoreRequest, RequestOutput
 from engine.output_processor import RequestStream
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
@@ -146,8 +146,10 @@ async def _generate(server: Server, request: RequestScope, work: _Work) -> None:
 
 async def _send_whole(server: Server, request: RequestScope, work: _Work, outputs: RequestStream, place: Place) -> None:
     collector = work.body.collector(work.head, server.model.llm.vocabulary.token_bytes)
+    await outputs.wait()
+    place.leave(started=True)
+    await outputs.wait_finished()
     async for output in outputs:
-        place.leave(started=True)
         collector.feed(output)
     await request.send_json(200, collector.body())
 
@@ -166,6 +168,16 @@ async def _send_events(
         await outputs.wait()
     if patience.cancelled_caught:
         await events.start()
+
+    def forward(deltas: Collection[RequestOutput]) -> bool:
+        """Send what a step has brought right away, unless it ends a choice or the client lags."""
+        if not events.takes_more or any(delta.finish_reason is not None for delta in deltas):
+            return False
+        if frames := b"".join(map(chunks.feed, deltas)):
+            events.send_now(frames)
+        return True
+
+    outputs.listen(forward)
     async for output in outputs:
         place.leave(started=True)
         frames = chunks.feed(output)  # raises for a failed output: before the first byte, that is a plain answer

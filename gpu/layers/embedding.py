@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.layers.packed import pack, packed_linear
 from gpu.layers.weights import WeightSlot, empty_parameter
 
 
@@ -44,9 +45,18 @@ class LMHead(nn.Module):
             tied_to.weight if tied_to else empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
         )
 
+        self._packed: torch.Tensor | None = None
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab]"""
+        if self._packed is not None:
+            return packed_linear(hidden, self._packed).float()
         return F.linear(hidden, self.weight).float()
+
+    def pack(self) -> None:
+        self._packed = pack(self.weight)
+        if self._packed is not None and not self.tied:
+            del self.weight
 
     def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         if not self.tied:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.layers.packed import pack, packed_linear
 from gpu.layers.weights import WeightSlot, empty_parameter, sibling
 
 
@@ -37,10 +38,18 @@ class Linear(nn.Module):
         out_features = sum(self.parts.values())
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        self._packed: torch.Tensor | None = None  # instead of `weight` once it is loaded, where that is faster
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., sum of parts]"""
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def pack(self) -> None:
+        self._packed = pack(self.weight)
+        if self._packed is not None:
+            del self.weight
 
     def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
         start = 0

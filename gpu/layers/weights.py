@@ -36,6 +36,15 @@ class HoldsWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class Packs(Protocol):
+    """A layer that keeps its weight in another form for computing."""
+
+    def pack(self) -> None:
+        """Called once, when all weights of the model are loaded."""
+        ...
+
+
 def sibling(path: str, name: str) -> str:
     """`path` with its last part replaced by `name`."""
     parent, dot, _ = path.rpartition(".")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from gpu.layers.weights import HoldsWeights, WeightSlot
+from gpu.layers.weights import HoldsWeights, Packs, WeightSlot
 from gpu.weights.errors import ModelError
 
 NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
@@ -54,6 +54,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], 
                 problems.misshapen.append(f"{name} is {list(tensor.shape)}, needs {list(slot.shape)}")
     problems.missing.extend(waiting)
     problems.raise_if_any()
+    for layer in model.modules():
+        if isinstance(layer, Packs):
+            layer.pack()
 
 
 @dataclass

@@ -33,8 +33,8 @@ async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
     received: list[OutboxMessage] = []
     threads: set[int] = set()
 
-    def deliver(each: OutboxMessage) -> None:
-        received.append(each)
+    def deliver(messages: list[OutboxMessage]) -> None:
+        received.extend(messages)
         threads.add(threading.get_ident())
 
     channel = RequestChannel(deliver)
@@ -49,7 +49,7 @@ async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
 async def test_a_busy_loop_is_woken_once_for_all_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     wake_ups = count_wake_ups(monkeypatch)
     received: list[OutboxMessage] = []
-    channel = RequestChannel(received.append)
+    channel = RequestChannel(received.extend)
     send_from_thread(channel, [message(number) for number in range(50)])
     assert len(wake_ups) == 1
     await until(lambda: len(received) == 50)

@@ -40,7 +40,7 @@ class LanguageModel(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> float32 [R, vocab]."""
+        """[R, hidden] -> [R, vocab], in any float dtype."""
         ...
 
 

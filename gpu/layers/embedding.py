@@ -48,10 +48,10 @@ class LMHead(nn.Module):
         self._packed: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> float32 [R, vocab]"""
+        """[R, hidden] -> [R, vocab]"""
         if self._packed is not None:
-            return packed_linear(hidden, self._packed).float()
-        return F.linear(hidden, self.weight).float()
+            return packed_linear(hidden, self._packed)
+        return F.linear(hidden, self.weight)
 
     def pack(self) -> None:
         self._packed = pack(self.weight)

@@ -61,7 +61,7 @@ class CausalLM(nn.Module):
         return self.model(input_ids, positions, metadata, kv_caches, checkpoint)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> float32 [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
+        """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
         return self.lm_head(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -4,7 +4,7 @@ The model runner is the only caller. It keeps a `SamplingState` beside its input
 sample in a step, and hands the result to `sample` together with their logits. Nothing here loops over requests, save
 over those that use a sparse feature (logit bias, min_tokens, penalties, logprobs).
 
-Reading order: `sampler` (the order of operations), `filters`, `noise`, `penalties`, `logprobs`, `state`.
+Reading order: `sampler` (the order of operations), `greedy`, `filters`, `noise`, `penalties`, `logprobs`, `state`.
 """
 
 from gpu.sampling.sampler import SamplerOutput, sample

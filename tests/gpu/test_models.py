@@ -9,6 +9,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 
 from gpu.attention.torch_backend import TorchAttention
 from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.layers.linear import Linear
 from gpu.layers.rotary import inverse_frequencies
 from gpu.models import CausalLM, WeightsMismatch, build_model
 from gpu.models.registry import MODELS
@@ -111,8 +112,7 @@ class Runner:
             metadata = make_metadata(spans, BLOCK_SIZE)
             hidden = self.model(input_ids, positions_of(spans), metadata, self.caches)
             logits = self.model.compute_logits(hidden)
-        assert logits.dtype == torch.float32
-        return list(logits.split([span.query_len for span in spans]))
+        return list(logits.float().split([span.query_len for span in spans]))
 
 
 @pytest.fixture(scope="module", params=list(ORACLES))
@@ -354,8 +354,22 @@ def test_rotary_frequencies_and_a_tied_head_in_the_checkpoint_are_ignored():
 
 
 def test_weights_are_converted_to_the_dtype_of_the_model(checkpoint):
-    model = build(model_config(ORACLES["qwen2"]), dtype=torch.bfloat16)
+    model = build(model_config(ORACLES["qwen2"]), dtype=torch.float16)
     model.load_weights((name, tensor.double()) for name, tensor in checkpoint.items())
     merged = model.model.layers[2].mlp.gate_up_proj.weight
-    assert merged.dtype == torch.bfloat16
-    assert torch.equal(merged[80:], checkpoint["model.layers.2.mlp.up_proj.weight"].bfloat16())
+    assert merged.dtype == torch.float16
+    assert torch.equal(merged[80:], checkpoint["model.layers.2.mlp.up_proj.weight"].half())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 64, 200])
+def test_a_packed_matrix_gives_what_the_plain_one_gives(num_rows, bias):
+    generator = torch.Generator().manual_seed(num_rows)
+    layer = Linear(72, {"a": 40, "b": 93}, bias=bias, dtype=torch.bfloat16, device="cpu")
+    with torch.inference_mode():
+        for _, slot in layer.weight_slots("layer"):
+            slot.load(torch.randn(slot.shape, generator=generator))
+        x = torch.randn(num_rows, 72, generator=generator).bfloat16()
+        plain = layer(x)
+        layer.pack()
+        torch.testing.assert_close(layer(x), plain)

@@ -3,10 +3,12 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from gpu.sampling import SamplingState, sample
+from gpu.sampling.greedy import largest
 from gpu.sampling.penalties import apply_penalties
 from tests.gpu.sampling_helpers import metadata_of, new_request
 
@@ -23,6 +25,38 @@ def test_greedy_rows_take_the_largest_logit_and_the_lowest_id_of_a_tie():
     logits[2, [0, VOCAB - 1]] = 50.0
     expected = [int(logits[0].argmax()), 3, 0, int(logits[3].argmax())]
     assert sample(logits, metadata_of([new_request(temperature=0.0)] * 4)).token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_logit_is_torchs_whatever_its_sign_and_dtype(dtype):
+    logits = random_logits(200, seed=5)
+    logits[50:100] -= 100.0  # nothing but negative numbers
+    logits[100:150] = logits[100:150].round()  # ties
+    logits[150, :] = 0.0
+    logits[151, ::2] = -0.0
+    logits[152, :] = float("-inf")
+    logits[152, 7] = -3e4
+    logits = logits.to(dtype)
+    token_ids, finite = largest(logits)
+    assert finite.all()
+    reference = logits.float()
+    assert (reference.gather(1, torch.from_numpy(token_ids).unsqueeze(1)).squeeze(1) == reference.amax(-1)).all()
+    unique = (reference == reference.amax(-1, keepdim=True)).sum(-1) == 1
+    assert (torch.from_numpy(token_ids) == reference.argmax(-1))[unique].all()
+    assert unique.sum() > 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("others", [3.0, -3.0])
+def test_rows_that_are_not_sound_are_found_among_those_that_are(dtype, others):
+    logits = torch.full((6, VOCAB), others).to(dtype)
+    negative_nan = torch.tensor([-64], dtype=torch.int16).view(torch.bfloat16).to(dtype)  # what x86 makes of inf - inf
+    logits[1, 5] = float("nan")
+    logits[2, 6] = negative_nan[0]
+    logits[3, 7] = float("inf")
+    logits[4, :] = float("-inf")
+    logits[5, :9] = float("-inf")
+    assert largest(logits)[1].tolist() == [True, False, False, False, False, True]
 
 
 def test_top_k_1_is_greedy_even_where_logits_tie():

@@ -53,6 +53,7 @@ def create_app(settings: Settings) -> Starlette:
         end_with_parent()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(server.live)
+            task_group.start_soon(server.watch_requests)
             task_group.start_soon(shutdown.listen_for_signals)
             yield
             # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.

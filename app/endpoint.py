@@ -37,8 +37,7 @@ class Endpoint:
             body_timeout=settings.body_timeout,
             send_timeout=settings.send_timeout,
         )
-        if not self._quiet:
-            self._server.enter(request)
+        self._server.enter(request, quiet=self._quiet)
         try:
             await request.run(self._handler)
         finally:

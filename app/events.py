@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import anyio
-
 from app.scope import RequestScope
 from protocol.errors import ApiError
 from protocol.sse import KEEP_ALIVE
@@ -41,7 +39,7 @@ class EventStream:
         self.started = True
         await self._request.start_stream(CONTENT_TYPE, last_words=self._last_words)
         self._last_sent = time.monotonic()
-        self._request.start_soon(self._keep_alive_while_silent)
+        self._request.on_tick = self._keep_alive_if_silent
 
     async def send(self, events: bytes) -> None:
         """One or more whole events."""
@@ -62,12 +60,12 @@ class EventStream:
         """The last events."""
         await self._request.end_stream(events)
 
-    async def _keep_alive_while_silent(self) -> None:
-        while not self._request.is_answered:
-            silence = time.monotonic() - self._last_sent
-            if silence < self._keep_alive:
-                await anyio.sleep(self._keep_alive - silence)
-            elif self._request.is_sending:  # not silent: the client does not read
-                await anyio.sleep(self._keep_alive)
-            else:
-                await self.send(KEEP_ALIVE)
+    def _keep_alive_if_silent(self, now: float) -> None:
+        # While a send waits it is not the stream that is silent but the client that does not read.
+        if now - self._last_sent < self._keep_alive or self._request.is_sending:
+            return
+        if self.takes_more:
+            self.send_now(KEEP_ALIVE)
+        else:
+            self._last_sent = now
+            self._request.start_soon(lambda: self.send(KEEP_ALIVE))

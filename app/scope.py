@@ -80,6 +80,7 @@ class RequestScope:
         self.error_code: str | None = None
         self.generation: RequestStream | None = None
         self.blocked_seconds = 0.0
+        self.on_tick: Callable[[float], None] | None = None  # what the answer does every so often
         self._receive = receive
         self._asgi_send = send
         self._num_sending = 0
@@ -191,6 +192,14 @@ class RequestScope:
         ):
             self._connection.abort()
 
+    def tick(self, now: float) -> None:
+        """Called every so often with the time, while the request lives: a task of its own would cost every request more
+        than it is worth to the few that need it."""
+        if self._sending_since is not None and now - self._sending_since >= self._send_timeout:
+            self.cut()
+        elif self.on_tick is not None and not self._answered:
+            self.on_tick(now)
+
     # --- the scope itself
 
     async def run(self, handler: Handler) -> None:
@@ -205,7 +214,6 @@ class RequestScope:
             self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
                 self._task_group.start_soon(self._watch_for_disconnect)
-                self._task_group.start_soon(self._cut_when_nobody_reads)
                 with self._handler:
                     try:
                         await handler(self)
@@ -245,14 +253,6 @@ class RequestScope:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._leave()
-
-    async def _cut_when_nobody_reads(self) -> None:
-        while True:
-            since = self._sending_since
-            left = self._send_timeout - (0.0 if since is None else time.monotonic() - since)
-            if left <= 0:
-                self.cut()
-            await anyio.sleep(max(left, 0.01))
 
     def _leave(self) -> None:
         assert self._task_group is not None

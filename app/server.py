@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Server:
         self.tenants = Tenants(settings)
         self.admission = Admission(settings, on_refused=self.metrics.on_rejection)
         self.timelines = Timelines(settings.timeline_size)
+        self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining
         self.created = int(time.time())
@@ -151,13 +153,15 @@ class Server:
 
     # --- the lifetime
 
-    def enter(self, request: RequestScope) -> None:
-        """A request that a drain has to wait for: one that came before it."""
-        if self.phase is not Phase.STOPPING:
+    def enter(self, request: RequestScope, *, quiet: bool) -> None:
+        """A request has come. A drain waits for those that were here before it, unless they are quiet."""
+        self._requests.add(request)
+        if not quiet and self.phase is not Phase.STOPPING:
             self._open_requests.add(request)
 
     def leave(self, request: RequestScope) -> None:
-        """It has ended. Requests that never entered may leave, too."""
+        """It has ended."""
+        self._requests.discard(request)
         self._open_requests.discard(request)
         if not self._open_requests:
             self._idle.set()
@@ -180,6 +184,16 @@ class Server:
         while self._open_requests:
             self._idle = anyio.Event()
             await self._idle.wait()
+
+    async def watch_requests(self) -> None:
+        """Let every request do what is due: cut a client that does not read, keep a silent stream alive."""
+        settings = self.settings
+        patience = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
+        while True:
+            await anyio.sleep(min(patience / 8, 1.0))
+            now = time.monotonic()
+            for request in list(self._requests):
+                request.tick(now)
 
     async def live(self) -> None:
         """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""

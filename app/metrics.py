@@ -29,6 +29,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from app.admission import Limit
+from app.histogram import WeightedHistogram
 from engine.messages import FinishReason, SchedulerStats
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -84,7 +85,13 @@ class Metrics:
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a request.", ITL_BUCKETS)
+        self._itl = WeightedHistogram(
+            prefix + "inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            dict(zip(labels, values, strict=True)),
+            self._registry,
+            ITL_BUCKETS,
+        )
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
         self._queue_time = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
@@ -152,9 +159,8 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` choices got a further token, each `seconds` after the one before. About a microsecond per token."""
-        for _ in range(count):
-            self._itl.observe(seconds)
+        """`count` choices got a further token, each `seconds` after the one before."""
+        self._itl.observe(seconds, count)
 
     def on_request_finished(
         self,

@@ -47,6 +47,7 @@ class Request:
     """
 
     __slots__ = (
+        "_ends",
         "arrival_time",
         "block_hashes",
         "block_ids",
@@ -96,6 +97,7 @@ class Request:
         room = max_model_len - self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + min(sampling.max_tokens or room, room)
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
+        self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.num_computed_tokens = 0
@@ -135,15 +137,12 @@ class Request:
     def append_output_token(self, token_id: int) -> bool:
         """Add a sampled token and return whether it ended the request, with `status` and `stop_reason` set."""
         self.token_ids.append(token_id)
-        if self.num_output_tokens >= self.sampling.min_tokens:
-            if token_id in self.eos_token_ids:
-                self.status = RequestStatus.FINISHED_STOPPED
-                return True
-            if token_id in self.sampling.stop_token_ids:
-                self.status = RequestStatus.FINISHED_STOPPED
+        if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
+            self.status = RequestStatus.FINISHED_STOPPED
+            if token_id not in self.eos_token_ids:
                 self.stop_reason = token_id
-                return True
-        if self.num_tokens >= self.max_num_tokens:
+            return True
+        if len(self.token_ids) >= self.max_num_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
         return False

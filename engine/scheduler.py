@@ -170,12 +170,16 @@ class Scheduler:
     ) -> bool:
         """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
         undisturbed = True
+        block_size = self.kv.block_size
         for request in requests:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago for one before it
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, plan.budget)
+            if request.num_computed_tokens + num_tokens <= len(request.block_ids) * block_size:  # the usual case
+                plan.add(request, num_tokens)
+                continue
             while (block_ids := self.kv.extend(request, num_tokens)) is None:
                 undisturbed = False
                 victim = self._bystander(only) or max(self.running.values(), key=_rank)
@@ -349,28 +353,29 @@ class Scheduler:
             self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
         gained = self.take_ended()
         block_size = self.kv.block_size
-        for index, request_id in enumerate(plan.request_ids):
+        logprobs = output.logprobs
+        scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True)
+        for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None:
                 continue  # failed a moment ago
-            num_scheduled = plan.num_scheduled_tokens[index]
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled
             if num_scheduled > 1 or computed_before < request.num_prompt_tokens:
-                request.note(EventKind.PREFILL, now, num_scheduled)
-                self.shares.charge(request.tenant, num_scheduled)
-                self._prompt_tokens += max(
-                    0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before
-                )
+                self._book_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.publish_computed(request)
-            token_id = output.sampled_token_ids[index]
             if token_id >= 0:
                 self.shares.charge(request.tenant, OUTPUT_TOKEN_COST)
-                gained.append(self._append(request, token_id, output.logprobs.get(index)))
+                gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
             elif request.events:
                 gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
         return gained
+
+    def _book_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
+        request.note(EventKind.PREFILL, now, num_tokens)
+        self.shares.charge(request.tenant, num_tokens)
+        self._prompt_tokens += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before)
 
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
         finished = request.append_output_token(token_id)

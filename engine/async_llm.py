@@ -113,8 +113,9 @@ class AsyncLLM:
 
         A step that does not end counts even if every client has given up meanwhile: the next ones would, too.
         """
+        is_asleep = self._client.is_asleep  # asked first: an engine that wakes up beats before it says that it is awake
         since = self._client.last_progress
-        if self._client.is_asleep:  # unless it does not hear what has been put into its inbox
+        if is_asleep:  # unless it does not hear what has been put into its inbox
             oldest = self._outputs.oldest_arrival()
             if oldest is None:
                 return 0.0

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.faulty import Kind
 from tests.chaos.harness import ChaosServer, Start, Stream
 from tests.chaos.test_drain import children, is_running
 from tests.server.harness import PATIENCE
@@ -57,12 +56,11 @@ def test_killed_engine_ends_streams_with_an_error_and_the_server_with_a_failure(
         assert server.log.splitlines()[-1] == "headrace: the engine has died while serving"
 
 
-@pytest.mark.parametrize("kind", ["panic", "exit"])
-def test_engine_that_panics_says_why_before_it_ends(kind: Kind) -> None:
+def test_engine_that_panics_says_why_before_it_ends() -> None:
     with start() as server:
         server.wait_ready()
         stream = server.stream("unlucky", max_tokens=900).read_some()
-        server.faults.order(kind)
+        server.faults.order("exit")
         assert stream.read().done
         assert stream.error is not None
         assert server.wait_exit() != 0
@@ -124,9 +122,9 @@ def pair() -> Iterator[ChaosServer]:
 
 
 def test_killed_engine_of_two_takes_its_own_streams_and_comes_back(pair: ChaosServer) -> None:
-    alone = {name: pair.text_alone(name, 100) for name in ("one-0", "one-1", "one-2", "one-3")}
+    alone = {name: pair.text_alone(name, 60) for name in ("one-0", "one-1", "one-2", "one-3")}
     before = pair.metrics()
-    streams = [pair.stream(name, max_tokens=100).read_some() for name in alone]
+    streams = [pair.stream(name, max_tokens=60).read_some() for name in alone]
     victim, _ = processes = engines(pair)
     os.kill(victim, signal.SIGKILL)
     failed = [stream for stream in streams if stream.read().error is not None]
@@ -140,12 +138,12 @@ def test_killed_engine_of_two_takes_its_own_streams_and_comes_back(pair: ChaosSe
             assert stream.text == alone[stream.name]
     assert pair.client.get("/readyz").status_code == 200
     assert pair.client.get("/livez").status_code == 200
-    assert pair.text_alone("one-0", 100) == alone["one-0"]
+    assert pair.text_alone("one-0", 60) == alone["one-0"]
 
     pair.poll(lambda: pair.log, lambda log: "runs again" in log)
     assert len(engines(pair)) == 2
     assert set(engines(pair)) != set(processes)
-    streams = [pair.stream(name, max_tokens=100) for name in alone]
+    streams = [pair.stream(name, max_tokens=60) for name in alone]
     assert {stream.name: stream.read().text for stream in streams} == alone
     after = pair.wait_idle()
     assert after.finished["error"] == before.finished["error"] + 2
@@ -153,12 +151,12 @@ def test_killed_engine_of_two_takes_its_own_streams_and_comes_back(pair: ChaosSe
 
 def test_metrics_of_two_engines_are_their_sums(pair: ChaosServer) -> None:
     before = pair.wait_idle()
-    streams: list[Stream] = [pair.stream(f"sum-{number}", max_tokens=100).read_some() for number in range(8)]
+    streams: list[Stream] = [pair.stream(f"sum-{number}", max_tokens=50).read_some() for number in range(8)]
     pair.wait_until(lambda now: now.running == 8 and now.waiting == 0)  # four seats each
     for stream in streams:
         assert stream.read().done
     after = pair.wait_idle()
-    assert after.generation_tokens == before.generation_tokens + 800
+    assert after.generation_tokens == before.generation_tokens + 400
     assert after.prompt_tokens == before.prompt_tokens + 64
     assert after.computed_tokens == before.computed_tokens + 64
 

@@ -109,9 +109,7 @@ def test_a_step_must_have_room_for_every_running_request() -> None:
 
 
 def test_several_engines_need_processes() -> None:
-    with pytest.raises(
-        SettingsError, match=r"data_parallel_size \(2\) needs .* What works: engine = process"
-    ):
+    with pytest.raises(SettingsError, match=r"data_parallel_size \(2\) needs .* What works: engine = process"):
         load_settings({"data_parallel_size": "2"})
     assert load_settings({"data_parallel_size": "2", "engine": "process"}).data_parallel_size == 2
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
+
 from app.loading import core_factory, open_files
 from app.logs import configure_logging
 from app.settings import Settings
@@ -19,6 +21,8 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
     """Load the model that the server has opened already."""
     settings = Settings(**setup["settings"])
     configure_logging(settings)
+    if setup["index"] is not None:
+        structlog.contextvars.bind_contextvars(engine=setup["index"])
     return core_factory(settings, open_files(settings, report), setup["kv_cache_share"])()
 
 

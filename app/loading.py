@@ -41,24 +41,25 @@ def make_client(settings: Settings, files: ModelFiles, progress: Progress) -> En
     if settings.engine == "thread":
         return ThreadClient(core_factory(settings, files))
     if settings.data_parallel_size == 1:
-        return make_process_client(settings, progress)
-    replicas = replicas_of(settings)
-    return DataParallelClient(
-        lambda index: make_process_client(replicas[index].settings, progress, replicas[index]), len(replicas)
-    )
+        return make_process_client(Share(settings), progress)
+    shares = divide(settings)
+    return DataParallelClient(lambda index: make_process_client(shares[index], progress, index), len(shares))
 
 
 @dataclass(frozen=True)
-class Replica:
-    """One engine's part of a machine that several share."""
+class Share:
+    """What one engine gets of a machine."""
 
     settings: Settings
     kv_cache_share: float = 1.0  # of what one engine alone would take of the host's memory
     device: str | None = None  # the only CUDA device that it sees; None: as this process
 
 
-def replicas_of(settings: Settings) -> list[Replica]:
-    """Divide the machine. Each engine gets a CUDA device where there are any, otherwise a share of cores and memory."""
+def divide(settings: Settings) -> list[Share]:
+    """Each engine gets a CUDA device where there are any, and an equal part of cores and memory otherwise.
+
+    Raises ConfigError for more engines than devices.
+    """
     size = settings.data_parallel_size
     devices = [] if settings.device == "cpu" else cuda_devices()
     if devices:
@@ -69,22 +70,24 @@ def replicas_of(settings: Settings) -> list[Replica]:
                 allowed=f"each engine needs a CUDA device of its own, and {len(devices)} can be used",
                 hint=f"data_parallel_size={len(devices)} works, or device=cpu",
             )
-        return [Replica(settings, device=devices[index]) for index in range(size)]
+        return [Share(settings, device=device) for device in devices[:size]]
     num_threads = settings.num_threads or max(1, usable_cores() // size)
-    return [Replica(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
+    return [Share(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
 
 
-def make_process_client(settings: Settings, progress: Progress, replica: Replica | None = None) -> ProcessClient:
-    """An engine in a process, `app.engine_process`, which opens the files that this process has opened before it."""
-    replica = replica or Replica(settings)
+def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:
+    """An engine in a process, `app.engine_process`, which opens the files that this process has opened before it.
+
+    `index` tells several engines apart in the log.
+    """
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
-    if replica.device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = replica.device
+    if share.device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = share.device
     return ProcessClient(
         [sys.executable, "-m", ENGINE_MODULE],
-        {"settings": replica.settings.without_secrets(), "kv_cache_share": replica.kv_cache_share},
+        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
         environment=environment,
         on_progress=progress,
     )

@@ -89,7 +89,7 @@ class ProcessClient:
     def add(self, *requests: EngineCoreRequest) -> None:
         if self._child is None:
             raise EngineDead("the engine has not been started")
-        self._child.send(Add(list(requests)))
+        self._child.send(Add.of(requests))
 
     def finish(self, request_ids: list[str], reason: FinishReason) -> None:
         if self._child is not None:

@@ -112,8 +112,8 @@ class ProcessChannel(Inbox):
     def _listen(self) -> None:
         while True:
             match self._decoder.decode(self._down.recv()):
-                case Add(requests):
-                    for request in requests:
+                case Add() as add:
+                    for request in add.requests():
                         self.put(request)
                 case Finish(finish):
                     self.put(finish)

@@ -9,6 +9,7 @@ Who imports it: `engine.process_client` and `engine.child` above, `engine.proces
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +28,22 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
 
 class Add(msgspec.Struct, tag="add", array_like=True, gc=False):
-    requests: list[EngineCoreRequest]
+    """The choices of one prompt, which crosses once and not with each of them."""
+
+    prompt_token_ids: list[int]
+    choices: list[EngineCoreRequest]  # each without the prompt
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineCoreRequest]) -> Add:
+        prompt = requests[0].prompt_token_ids
+        assert all(request.prompt_token_ids is prompt for request in requests)
+        return cls(prompt, [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests])
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """They share the prompt's list here as they did there."""
+        for request in self.choices:
+            request.prompt_token_ids = self.prompt_token_ids
+        return self.choices
 
 
 class Finish(msgspec.Struct, tag="finish", array_like=True, gc=False):

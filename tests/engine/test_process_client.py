@@ -18,7 +18,7 @@ from engine.channel import OutboxMessage
 from engine.errors import ConfigError, EngineDead, HeadraceError
 from engine.messages import EngineCoreOutputs, FinishReason
 from engine.process_client import ProcessClient
-from engine.wire import Died
+from engine.wire import Add, Died, Down
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import TOKENIZER, collect
@@ -151,6 +151,16 @@ def test_an_engine_does_not_outlive_a_front_end_that_is_killed(tmp_path: Path) -
         front_end.wait()
         while is_running(engine) or list(tmp_path.iterdir()):
             time.sleep(0.005)
+
+
+def test_a_prompt_crosses_once_for_all_its_choices() -> None:
+    prompt = make_request(range(5000), "r")
+    choices = [msgspec.structs.replace(prompt, request_id=f"r-{index}") for index in range(128)]
+    sent = msgspec.msgpack.encode(Add.of(choices))
+    assert len(sent) < 2 * len(msgspec.msgpack.encode(prompt))
+    arrived = msgspec.msgpack.decode(sent, type=Down).requests()
+    assert arrived == choices
+    assert len({id(request.prompt_token_ids) for request in arrived}) == 1
 
 
 def test_errors_keep_their_class_and_words_across_the_wire() -> None:

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["max_model_len", "1000000", "1 to 8,192", "max_model_len=8192 works"],
     ),
     "several engines in one thread": (
-        {"data_parallel_size": 2},
+        {"data_parallel_size": 2, "engine": "thread"},
         ["data_parallel_size (2)", "engine is thread", "engine = process"],
     ),
     "more KV memory than there is": (

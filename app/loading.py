@@ -1,19 +1,26 @@
 """From settings to an engine: the only place that knows both the gpu room and the engine room.
 
-Torch is imported by `make_executor`, on the engine's thread; everything before it is torch-free.
+Torch is imported by `make_executor`, on the engine's thread or in its process; everything before it is torch-free.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.settings import Settings
+from app.settings import Settings, env_name, is_secret
 from engine.client import EngineClient, ThreadClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.data_parallel import DataParallelClient
+from engine.errors import ConfigError
 from engine.llm import LLM
+from engine.process_client import ProcessClient
+from gpu.host import cuda_devices, usable_cores
 from gpu.weights import ModelFiles, Progress, open_model
 
 if TYPE_CHECKING:
@@ -21,22 +28,76 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENGINE_MODULE = "app.engine_process"  # tests put one with faults in its place
+
 
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     """Find or fetch the model and read all but its weights. Blocks; raises ModelError."""
     return open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress)
 
 
-def make_client(settings: Settings, files: ModelFiles) -> EngineClient:
-    """The engine that the settings ask for, not yet started."""
-    return ThreadClient(core_factory(settings, files))
+def make_client(settings: Settings, files: ModelFiles, progress: Progress) -> EngineClient:
+    """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError."""
+    if settings.engine == "thread":
+        return ThreadClient(core_factory(settings, files))
+    if settings.data_parallel_size == 1:
+        return make_process_client(Share(settings), progress)
+    shares = divide(settings)
+    return DataParallelClient(lambda index: make_process_client(shares[index], progress, index), len(shares))
 
 
-def core_factory(settings: Settings, files: ModelFiles) -> Callable[[], EngineCore]:
+@dataclass(frozen=True)
+class Share:
+    """What one engine gets of a machine."""
+
+    settings: Settings
+    kv_cache_share: float = 1.0  # of what one engine alone would take of the host's memory
+    device: str | None = None  # the only CUDA device that it sees; None: as this process
+
+
+def divide(settings: Settings) -> list[Share]:
+    """Each engine gets a CUDA device where there are any, and an equal part of cores and memory otherwise.
+
+    Raises ConfigError for more engines than devices.
+    """
+    size = settings.data_parallel_size
+    devices = [] if settings.device == "cpu" else cuda_devices()
+    if devices:
+        if size > len(devices):
+            raise ConfigError(
+                "data_parallel_size",
+                size,
+                allowed=f"each engine needs a CUDA device of its own, and {len(devices)} can be used",
+                hint=f"data_parallel_size={len(devices)} works, or device=cpu",
+            )
+        return [Share(settings, device=device) for device in devices[:size]]
+    num_threads = settings.num_threads or max(1, usable_cores() // size)
+    return [Share(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
+
+
+def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:
+    """An engine in a process, `app.engine_process`, which opens the files that this process has opened before it.
+
+    `index` tells several engines apart in the log.
+    """
+    secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
+    environment = {name: value for name, value in os.environ.items() if name not in secrets}
+    environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
+    if share.device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = share.device
+    return ProcessClient(
+        [sys.executable, "-m", ENGINE_MODULE],
+        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
+        environment=environment,
+        on_progress=progress,
+    )
+
+
+def core_factory(settings: Settings, files: ModelFiles, kv_cache_share: float = 1.0) -> Callable[[], EngineCore]:
     """A function that loads the model and makes the engine's core; to be called on the thread that will run it."""
 
     def make_core() -> EngineCore:
-        executor = make_executor(settings, files)
+        executor = make_executor(settings, files, kv_cache_share)
         logger.info("%s", executor.summary)
         config = EngineConfig(
             max_model_len=executor.max_model_len,
@@ -51,7 +112,7 @@ def core_factory(settings: Settings, files: ModelFiles) -> Callable[[], EngineCo
     return make_core
 
 
-def make_executor(settings: Settings, files: ModelFiles) -> UniProcExecutor:
+def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor:
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
     from gpu.executor import load_executor
     from gpu.worker import WorkerOptions
@@ -64,6 +125,7 @@ def make_executor(settings: Settings, files: ModelFiles) -> UniProcExecutor:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         block_size=settings.block_size,
         kv_cache_memory=settings.kv_cache_memory,
+        kv_cache_share=kv_cache_share,
     )
     return load_executor(files, options, num_threads=settings.num_threads)
 

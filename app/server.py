@@ -139,7 +139,9 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether the next request would be accepted."""
-        return self.phase is Phase.READY and self.is_alive and not self.admission.is_full
+        if self.phase is not Phase.READY or self._llm is None:
+            return False
+        return self._llm.is_available and self.is_alive and not self.admission.is_full
 
     def status(self) -> dict[str, Any]:
         """For /startupz and /readyz: the phase, what is being done, and for how long."""
@@ -218,7 +220,7 @@ class Server:
     async def _load_and_serve(self) -> None:
         files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
         prompts = await to_thread.run_sync(PromptEncoder, files)
-        client = make_client(self.settings, files)
+        client = make_client(self.settings, files, self.start_up.report)
         llm = AsyncLLM(client, files.tokenizer, observer=self.metrics, seed=self.settings.seed)
         await to_thread.run_sync(lambda: llm.vocabulary.bytes_of)  # built now, not by the first request
         async with llm.running():

@@ -91,6 +91,17 @@ class Settings(BaseSettings):
     )
 
     # The engine.
+    engine: Literal["thread", "process"] = Field(
+        "thread",
+        description="Where the engine runs: in a thread of the server, or in a process of its own.",
+    )
+    data_parallel_size: int = Field(
+        1,
+        description="Engines that share the requests, each with all weights and a KV cache; more than 1 needs "
+        "engine = process.",
+        ge=1,
+        le=64,
+    )
     max_model_len: int | None = Field(
         None,
         description="Longest prompt plus output, in tokens. Default: what the model allows.",
@@ -113,13 +124,17 @@ class Settings(BaseSettings):
     block_size: int = Field(16, description="Tokens per KV block.", ge=1, le=1024)
     kv_cache_memory: ByteSize | None = Field(
         None,
-        description="Memory for the KV cache, for example 2GiB. Default: chosen from what is free.",
+        description="Memory for the KV cache of one engine, for example 2GiB. Default: chosen from what is free.",
         ge=MIB,
         examples=["2GiB"],
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     num_threads: int | None = Field(
-        None, description="Threads for computing on a CPU. Default: one per core.", ge=1, le=4096, examples=[2]
+        None,
+        description="Threads for computing on a CPU, per engine. Default: one per core, shared by the engines.",
+        ge=1,
+        le=4096,
+        examples=[2],
     )
 
     # The server.
@@ -227,6 +242,20 @@ class Settings(BaseSettings):
                 f"max_num_batched_tokens = {max(512, self.max_num_seqs)}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _several_engines_are_processes(self) -> Settings:
+        if self.data_parallel_size > 1 and self.engine == "thread":
+            raise ValueError(
+                f"data_parallel_size ({self.data_parallel_size}) needs engines that are processes, and engine is "
+                f"{self.engine}. What works: engine = process, or data_parallel_size = 1"
+            )
+        return self
+
+    def without_secrets(self) -> dict[str, Any]:
+        """Plain data for another process of this server, from which it makes its `Settings`."""
+        secrets = {name for name, field in Settings.model_fields.items() if is_secret(field)}
+        return self.model_dump(mode="json", exclude=secrets)
 
     @classmethod
     def settings_customise_sources(

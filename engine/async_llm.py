@@ -10,6 +10,7 @@ owned there. Both are synchronous puts, so leaving works inside a cancelled scop
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,7 +78,7 @@ class AsyncLLM:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
         Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished.
-        Raises InvalidRequest before anything is queued, EngineNotReady while the model loads, EngineDead when the
+        Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
         """
         stream = self._open(requests)
@@ -93,20 +94,28 @@ class AsyncLLM:
             raise EngineDead("the engine has ended; restart the server") from self.error
         if self._inputs is None:
             raise EngineNotReady("the model is still being loaded")
+        if not self._client.is_available:
+            raise EngineNotReady("no engine is running at the moment; one is being started")
         inputs = self._inputs
-        children = [child for request in requests for child in inputs.process(request)]
-        stream = self._outputs.open(requests, children)
-        for child in children:
-            self._client.add(child)
+        choices = [inputs.process(request) for request in requests]
+        stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
+        for children in choices:
+            self._client.add(*children)
         return stream
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a stream can be opened now."""
+        return self.error is None and self._inputs is not None and self._client.is_available
 
     def seconds_without_progress(self) -> float:
         """For how long the engine has had work and made no step; 0 when it is idle.
 
         A step that does not end counts even if every client has given up meanwhile: the next ones would, too.
         """
+        is_asleep = self._client.is_asleep  # asked first: an engine that wakes up beats before it says that it is awake
         since = self._client.last_progress
-        if self._client.is_asleep:  # unless it does not hear what has been put into its inbox
+        if is_asleep:  # unless it does not hear what has been put into its inbox
             oldest = self._outputs.oldest_arrival()
             if oldest is None:
                 return 0.0

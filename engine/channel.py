@@ -1,4 +1,4 @@
-"""The request channel: the one way across the boundary between the event loop and the engine's thread.
+"""The request channel: the one way across the boundary between the event loop and the engine.
 
     inbox   event loop → engine   requests, ends of requests; put without waiting, drained between steps
     outbox  engine → event loop   one batch per step; the engine never waits for the loop
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from anyio.lowlevel import current_token
 
@@ -32,39 +32,18 @@ Deliver = Callable[[list[OutboxMessage]], None]
 """Takes, on the event loop, everything that has come from the engine since the last call, in order."""
 
 
-class RequestChannel:
-    """A channel between this event loop and one other thread.
+class Inbox:
+    """What is on its way to an engine. One thread puts, the engine's takes out."""
 
-    Created on the event loop, which is asyncio's or trio's. `deliver` is called there. A loop that lags gets several
-    steps at once. An exception as a message says that the engine has ended because of it.
-    """
-
-    def __init__(self, deliver: Deliver) -> None:
+    def __init__(self) -> None:
         self._inbox: SimpleQueue[InboxMessage] = SimpleQueue()
-        self._outbox: deque[OutboxMessage] = deque()
-        self._deliver = deliver
-        self._wake_up_pending = False
         self._leaving: set[str] = set()  # requests whose end is in the inbox
-        self._call_soon = _threadsafe_call_soon()
-
-    # --- the event loop's side
 
     def put(self, message: InboxMessage) -> None:
         """Hand a message to the engine. Never waits, never fails."""
         if isinstance(message, FinishRequests):
             self._leaving.update(message.request_ids)
         self._inbox.put(message)
-
-    def _drain_outbox(self) -> None:
-        # The flag falls first: what arrives from here on schedules its own wake-up.
-        self._wake_up_pending = False
-        messages: list[OutboxMessage] = []
-        while self._outbox:
-            messages.append(self._outbox.popleft())
-        if messages:
-            self._deliver(messages)
-
-    # --- the engine's side
 
     def receive(self, *, wait: bool) -> list[InboxMessage]:
         """Everything that has arrived. With `wait`, sleeps until there is something."""
@@ -83,6 +62,31 @@ class RequestChannel:
         """Whether the end of every one of these requests is on its way. Quick: asked many times within a step."""
         return bool(self._leaving) and bool(request_ids) and self._leaving.issuperset(request_ids)
 
+
+class EngineChannel(Protocol):
+    """A channel as the engine sees it, whatever is on the other side."""
+
+    def receive(self, *, wait: bool) -> list[InboxMessage]: ...
+
+    def are_leaving(self, request_ids: Sequence[str]) -> bool: ...
+
+    def send(self, message: OutboxMessage) -> None: ...
+
+
+class RequestChannel(Inbox):
+    """A channel between this event loop and one other thread.
+
+    Created on the event loop, which is asyncio's or trio's. `deliver` is called there. A loop that lags gets several
+    steps at once. An exception as a message says that the engine has ended because of it.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        super().__init__()
+        self._outbox: deque[OutboxMessage] = deque()
+        self._deliver = deliver
+        self._wake_up_pending = False
+        self._call_soon = _threadsafe_call_soon()
+
     def send(self, message: OutboxMessage) -> None:
         """Hand a message to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
         self._outbox.append(message)
@@ -92,6 +96,15 @@ class RequestChannel:
                 self._call_soon(self._drain_outbox)
             except RuntimeError:  # trio.RunFinishedError is one, asyncio raises it plainly
                 self._outbox.clear()
+
+    def _drain_outbox(self) -> None:
+        # The flag falls first: what arrives from here on schedules its own wake-up.
+        self._wake_up_pending = False
+        messages: list[OutboxMessage] = []
+        while self._outbox:
+            messages.append(self._outbox.popleft())
+        if messages:
+            self._deliver(messages)
 
 
 def _threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:

@@ -1,7 +1,8 @@
 """How the front end reaches an engine, wherever it runs.
 
 `EngineClient` is the interface; `ThreadClient` runs the engine in one worker thread of this process, for its whole
-life: the model is loaded there, every step runs there, and the thread's end is the engine's end.
+life: the model is loaded there, every step runs there, and the thread's end is the engine's end. Its twin is
+`engine.process_client`, and `live` is the life that both give an engine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.channel import Close, Deliver, RequestChannel
+from engine.channel import Close, Deliver, EngineChannel, RequestChannel
 from engine.core import EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests
@@ -30,9 +31,16 @@ class EngineClient(Protocol):
         """Start the engine; on leaving, end it and wait until it has ended."""
         ...
 
-    def add(self, request: EngineCoreRequest) -> None: ...
+    def add(self, *requests: EngineCoreRequest) -> None:
+        """Run the choices of one prompt, whose list they share. They will run where they can share its blocks, too."""
+        ...
 
     def finish(self, request_ids: list[str], reason: FinishReason) -> None: ...
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is an engine now that would run what is added."""
+        ...
 
     @property
     def last_progress(self) -> float:
@@ -54,12 +62,16 @@ class ThreadClient:
         self._channel: RequestChannel | None = None
 
     @property
+    def is_available(self) -> bool:
+        return self._core is not None
+
+    @property
     def last_progress(self) -> float:
-        return self._core.last_progress if self._core else 0.0
+        return self._core.heartbeat.last_progress if self._core else 0.0
 
     @property
     def is_asleep(self) -> bool:
-        return self._core is None or self._core.is_asleep
+        return self._core is None or self._core.heartbeat.is_asleep
 
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
@@ -72,10 +84,11 @@ class ThreadClient:
                 # A cancelled scope waits for its worker thread all the same; this is what lets the thread end.
                 self._channel.put(Close())
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add(self, *requests: EngineCoreRequest) -> None:
         if self._channel is None:
             raise EngineDead("the engine has not been started")
-        self._channel.put(request)
+        for request in requests:
+            self._channel.put(request)
 
     def finish(self, request_ids: list[str], reason: FinishReason) -> None:
         if self._channel is not None:
@@ -86,35 +99,47 @@ class ThreadClient:
         await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
 
     def _live(self, channel: RequestChannel) -> None:
+        live(self._make, channel)
+
+    def _make(self) -> EngineCore:
+        self._core = self._make_core()
+        return self._core
+
+
+def live(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
+    """An engine's whole life, on the calling thread: it is loaded, says so, runs until it is told to end, says that.
+
+    Never raises: what it dies of is its last message.
+    """
+    try:
+        core = make_core()
         try:
-            self._core = core = self._make_core()
-            try:
-                channel.send(
-                    EngineReady(
-                        vocab_size=core.executor.vocab_size,
-                        num_blocks=core.executor.num_blocks,
-                        block_size=core.executor.block_size,
-                        max_model_len=core.config.max_model_len,
-                    )
+            channel.send(
+                EngineReady(
+                    vocab_size=core.executor.vocab_size,
+                    num_blocks=core.executor.num_blocks,
+                    block_size=core.executor.block_size,
+                    max_model_len=core.config.max_model_len,
                 )
-                run_until_closed(core, channel)
-            finally:
-                core.shutdown()
-        except BaseException as error:  # a native library's panic is no Exception, and SystemExit would end the loop
-            channel.send(error)
-        else:
-            channel.send(EngineDead("the engine has been shut down"))
+            )
+            run_until_closed(core, channel)
+        finally:
+            core.shutdown()
+    except BaseException as error:  # a native library's panic is no Exception, and SystemExit would end the loop
+        channel.send(error)
+    else:
+        channel.send(EngineDead("the engine has been shut down"))
 
 
-def run_until_closed(core: EngineCore, channel: RequestChannel) -> None:
+def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
     while True:
         idle = not core.has_work
         if idle:
-            core.sleep()
+            core.heartbeat.sleep()
         messages = channel.receive(wait=idle)
         if idle:
-            core.wake()
+            core.heartbeat.wake()
         for message in messages:
             if isinstance(message, EngineCoreRequest):
                 core.add(message)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from engine.config import EngineConfig
 from engine.errors import EngineDead, StepAbandoned
 from engine.executor import Executor
+from engine.heartbeat import Heartbeat
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.plan import SchedulerOutput
 from engine.quarantine import Quarantine
@@ -32,8 +33,8 @@ IsAbandoned = Callable[[Sequence[str]], bool]
 class EngineCore:
     """Scheduler and executor, moved on one step at a time by whoever owns the thread.
 
-    `num_steps`, `last_progress` and `is_asleep` are the heartbeat: steps begun to their end, whatever their fate; when
-    the latest ended or the engine woke up; and whether it has nothing to do. Safe to read from any thread.
+    `heartbeat` tells when it last got on and whether it has nothing to do, `num_steps` how many steps have ended,
+    whatever their fate. Safe to read from any thread; another process can read a heartbeat that was put in its place.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -41,8 +42,8 @@ class EngineCore:
         self.executor = executor
         self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
         self.num_steps = 0
-        self.last_progress = time.monotonic()
-        self.is_asleep = False
+        self.heartbeat = Heartbeat()
+        self.heartbeat.wake()
         self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
         self._quarantine = Quarantine()
         self._failures_in_a_row = 0
@@ -86,17 +87,10 @@ class EngineCore:
             outputs = self.scheduler.update(plan, output, now)
             self._name_failed(outputs)
         self.num_steps += 1
-        self.last_progress = time.monotonic()
-        return EngineCoreOutputs(outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.last_progress)
-
-    def sleep(self) -> None:
-        """The engine has nothing to do until something arrives."""
-        self.is_asleep = True
-
-    def wake(self) -> None:
-        """Something has arrived: the heartbeat counts from here."""
-        self.last_progress = time.monotonic()
-        self.is_asleep = False
+        self.heartbeat.beat()
+        return EngineCoreOutputs(
+            outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.heartbeat.last_progress
+        )
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known."""

@@ -26,7 +26,7 @@ class EngineNotReady(HeadraceError):
 
 
 class EngineDead(HeadraceError):
-    """The engine thread has ended; nothing will be generated any more."""
+    """The engine has ended; nothing will be generated any more."""
 
 
 class StepAbandoned(HeadraceError):

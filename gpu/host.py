@@ -47,6 +47,15 @@ def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
     return False
 
 
+def cuda_devices(root: Path = _ROOT) -> list[str]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them. Asks no driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for part in visible.split(",") if (name := part.strip()) and name != "-1"]
+    nodes = [node for node in root.glob("dev/nvidia*") if node.name.removeprefix("nvidia").isdigit()]
+    return [str(index) for index in range(len(nodes))]  # CUDA numbers those that are there from 0
+
+
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 

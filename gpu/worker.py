@@ -37,6 +37,7 @@ class WorkerOptions:
     max_num_batched_tokens: int = 512
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
+    kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
 
 
@@ -100,7 +101,7 @@ class Worker:
             check_memory(options.kv_cache_memory, self._free_memory())
             return options.kv_cache_memory
         if self.device.type == "cpu":
-            return min(int(CPU_MEMORY_SHARE * self._free_memory()), CPU_MEMORY_LIMIT)
+            return int(min(CPU_MEMORY_SHARE * self._free_memory(), CPU_MEMORY_LIMIT) * options.kv_cache_share)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         resident = torch.cuda.memory_allocated(self.device)

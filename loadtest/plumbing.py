@@ -104,8 +104,7 @@ class Headrace:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
         usual = {"model": model, "served_model_name": NAME, "load_format": "dummy", "kv_cache_memory": "256MiB"}
-        usual |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_queued_requests": 4096}
-        usual |= {"engine": engine} if engine != "thread" else {}
+        usual |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_queued_requests": 4096, "engine": engine}
         self.environment = {f"HEADRACE_{name.upper()}": str(value) for name, value in (usual | settings).items()}
         self.engine = engine
         self.seconds_to_ready = 0.0

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["app", "app.application", "app.cli"])
+@pytest.mark.parametrize("module", ["app", "app.application", "app.cli", "app.engine_process"])
 def test_import_brings_no_torch(module: str) -> None:
     code = f"import sys, {module}; print(sorted(sys.modules.keys() & {{'torch', 'transformers'}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

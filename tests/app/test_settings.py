@@ -108,6 +108,12 @@ def test_a_step_must_have_room_for_every_running_request() -> None:
         load_settings({"max_num_seqs": "600"})
 
 
+def test_several_engines_need_processes() -> None:
+    with pytest.raises(SettingsError, match=r"data_parallel_size \(2\) needs .* What works: engine = process"):
+        load_settings({"data_parallel_size": "2"})
+    assert load_settings({"data_parallel_size": "2", "engine": "process"}).data_parallel_size == 2
+
+
 def test_a_file_that_is_missing_or_broken_says_so(config_file: Path) -> None:
     with pytest.raises(SettingsError, match="Cannot read the settings file .*No such file"):
         load_settings(config_file=config_file)

@@ -159,17 +159,18 @@ class Step:
 _make_real_executor = app.loading.make_executor
 
 
-def _make_executor(settings: Settings, files: ModelFiles) -> Any:
+def _make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> Any:
     path = Path(os.environ[FAULTS_VARIABLE])
     if os.environ.get(DEVICE_VARIABLE) == "simulated":
         simulated = SimulatedExecutor(8192, settings.block_size, files.config.vocab_size, step_seconds=0.001)
         return FaultyExecutor(simulated, path, max_model_len=settings.max_model_len or 1024, summary="simulated")
-    real = _make_real_executor(settings, files)
+    real = _make_real_executor(settings, files, kv_cache_share)
     return FaultyExecutor(real, path, max_model_len=real.max_model_len, summary=real.summary)
 
 
 if FAULTS_VARIABLE in os.environ:  # in a server, not in the tests' own process
     app.loading.make_executor = _make_executor
+    app.loading.ENGINE_MODULE = "tests.chaos.engine_process"
 
 if TYPE_CHECKING:
     _: type[Executor] = FaultyExecutor

@@ -1,6 +1,7 @@
 """A small random Llama through the whole device side: load, plan, run, sample."""
 
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -151,6 +152,16 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
     assert reports[-1] == ("Loading weights", total, total)
     assert outputs[0] == 1
     assert 0 <= outputs[1].sampled_token_ids[0] < CONFIG.vocab_size
+
+
+def test_engines_that_share_a_host_share_what_one_would_take_for_its_cache(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpu.worker.available_memory", lambda: 2**20)
+    options = replace(OPTIONS, max_model_len=None)
+    sizes = [
+        Worker(CONFIG, random_weights(), replace(options, kv_cache_share=share)).kv_cache_size.num_blocks
+        for share in (1.0, 0.5, 0.25)
+    ]
+    assert sizes == [256, 128, 64]
 
 
 def test_a_context_too_long_for_the_model_is_refused_before_anything_is_read():

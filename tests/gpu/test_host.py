@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from gpu.host import available_memory, has_bfloat16_instructions, usable_cores
+from gpu.host import available_memory, cuda_devices, has_bfloat16_instructions, usable_cores
 
 GIB = 2**30
 
@@ -74,6 +74,18 @@ def test_bfloat16_is_recognized_by_the_processors_flags(tmp_path: Path):
     assert not has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "flags : fpu avx512f avx512_bf16x"}))
     assert has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "processor : 0\nflags : fpu avx512_bf16 sse"}))
     assert has_bfloat16_instructions(write(tmp_path, {"proc/cpuinfo": "Features : fp asimd bf16"}))
+
+
+def test_cuda_devices_are_those_that_are_visible(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cuda_devices(tmp_path) == []
+    write(tmp_path, {f"dev/nvidia{name}": "" for name in ("0", "3", "ctl", "-uvm")})
+    assert cuda_devices(tmp_path) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-1")
+    assert cuda_devices(tmp_path) == ["3", "MIG-1"]
+    for nothing in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert cuda_devices(tmp_path) == []
 
 
 def test_this_machine_has_something_to_offer():

@@ -51,6 +51,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"max_model_len": 10**6},
         ["max_model_len", "1000000", "1 to 8,192", "max_model_len=8192 works"],
     ),
+    "context larger than the model's, in a process": (
+        {"max_model_len": 10**6, "engine": "process"},
+        ["max_model_len", "1000000", "1 to 8,192", "max_model_len=8192 works"],
+    ),
+    "several engines in one thread": (
+        {"data_parallel_size": 2, "engine": "thread"},
+        ["data_parallel_size (2)", "engine is thread", "engine = process"],
+    ),
     "more KV memory than there is": (
         {"kv_cache_memory": "900000GiB"},
         ["kv_cache_memory", "900000.0 GiB", "are free", "works, or leave it out"],
@@ -81,6 +89,10 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "broken weights": (
         {"model": "{}/broken-weights", "load_format": "auto"},
+        ["model: got", "model.safetensors", "fetch it anew", "smollm2-135m-instruct"],
+    ),
+    "broken weights, in processes": (
+        {"model": "{}/broken-weights", "load_format": "auto", "engine": "process", "data_parallel_size": 2},
         ["model: got", "model.safetensors", "fetch it anew", "smollm2-135m-instruct"],
     ),
     "an architecture that is not supported": (

@@ -1,0 +1,30 @@
+"""What runs in the engine's process: `python -m app.engine_process`, started by `app.loading.make_process_client`.
+
+It gets its settings from the server that started it, without secrets, and reads none by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from app.loading import core_factory, open_files
+from app.logs import configure_logging
+from app.settings import Settings
+from engine.core import EngineCore
+from engine.process_core import serve_parent
+from engine.wire import Report
+
+
+def build(setup: dict[str, Any], report: Report) -> EngineCore:
+    """Load the model that the server has opened already."""
+    settings = Settings(**setup["settings"])
+    configure_logging(settings)
+    if setup["index"] is not None:
+        structlog.contextvars.bind_contextvars(engine=setup["index"])
+    return core_factory(settings, open_files(settings, report), setup["kv_cache_share"])()
+
+
+if __name__ == "__main__":
+    serve_parent(build)

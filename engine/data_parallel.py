@@ -1,0 +1,251 @@
+"""Several engines that look like one: each has all the weights and a cache of its own, and runs its own requests.
+
+A replica that dies takes its own requests with it, which end with an error, and is started again; the others do not
+notice. When replicas die again and again, or one cannot even start, the whole engine counts as dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import msgspec
+
+from engine.channel import Deliver, OutboxMessage
+from engine.client import EngineClient
+from engine.errors import EngineDead
+from engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+)
+from engine.router import Router, weights
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 5  # of all replicas, within DEATH_WINDOW; the next one is the end
+DEATH_WINDOW = 600.0  # seconds
+RESTART_SECONDS = 0.5  # between a death and the new start
+
+
+class DataParallelClient:
+    """An `EngineClient` over `size` others; `make_replica` makes the one of an index, also for a restart."""
+
+    def __init__(self, make_replica: Callable[[int], EngineClient], size: int) -> None:
+        self.replicas = [Replica(index, make_replica) for index in range(size)]
+        self._router = Router(size)
+        self._owners: dict[str, Replica] = {}  # of requests that have not ended
+        self._step = 0
+        self._deaths: deque[float] = deque()
+        self._announced = False
+        self._over = False
+        self._deliver: Deliver = lambda message: None
+
+    @property
+    def is_available(self) -> bool:
+        return self._announced and not self._over and bool(self._alive())
+
+    @property
+    def last_progress(self) -> float:
+        """Of the replica that has been busy without progress for longest; if none is busy, the latest of all."""
+        busy = [since for replica in self.replicas if (since := replica.busy_since) is not None]
+        return min(busy) if busy else max(replica.client.last_progress for replica in self.replicas)
+
+    @property
+    def is_asleep(self) -> bool:
+        return all(replica.busy_since is None for replica in self.replicas)
+
+    @asynccontextmanager
+    async def running(self, deliver: Deliver) -> AsyncIterator[None]:
+        self._deliver = deliver
+        async with anyio.create_task_group() as task_group:
+            for replica in self.replicas:
+                task_group.start_soon(self._keep, replica)
+            try:
+                yield
+            finally:
+                if not self._over:
+                    self._end()
+                    deliver([EngineDead("the engine has been shut down")])
+                task_group.cancel_scope.cancel()  # a replica that is cancelled still ends in good order
+
+    def add(self, *requests: EngineCoreRequest) -> None:
+        alive = self._alive()
+        if not alive:
+            raise EngineDead("no engine is running")
+        replica = self.replicas[self._router.choose(requests, alive)]
+        now = time.monotonic()
+        for request, weight in zip(requests, weights(requests), strict=True):
+            replica.requests[request.request_id] = _Open(now, weight)
+            self._owners[request.request_id] = replica
+        replica.client.add(*requests)
+
+    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
+        by_replica: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            replica = self._owners.get(request_id)
+            if replica is not None:
+                self._forget(request_id)
+                by_replica.setdefault(replica.index, []).append(request_id)
+        for index, ids in by_replica.items():
+            self.replicas[index].client.finish(ids, reason)
+
+    # --- replicas
+
+    def _alive(self) -> list[int]:
+        return [replica.index for replica in self.replicas if replica.measures is not None]
+
+    async def _keep(self, replica: Replica) -> None:
+        """Run a replica, again and again."""
+        while True:
+            async with replica.client.running(lambda messages: self._receive(replica, messages)):
+                await replica.ended.wait()
+            if self._over:
+                return
+            await anyio.sleep(RESTART_SECONDS)
+            replica.revive()
+
+    def _receive(self, replica: Replica, messages: list[OutboxMessage]) -> None:
+        told: list[OutboxMessage] = []
+        for message in messages:
+            if not self._over:
+                told += self._take(replica, message)
+        if told:
+            self._deliver(told)
+
+    def _take(self, replica: Replica, message: OutboxMessage) -> list[OutboxMessage]:
+        """What the front end is told of a message."""
+        if isinstance(message, EngineCoreOutputs):
+            replica.stats = message.stats
+            for output in message.outputs:
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+            return [self._merged(message.outputs, message.stats, message.timestamp)]
+        if isinstance(message, EngineReady):
+            replica.measures = message
+            if self._announced:
+                logger.info("Engine %d runs again", replica.index)
+            elif len(self._alive()) == len(self.replicas):
+                self._announced = True
+                return [self._measures()]
+            return []
+        return [self._bury(replica, message)]
+
+    def _bury(self, replica: Replica, error: BaseException) -> OutboxMessage:
+        """A replica has died: its requests end here, or everything does."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - DEATH_WINDOW:
+            self._deaths.popleft()
+        if not self._announced or len(self._deaths) > MAX_DEATHS:
+            self._end()
+            return error
+        lost = list(replica.requests)
+        logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
+        for request_id in lost:
+            del self._owners[request_id]
+        replica.bury()
+        self._router.forget(replica.index)
+        died = "the engine that ran this request has died"
+        outputs = [
+            EngineCoreOutput(request_id=each, new_token_ids=[], finish_reason=FinishReason.ERROR, error=died)
+            for each in lost
+        ]
+        return self._merged(outputs, _NOTHING_DONE, now)
+
+    def _end(self) -> None:
+        self._over = True
+        for replica in self.replicas:
+            replica.ended.set()
+
+    def _forget(self, request_id: str) -> None:
+        replica = self._owners.pop(request_id, None)
+        if replica is not None:
+            self._router.ended(replica.index, replica.requests.pop(request_id).weight)
+
+    # --- as one
+
+    def _measures(self) -> EngineReady:
+        measures = [replica.measures for replica in self.replicas if replica.measures is not None]
+        return EngineReady(
+            vocab_size=min(each.vocab_size for each in measures),
+            num_blocks=sum(each.num_blocks for each in measures),
+            block_size=min(each.block_size for each in measures),
+            max_model_len=min(each.max_model_len for each in measures),
+        )
+
+    def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:
+        """One replica's step as a step of all: its counters, and everybody's levels."""
+        self._step += 1
+        alive = [(each.measures.num_blocks, each.stats) for each in self.replicas if each.measures is not None]
+        num_blocks = sum(blocks for blocks, _ in alive) or 1
+        merged = msgspec.structs.replace(
+            stats,
+            step=self._step,
+            num_running=sum(levels.num_running for _, levels in alive),
+            num_waiting=sum(levels.num_waiting for _, levels in alive),
+            kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
+        )
+        return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
+
+
+_NOTHING_DONE = SchedulerStats(
+    step=0,
+    num_running=0,
+    num_waiting=0,
+    kv_cache_usage=0.0,
+    num_preemptions=0,
+    prompt_tokens=0,
+    prefix_cache_queries=0,
+    prefix_cache_hits=0,
+)
+
+
+class _Open(msgspec.Struct, gc=False):
+    """A choice that a replica runs."""
+
+    since: float
+    weight: float
+
+
+class Replica:
+    """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
+
+    def __init__(self, index: int, make: Callable[[int], EngineClient]) -> None:
+        self.index = index
+        self._make = make
+        self.measures: EngineReady | None = None  # while it lives
+        self.requests: dict[str, _Open] = {}
+        self.revive()
+
+    def revive(self) -> None:
+        """Begin anew, with a client that has not been started."""
+        self.client = self._make(self.index)
+        self.stats = _NOTHING_DONE
+        self.ended = anyio.Event()
+
+    def bury(self) -> None:
+        """It has died, and what it had to do is nobody's any more."""
+        self.measures = None
+        self.requests.clear()
+        self.ended.set()
+
+    @property
+    def busy_since(self) -> float | None:
+        """Since when it has had work and made no step; None if it has nothing to do, or does not live.
+
+        A replica that sleeps although it was given something does not hear.
+        """
+        if self.measures is None:
+            return None
+        if not self.client.is_asleep:
+            return self.client.last_progress
+        oldest = next(iter(self.requests.values()), None)
+        return None if oldest is None else max(self.client.last_progress, oldest.since)

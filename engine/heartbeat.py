@@ -1,0 +1,55 @@
+"""The engine's heartbeat: written by the engine, read by whoever watches it, in another thread or another process."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+
+_LAST_PROGRESS, _IS_AWAKE = range(2)
+_SIZE = 2 * 8  # bytes: doubles, which are written and read whole
+_PAGE = bytes(mmap.PAGESIZE)  # an empty file cannot be mapped
+
+
+class Heartbeat:
+    """When the engine last got on, and whether it has nothing to do. All zeros say that it does not run yet.
+
+    It lives in a few bytes of memory, so that two processes may map the same. Nothing in between can delay it: a queue
+    that lags would make a busy engine look hung, and a hung one alive.
+    """
+
+    def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
+        self._fields = memoryview(bytearray(_SIZE) if memory is None else memory)[:_SIZE].cast("d")
+
+    @classmethod
+    def create(cls, path: Path) -> Heartbeat:
+        """A heartbeat that another process can `open`."""
+        path.write_bytes(_PAGE)
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> Heartbeat:
+        with path.open("r+b") as file:
+            return cls(mmap.mmap(file.fileno(), len(_PAGE)))
+
+    @property
+    def last_progress(self) -> float:
+        """When the latest step ended or the engine woke up, by `time.monotonic()`; 0 before that."""
+        return self._fields[_LAST_PROGRESS]
+
+    @property
+    def is_asleep(self) -> bool:
+        return not self._fields[_IS_AWAKE]
+
+    def beat(self) -> None:
+        """A step has ended."""
+        self._fields[_LAST_PROGRESS] = time.monotonic()
+
+    def sleep(self) -> None:
+        """The engine has nothing to do until something arrives."""
+        self._fields[_IS_AWAKE] = 0.0
+
+    def wake(self) -> None:
+        """Something has arrived: progress counts from here."""
+        self.beat()
+        self._fields[_IS_AWAKE] = 1.0

@@ -1,0 +1,153 @@
+"""The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
+
+`ProcessClient` is the twin of `engine.client.ThreadClient`. The other end is `engine.process_core`, the words between
+them `engine.wire`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from engine.channel import Deliver, OutboxMessage
+from engine.child import Child
+from engine.errors import EngineDead
+from engine.heartbeat import Heartbeat
+from engine.messages import EngineCoreRequest, FinishReason, FinishRequests
+from engine.wire import Add, Died, End, Finish, Progress, Ready, Report, Setup, Step
+
+END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
+# What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
+# so that is waited for; otherwise there is only what it had said before.
+LAST_WORDS_SECONDS = 2.0
+CUT_OFF_SECONDS = 0.05
+
+
+class ProcessClient:
+    """An engine in a child process, which `command` starts and which calls `engine.process_core.serve_parent`.
+
+    `setup` is plain data for the child; it holds no secrets. `on_progress` hears on the event loop how far loading is.
+    The child's death, by whatever cause, is known at once; this process' death ends the child.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        setup: Any,
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_progress: Report | None = None,
+    ) -> None:
+        self._command = command
+        self._setup = setup
+        self._environment = environment
+        self._on_progress = on_progress or (lambda phase, done, total: None)
+        self._child: Child | None = None
+        self._heartbeat = Heartbeat()
+        self._is_ready = False
+        self._is_ending = False
+        self._gone = anyio.Event()
+        self._over: anyio.Event = anyio.Event()  # its last message has been delivered
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process, while there is one."""
+        return self._child.pid if self._child else None
+
+    @property
+    def is_available(self) -> bool:
+        return self._is_ready and not self._over.is_set()
+
+    @property
+    def last_progress(self) -> float:
+        return self._heartbeat.last_progress
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._heartbeat.is_asleep
+
+    @asynccontextmanager
+    async def running(self, deliver: Deliver) -> AsyncIterator[None]:
+        self._is_ready = self._is_ending = False
+        self._gone, self._over = anyio.Event(), anyio.Event()
+        with Child(self._command, self._environment) as child:
+            self._child, self._heartbeat = child, child.heartbeat
+            try:
+                async with anyio.create_task_group() as task_group:
+                    task_group.start_soon(self._attend, child, deliver)
+                    try:
+                        yield
+                    finally:
+                        await self._end(child)
+            finally:
+                self._child = None
+
+    def add(self, *requests: EngineCoreRequest) -> None:
+        if self._child is None:
+            raise EngineDead("the engine has not been started")
+        self._child.send(Add.of(requests))
+
+    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
+        if self._child is not None:
+            self._child.send(Finish(FinishRequests(request_ids, reason)))
+
+    async def _end(self, child: Child) -> None:
+        """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
+        self._is_ending = True
+        if self._is_ready:
+            child.send(End())
+            with anyio.move_on_after(END_SECONDS, shield=True):
+                await self._gone.wait()
+        child.kill()
+
+    async def _attend(self, child: Child, deliver: Deliver) -> None:
+        """Be there for the child until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
+        try:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as task_group:
+                    task_group.start_soon(self._listen, child, deliver)
+                    status = await child.wait_gone()
+                    with anyio.move_on_after(CUT_OFF_SECONDS if status else LAST_WORDS_SECONDS):
+                        await self._over.wait()
+                    task_group.cancel_scope.cancel()
+                if not self._over.is_set():
+                    self._over.set()
+                    ended = "the engine has been shut down" if self._is_ending else _how_it_ended(status)
+                    deliver([EngineDead(ended)])
+        finally:
+            child.kill()
+            self._gone.set()
+
+    async def _listen(self, child: Child, deliver: Deliver) -> None:
+        await child.wait_connected()
+        child.send(Setup(self._setup))
+        while not self._over.is_set():
+            messages: list[OutboxMessage] = []
+            for message in await child.receive():
+                match message:
+                    case Step(outputs):
+                        messages.append(outputs)
+                    case Ready(measures):
+                        self._is_ready = True
+                        messages.append(measures)
+                    case Progress(phase, done, total):
+                        self._on_progress(phase, done, total)
+                    case Died():
+                        self._over.set()
+                        messages.append(message.error())
+            if messages:
+                deliver(messages)
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"the engine's process has ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    return f"the engine's process was killed by {name}"

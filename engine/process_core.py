@@ -1,0 +1,159 @@
+"""The engine's side of a process boundary: the main of a process that is nothing but one engine.
+
+    input thread    DEALER → Inbox            requests, ends of requests, the word to end
+    main thread     `engine.client.live`      loads the model and makes every step
+    output thread   queue → msgpack → PUSH    one batch per step; the engine never waits for it
+
+The process belongs to its parent and ends only by its word: it ignores SIGINT and SIGTERM, which reach a whole group at
+once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NoReturn
+
+import msgspec
+import zmq
+
+from engine.channel import Close, Inbox, OutboxMessage
+from engine.client import live
+from engine.core import EngineCore
+from engine.heartbeat import Heartbeat
+from engine.messages import EngineCoreOutputs, EngineReady
+from engine.wire import DOWN, HEARTBEAT, UP, Add, Died, Down, End, Finish, Progress, Ready, Report, Setup, Step, Up
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_MILLISECONDS = 2000  # until the parent has taken what was sent
+
+Build = Callable[[Any, Report], EngineCore]
+
+
+def serve_parent(build: Build) -> NoReturn:
+    """Be the engine of the process that started this one, then exit. Status 0 says that the last message was sent.
+
+    `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
+    """
+    _ignore_signals()
+    *_, directory, descriptor = sys.argv
+    private = Path(directory)
+    threading.Thread(target=_end_with_parent, args=(int(descriptor), private), name="lifeline", daemon=True).start()
+    channel = ProcessChannel(private)
+    setup = channel.connect()
+
+    def make_core() -> EngineCore:
+        core = build(setup.content, channel.report)
+        core.heartbeat = Heartbeat.open(private / HEARTBEAT)
+        core.heartbeat.wake()
+        # What loading has left behind lives as long as the process: no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
+        return core
+
+    live(make_core, channel)
+    channel.close()
+    logging.shutdown()
+    # Neither a library's thread nor its exit handler may hold up the end: everything has been said.
+    os._exit(0)
+
+
+class ProcessChannel(Inbox):
+    """An `engine.channel.EngineChannel` to the process that started this one."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+        self._outbox: SimpleQueue[Up | None] = SimpleQueue()
+        # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
+        self._down = zmq.Context().socket(zmq.DEALER)
+        self._decoder = msgspec.msgpack.Decoder(Down)
+        self._output = threading.Thread(target=_vital, args=(self._talk,), name="engine-output", daemon=True)
+
+    def connect(self) -> Setup:
+        """Say that this process is there, wait for its setup, and start to listen and talk."""
+        self._down.set_hwm(0)
+        self._down.connect(f"ipc://{self._directory / DOWN}")
+        self._down.send(b"")
+        setup = self._decoder.decode(self._down.recv())
+        assert isinstance(setup, Setup)
+        threading.Thread(target=_vital, args=(self._listen,), name="engine-input", daemon=True).start()
+        self._output.start()
+        return setup
+
+    def send(self, message: OutboxMessage) -> None:
+        """Hand a message to the output thread. Never waits."""
+        if isinstance(message, EngineCoreOutputs):
+            self._outbox.put(Step(message))
+        elif isinstance(message, EngineReady):
+            self._outbox.put(Ready(message))
+        else:
+            self._outbox.put(Died.of(message))
+
+    def report(self, phase: str, done: int, total: int | None) -> None:
+        """A `Report`."""
+        self._outbox.put(Progress(phase, done, total))
+
+    def close(self) -> None:
+        """Wait until the parent has got everything, within limits."""
+        self._outbox.put(None)
+        self._output.join()
+
+    def _listen(self) -> None:
+        while True:
+            match self._decoder.decode(self._down.recv()):
+                case Add() as add:
+                    for request in add.requests():
+                        self.put(request)
+                case Finish(finish):
+                    self.put(finish)
+                case End():
+                    self.put(Close())
+
+    def _talk(self) -> None:
+        context = zmq.Context()
+        up = context.socket(zmq.PUSH)
+        up.set_hwm(0)
+        up.connect(f"ipc://{self._directory / UP}")
+        encoder, buffer = msgspec.msgpack.Encoder(), bytearray()
+        while (message := self._outbox.get()) is not None:
+            encoder.encode_into(message, buffer)
+            up.send(buffer)  # copies, so the buffer can be used again
+        up.close(LAST_WORDS_MILLISECONDS)
+        context.term()
+
+
+def _vital(work: Callable[[], None]) -> None:
+    """Run a thread without which this process would be deaf or dumb."""
+    try:
+        work()
+    except BaseException:
+        logger.critical("A thread that the engine cannot do without has failed", exc_info=True)
+        logging.shutdown()
+        os._exit(1)
+
+
+def _ignore_signals() -> None:
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        signal.signal(number, signal.SIG_IGN)
+    # The parent has blocked them for this process, so that none could end it before it had come to here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _end_with_parent(descriptor: int, directory: Path) -> NoReturn:
+    os.set_inheritable(descriptor, False)  # a process started from here must not keep it open
+    with socket.socket(fileno=descriptor) as lifeline:
+        lifeline.recv(1)  # nothing is ever sent: it returns at the end
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)

@@ -1,0 +1,77 @@
+"""From settings to engines: which kind, how many, and what each gets of the machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from app import loading
+from app.loading import divide, make_client
+from app.settings import Settings
+from engine.client import ThreadClient
+from engine.data_parallel import DataParallelClient
+from engine.errors import ConfigError
+from engine.process_client import ProcessClient
+from gpu.weights import ModelFiles
+from gpu.weights.progress import no_progress
+
+SECRET = "sk-not-for-the-engine"
+
+
+def client(**settings: Any) -> object:
+    return make_client(Settings(**settings), cast(ModelFiles, None), no_progress)
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_the_settings_choose_the_client() -> None:
+    assert type(client()) is ThreadClient
+    assert type(client(engine="process")) is ProcessClient
+    parallel = client(engine="process", data_parallel_size=3)
+    assert type(parallel) is DataParallelClient
+    assert len(parallel.replicas) == 3
+
+
+def test_no_key_reaches_the_engines_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_API_KEYS", SECRET)
+    process = cast(ProcessClient, client(engine="process", api_keys=SECRET))
+    assert process._environment is not None
+    assert SECRET not in json.dumps([process._setup, dict(process._environment)])
+
+
+def test_the_engines_process_gets_the_same_settings() -> None:
+    settings = Settings(
+        engine="process", kv_cache_memory="64MiB", served_model_name="a,b", cache_dir="~/models", seed=7
+    )
+    assert Settings(**json.loads(json.dumps(settings.without_secrets()))) == settings
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_engines_without_devices_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(size: int, **settings: Any) -> list[tuple[int | None, float]]:
+        replicas = divide(Settings(engine="process", data_parallel_size=size, **settings))
+        assert {replica.device for replica in replicas} == {None}
+        return [(replica.settings.num_threads, replica.kv_cache_share) for replica in replicas]
+
+    monkeypatch.setattr(loading, "usable_cores", lambda: 9)
+    assert threads(2) == [(4, 0.5)] * 2
+    assert threads(2, num_threads=3) == [(3, 0.5)] * 2
+    assert threads(16) == [(1, 1 / 16)] * 16, "each has at least one"
+
+
+def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc ,5")
+    settings = Settings(engine="process", data_parallel_size=2)
+    assert [(replica.device, replica.kv_cache_share) for replica in divide(settings)] == [("2", 1), ("GPU-abc", 1)]
+    on_cpu = settings.model_copy(update={"device": "cpu"})
+    assert [(replica.device, replica.kv_cache_share) for replica in divide(on_cpu)] == [(None, 0.5)] * 2
+    with pytest.raises(ConfigError, match=r"data_parallel_size is 4: .* and 3 can be used. data_parallel_size=3 works"):
+        divide(settings.model_copy(update={"data_parallel_size": 4}))
+    process = cast(DataParallelClient, make_client(settings, cast(ModelFiles, None), no_progress)).replicas[1].client
+    assert cast(ProcessClient, process)._environment["CUDA_VISIBLE_DEVICES"] == "GPU-abc"

@@ -1,0 +1,10 @@
+"""The process of an engine whose device fails when it is told to: `app.engine_process` behind `tests.chaos.faulty`."""
+
+from __future__ import annotations
+
+import tests.chaos.faulty  # noqa: F401  (puts the faults in front of the executor)
+from app.engine_process import build
+from engine.process_core import serve_parent
+
+if __name__ == "__main__":
+    serve_parent(build)

@@ -1,0 +1,95 @@
+"""Engines that are described in plain data, in a thread or in a process, seen from the front end only."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from engine.async_llm import AsyncLLM
+from engine.client import EngineClient, ThreadClient
+from engine.data_parallel import DataParallelClient
+from engine.messages import EngineCoreRequest
+from engine.process_client import ProcessClient
+from engine.wire import Report
+from tests.engine.helpers import RecordingObserver, until
+from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
+from tests.engine.simulated_process import COMMAND, Simulation, build
+
+Where = Literal["thread", "process"]
+
+
+def simulation(**options: Any) -> Simulation:
+    return Simulation(**{"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN, **options})
+
+
+def process_client(on_progress: Report | None = None, **options: Any) -> ProcessClient:
+    return ProcessClient(COMMAND, msgspec.to_builtins(simulation(**options)), on_progress=on_progress)
+
+
+def client(where: Where, **options: Any) -> EngineClient:
+    if where == "process":
+        return process_client(**options)
+    return ThreadClient(lambda: build(simulation(**options), lambda phase, done, total: None))
+
+
+@dataclass
+class Serving:
+    """An engine that runs somewhere."""
+
+    client: Any
+    llm: AsyncLLM
+    observer: RecordingObserver = field(default_factory=RecordingObserver)
+
+    async def read(self, request: EngineCoreRequest) -> list[int]:
+        """All tokens of a request of one choice."""
+        async with self.llm.stream(request) as stream:
+            return [token_id async for output in stream for token_id in output.token_ids]
+
+    async def assert_nothing_left(self) -> None:
+        """Nobody waits here, and the engine says that nobody runs or waits there and that every block is free."""
+        assert self.llm.num_open_choices == 0
+        await until(lambda: self.client.is_asleep)
+        await until(self._is_free)
+
+    def _is_free(self) -> bool:
+        stats = self.llm.last_stats
+        return stats is None or stats.num_running == stats.num_waiting == stats.kv_cache_usage == 0
+
+
+@asynccontextmanager
+async def serving(where: EngineClient | Where, **options: Any) -> AsyncIterator[Serving]:
+    """A loaded engine. `llm.error` tells afterwards how it ended."""
+    chosen = client(where, **options) if isinstance(where, str) else where
+    observer = RecordingObserver()
+    llm = AsyncLLM(chosen, TOKENIZER, observer=observer, seed=0)
+    async with llm.running():
+        await llm.wait_ready()
+        yield Serving(chosen, llm, observer)
+
+
+def replicas(size: int, **options: Any) -> DataParallelClient:
+    return DataParallelClient(lambda index: process_client(**options), size)
+
+
+def process_of(parallel: DataParallelClient, index: int) -> int:
+    """The process id of a replica."""
+    running = parallel.replicas[index].client
+    assert isinstance(running, ProcessClient)
+    assert running.pid is not None
+    return running.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children_of_this_process() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]

@@ -1,0 +1,253 @@
+"""What an engine promises its front end, wherever it runs: in a thread, and in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from engine.async_llm import AsyncLLM
+from engine.errors import ConfigError, EngineDead, EngineNotReady, InvalidRequest
+from engine.messages import EngineCoreRequest, FinishReason
+from tests.engine.helpers import make_request, until
+from tests.engine.processes import Serving, Where, children_of_this_process, client, serving
+from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, assert_text_of, collect, expected_tokens
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["thread", "process"])
+def where(request: pytest.FixtureRequest) -> Where:
+    return request.param
+
+
+async def test_everything_that_is_asked_for_arrives_once_and_in_order(where: Where) -> None:
+    async with serving(where) as engine:
+        request = make_request(range(40), max_tokens=60, logprobs=1)
+        async with engine.llm.stream(request) as stream:
+            outputs = await collect(stream)
+        token_ids = [token_id for output in outputs for token_id in output.token_ids]
+        assert token_ids == expected_tokens(request)
+        assert_text_of("".join(output.text for output in outputs), token_ids)
+        assert [entry.token_id for output in outputs for entry in output.logprobs or []] == token_ids
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert (outputs[-1].num_prompt_tokens, outputs[-1].num_output_tokens) == (40, 60)
+        await engine.assert_nothing_left()
+
+
+async def test_streams_side_by_side_each_get_their_own_and_are_booked_once(where: Where) -> None:
+    async with serving(where, max_num_seqs=4, num_blocks=40) as engine:
+        requests = [make_request(range(i, i + 20), max_tokens=30) for i in range(12)]
+        got: dict[str, list[int]] = {}
+
+        async def run(request: EngineCoreRequest) -> None:
+            got[request.request_id] = await engine.read(request)
+
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(run, request)
+        assert got == {request.request_id: expected_tokens(request) for request in requests}
+        assert [finished.output_tokens for finished in engine.observer.finished] == [30] * 12
+        assert engine.observer.generated_tokens == 12 * 30
+        await engine.assert_nothing_left()
+
+
+async def test_every_field_of_a_request_gets_there(where: Where) -> None:
+    async with serving(where) as engine:
+        plain = make_request(range(9), max_tokens=40)
+        expected = expected_tokens(plain)
+        stop = make_request(range(9), max_tokens=40, stop_token_ids=(expected[5],))
+        async with engine.llm.stream(stop) as stream:
+            outputs = await collect(stream)
+        assert outputs[-1].stop_reason == expected[5]
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        seeded = make_request(
+            range(9), max_tokens=20, temperature=1.0, seed=2**63 - 1, logit_bias={3: 0.5}, stop=("never\u2028",)
+        )
+        assert await engine.read(seeded) == expected_tokens(seeded)
+        late = make_request(range(9), max_tokens=20)
+        late.deadline = time.monotonic() - 1
+        async with engine.llm.stream(late) as stream:
+            (output,) = await collect(stream)
+        assert output.finish_reason is FinishReason.TIMEOUT
+        await engine.assert_nothing_left()
+
+
+async def test_a_stop_string_that_the_front_end_finds_ends_the_request_in_the_engine(where: Where) -> None:
+    async with serving(where) as engine:
+        request = make_request(range(10), max_tokens=80)
+        async with engine.llm.stream(request) as stream:
+            text = "".join([output.text async for output in stream])
+        stopped = make_request(range(10), max_tokens=80, stop=(text[20:23],))
+        async with engine.llm.stream(stopped) as stream:
+            outputs = await collect(stream)
+        assert "".join(output.text for output in outputs) == text[: text.index(text[20:23])]
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        await engine.assert_nothing_left()
+
+
+async def test_an_invalid_request_is_refused_before_anything_is_sent(where: Where) -> None:
+    async with serving(where) as engine:
+        with pytest.raises(InvalidRequest, match="not in the vocabulary"):
+            async with engine.llm.stream(make_request([1, 2]), make_request([1, VOCAB_SIZE])):
+                pass
+        with pytest.raises(InvalidRequest, match="maximum context length is 128"):
+            await engine.read(make_request([1] * MAX_MODEL_LEN))
+        assert engine.llm.last_stats is None
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
+async def test_client_gone_frees_everything_that_the_request_held(where: Where, phase: str) -> None:
+    async with serving(where, max_num_seqs=1, max_num_batched_tokens=8, step_seconds=0.005) as engine:
+        async with anyio.create_task_group() as tasks:
+            if phase == "queued":
+                tasks.start_soon(engine.read, make_request([1], max_tokens=60))
+                await until(lambda: engine.llm.last_stats)
+            async with engine.llm.stream(make_request(range(60), "gone")) as stream:
+                if phase == "decoding":
+                    assert (await anext(stream)).token_ids
+                else:
+                    await until(lambda: engine.llm.last_stats)
+            assert FinishReason.ABORT in [finished.reason for finished in engine.observer.finished]
+        await engine.assert_nothing_left()
+
+
+async def test_a_cancelled_scope_aborts_what_it_opened(where: Where) -> None:
+    async with serving(where, step_seconds=0.005) as engine:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with engine.llm.stream(make_request([1, 2], "gone")) as stream:
+                await collect(stream)
+        assert engine.llm.num_open_choices == 0
+        assert await engine.read(make_request([3], max_tokens=1))
+        await engine.assert_nothing_left()
+
+
+async def test_ends_that_overtake_repeat_or_come_late_leave_nothing_behind(where: Where) -> None:
+    async with serving(where) as engine:
+        engine.client.finish(["early-0"], FinishReason.ABORT)
+        engine.client.finish(["early-0"], FinishReason.ABORT)
+        request = make_request(range(9), "early", max_tokens=5)
+        async with engine.llm.stream(request) as stream:
+            token_ids = [token_id async for output in stream for token_id in output.token_ids]
+        assert token_ids == expected_tokens(request)
+        engine.client.finish(stream.child_ids, FinishReason.STOP)
+        await engine.assert_nothing_left()
+
+
+async def test_while_the_model_loads_streams_are_refused(where: Where) -> None:
+    llm = AsyncLLM(client(where, load_seconds=0.2), TOKENIZER)
+    async with llm.running():
+        assert not llm.is_available
+        with pytest.raises(EngineNotReady):
+            async with llm.stream(make_request([1])):
+                pass
+        ready = await llm.wait_ready()
+        assert (ready.vocab_size, ready.num_blocks, ready.block_size) == (VOCAB_SIZE, 64, 4)
+        assert llm.is_available
+
+
+async def test_a_mistake_of_the_operators_arrives_as_what_it_is(where: Where) -> None:
+    llm = AsyncLLM(client(where, loading="config"), TOKENIZER)
+    async with llm.running():
+        with pytest.raises(ConfigError, match="max_model_len is 9: it must be 8. max_model_len=8 works") as refused:
+            await llm.wait_ready()
+        assert refused.value.__cause__ is None, "there is nothing else to look into"
+        assert not llm.is_available
+
+
+async def test_what_loading_failed_with_is_told_to_who_waits_and_who_comes_later(where: Where) -> None:
+    llm = AsyncLLM(client(where, loading="missing"), TOKENIZER)
+    async with llm.running():
+        with pytest.raises((FileNotFoundError, EngineDead), match="no model there"):
+            await llm.wait_ready()
+        with pytest.raises(EngineDead):
+            async with llm.stream(make_request([1])):
+                pass
+        assert llm.ready is None
+
+
+@pytest.mark.parametrize("panic", [False, True])
+async def test_when_the_engine_dies_open_streams_and_later_ones_say_so(where: Where, panic: bool) -> None:
+    async with serving(where, last_step=3, panic=panic) as engine:
+        received: list[int] = []
+        with pytest.raises(EngineDead) as dead:  # noqa: PT012
+            async with engine.llm.stream(make_request(range(9), n=2)) as stream:
+                async for output in stream:
+                    received += output.token_ids
+        assert ("a panic" if panic else "a bug in the engine") in str(dead.value.__cause__)
+        assert received, "what came before it died was delivered"
+        with pytest.raises(EngineDead):
+            await engine.read(make_request([1]))
+        assert await engine.llm.wait_dead() is dead.value.__cause__
+        assert [finished.reason for finished in engine.observer.finished] == [FinishReason.ERROR]
+
+
+async def test_streams_still_open_when_the_engine_is_shut_down_get_engine_dead(where: Where) -> None:
+    errors: list[BaseException | None] = []
+
+    async def read(engine: Serving, opened: anyio.Event) -> None:
+        try:
+            async with engine.llm.stream(make_request(range(9), max_tokens=100)) as stream:
+                opened.set()
+                await collect(stream)
+        except EngineDead as error:
+            errors.append(error.__cause__)
+
+    async with anyio.create_task_group() as tasks, serving(where, step_seconds=0.005) as engine:
+        opened = anyio.Event()
+        tasks.start_soon(read, engine, opened)
+        await opened.wait()
+    assert [str(error) for error in errors] == ["the engine has been shut down"]
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled", "failed", "cancelled while it loads"])
+async def test_nothing_outlives_the_scope(
+    where: Where, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    threads = threading.active_count()
+    with anyio.CancelScope() as scope:
+        try:
+            if how == "cancelled while it loads":
+                llm = AsyncLLM(client(where, load_seconds=0.3), TOKENIZER)
+                async with llm.running():
+                    scope.cancel()
+                    await llm.wait_ready()
+            async with serving(where) as engine:
+                await engine.read(make_request(range(9), max_tokens=5))
+                if where == "process":
+                    assert len(children_of_this_process()) == 1
+                    assert os.listdir(tmp_path)
+                if how == "cancelled":
+                    scope.cancel()
+                    await anyio.sleep_forever()
+                if how == "failed":
+                    raise ZeroDivisionError
+        except* ZeroDivisionError:
+            assert how == "failed"
+    assert scope.cancelled_caught == how.startswith("cancelled")
+    assert not children_of_this_process()
+    assert not os.listdir(tmp_path)
+    assert threading.active_count() <= threads + 1, "the loop may keep an idle worker thread for its next user"
+
+
+async def test_the_heartbeat_says_whether_there_is_work_and_when_it_got_on(where: Where, tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    async with serving(where, hang_while=str(hang)) as engine:
+        await until(lambda: engine.client.is_asleep)
+        assert engine.llm.seconds_without_progress() == 0.0
+        hang.touch()
+        before = time.monotonic()
+        async with engine.llm.stream(make_request([1, 2], max_tokens=3)):
+            await until(lambda: not engine.client.is_asleep)
+            await until(lambda: engine.llm.seconds_without_progress() > 0.1)
+        assert engine.llm.seconds_without_progress() > 0.1, "that its client has left does not make it well"
+        assert engine.client.last_progress < before + 1.0
+        hang.unlink()
+        await until(lambda: engine.client.is_asleep)
+        assert engine.llm.seconds_without_progress() == 0.0

@@ -1,0 +1,180 @@
+"""Several engines that look like one, and of which each may die alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+
+import engine.data_parallel
+from engine.async_llm import AsyncLLM
+from engine.errors import ConfigError, EngineDead, EngineNotReady
+from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
+from tests.engine.helpers import make_request, until
+from tests.engine.processes import children_of_this_process, process_of, replicas, serving
+from tests.engine.serving import TOKENIZER, collect, expected_tokens
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """What is particular to an event loop is in ProcessClient, whose tests run on all of them."""
+    return ("trio", {}) if request.param == "trio" else ("asyncio", {"use_uvloop": True})
+
+
+async def test_several_engines_measure_and_count_as_one() -> None:
+    parallel = replicas(2, step_seconds=0.003)
+    async with serving(parallel) as both:
+        assert both.llm.ready is not None
+        assert both.llm.ready.num_blocks == 2 * 64
+        requests = [make_request(range(i, i + 20), max_tokens=30) for i in range(6)]
+        got: dict[str, list[int]] = {}
+
+        async def run(request: EngineCoreRequest) -> None:
+            got[request.request_id] = await both.read(request)
+
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(run, request)
+            await until(lambda: both.llm.last_stats and both.llm.last_stats.num_running == 6)
+            assert {len(replica.requests) for replica in parallel.replicas} == {3}
+        assert got == {request.request_id: expected_tokens(request) for request in requests}
+        await both.assert_nothing_left()
+        stats = both.observer.stats
+        assert [each.step for each in stats] == list(range(1, len(stats) + 1))
+        assert 0.25 < max(each.kv_cache_usage for each in stats) <= 6 * 13 / 128, "of the blocks of both"
+        assert sum(each.prompt_tokens for each in stats) == 6 * 20
+        assert both.observer.generated_tokens == 6 * 30
+        assert parallel._router.loads == [0.0, 0.0]
+        assert not parallel._owners
+
+
+async def test_choices_of_one_prompt_run_where_they_share_it() -> None:
+    parallel = replicas(2, step_seconds=0.003)
+    async with serving(parallel) as both:
+        async with both.llm.stream(
+            make_request(range(17), n=3, max_tokens=40), make_request(range(50, 67), n=3, max_tokens=40)
+        ) as stream:
+            await anext(stream)
+            assert [len(replica.requests) for replica in parallel.replicas] == [3, 3]
+            await collect(stream)
+        hits = sum(each.prefix_cache_hits for each in both.observer.stats)
+        assert hits == 2 * 2 * 16
+        await both.assert_nothing_left()
+
+
+async def test_leaving_ends_a_request_where_it_runs() -> None:
+    parallel = replicas(2, step_seconds=0.003)
+    async with serving(parallel) as both:
+        async with both.llm.stream(make_request(range(9), max_tokens=100), make_request([1], max_tokens=100)) as stream:
+            await anext(stream)
+        await both.assert_nothing_left()
+        assert not parallel._owners
+        assert parallel._router.loads == [0.0, 0.0]
+
+
+async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back() -> None:
+    parallel = replicas(2, step_seconds=0.004)
+    async with serving(parallel) as both:
+        last: dict[int, RequestOutput] = {}
+        tokens: dict[int, list[int]] = {}
+        requests = [make_request(range(i, i + 9), max_tokens=100) for i in range(6)]
+
+        async def run(i: int) -> None:
+            async with both.llm.stream(requests[i]) as stream:
+                async for output in stream:
+                    tokens.setdefault(i, []).extend(output.token_ids)
+                    last[i] = output
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(6):
+                tasks.start_soon(run, i)
+            await until(lambda: len(tokens) == 6)
+            first = process_of(parallel, 0)
+            os.kill(first, signal.SIGKILL)
+        failed = {i for i, output in last.items() if output.finish_reason is FinishReason.ERROR}
+        assert len(failed) == 3
+        assert {last[i].error for i in failed} == {"the engine that ran this request has died"}
+        for i in set(range(6)) - failed:
+            assert tokens[i] == expected_tokens(requests[i])
+        assert both.llm.is_available
+        assert await both.read(requests[0]) == expected_tokens(requests[0])
+
+        await until(lambda: len(parallel._alive()) == 2)
+        assert process_of(parallel, 0) != first
+        async with both.llm.stream(*(make_request([i], max_tokens=40) for i in range(4))) as stream:
+            await anext(stream)
+            assert [len(replica.requests) for replica in parallel.replicas] == [2, 2]
+            await collect(stream)
+        await both.assert_nothing_left()
+        assert both.llm.error is None
+
+
+async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.data_parallel, "RESTART_SECONDS", 0.2)
+    parallel = replicas(2)
+    async with serving(parallel) as both:
+        for index in range(2):
+            os.kill(process_of(parallel, index), signal.SIGKILL)
+        await until(lambda: not both.llm.is_available)
+        with pytest.raises(EngineNotReady):
+            await both.read(make_request([1]))
+        await until(lambda: both.llm.is_available)
+        assert await both.read(make_request([1], max_tokens=3))
+
+
+async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.data_parallel, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(engine.data_parallel, "MAX_DEATHS", 2)
+    parallel = replicas(2)
+    async with serving(parallel) as both:
+        for _ in range(3):
+            await until(lambda: parallel.replicas[0].measures is not None)
+            os.kill(process_of(parallel, 0), signal.SIGKILL)
+            await until(lambda: parallel.replicas[0].measures is None or both.llm.error)
+        assert "killed by SIGKILL" in str(await both.llm.wait_dead())
+        with pytest.raises(EngineDead):
+            await both.read(make_request([1]))
+        await until(lambda: not children_of_this_process())
+
+
+async def test_a_death_while_starting_is_the_end() -> None:
+    llm = AsyncLLM(replicas(2, loading="config"), TOKENIZER)
+    async with llm.running():
+        with pytest.raises(ConfigError, match="max_model_len=8 works"):
+            await llm.wait_ready()
+    assert not children_of_this_process()
+
+
+@pytest.mark.parametrize("how", ["left", "cancelled"])
+async def test_no_replica_outlives_the_scope(how: str) -> None:
+    with anyio.CancelScope() as scope:
+        async with serving(replicas(2)) as both:
+            assert len(children_of_this_process()) == 2
+            if how == "cancelled":
+                scope.cancel()
+                await anyio.sleep_forever()
+    assert str(both.llm.error) == "the engine has been shut down"
+    assert not children_of_this_process()
+
+
+async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    parallel = replicas(2, hang_while=str(hang), step_seconds=0.002)
+    async with serving(parallel) as both:
+        await until(lambda: parallel.is_asleep)
+        assert both.llm.seconds_without_progress() == 0.0
+        os.kill(process_of(parallel, 0), signal.SIGSTOP)
+        try:
+            first, second = make_request([1], max_tokens=100), make_request([2], max_tokens=100)
+            async with both.llm.stream(first, second) as stream:
+                assert {(await anext(stream)).index for _ in range(20)} == {1}
+                await until(lambda: both.llm.seconds_without_progress() > 0.1)
+        finally:
+            os.kill(process_of(parallel, 0), signal.SIGCONT)
+        await both.assert_nothing_left()
+        assert both.llm.seconds_without_progress() == 0.0

@@ -1,0 +1,196 @@
+"""The engine in a process of its own: each side knows at once when the other has gone, and neither is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.async_llm import AsyncLLM
+from engine.channel import OutboxMessage
+from engine.errors import ConfigError, EngineDead, HeadraceError
+from engine.messages import EngineCoreOutputs, FinishReason
+from engine.process_client import ProcessClient
+from engine.wire import Add, Died, Down
+from tests.engine.helpers import make_request, until
+from tests.engine.processes import is_running, process_client, serving
+from tests.engine.serving import TOKENIZER, collect
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    ("loading", "words"),
+    [("kill", "killed by SIGKILL"), ("exit", "ended with status 7")],
+)
+async def test_a_process_that_ends_without_a_word_is_told_with_its_status(loading: str, words: str) -> None:
+    llm = AsyncLLM(process_client(loading=loading), TOKENIZER)
+    async with llm.running():
+        with pytest.raises(EngineDead, match=words):
+            await llm.wait_ready()
+
+
+async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
+    llm = AsyncLLM(ProcessClient([sys.executable, "-c", "raise SystemExit(3)"], {}), TOKENIZER)
+    async with llm.running():
+        with pytest.raises(EngineDead, match="status 3"):
+            await llm.wait_ready()
+
+
+async def test_killed_engine_ends_its_streams_at_once() -> None:
+    async with serving("process", step_seconds=0.01) as engine:
+        with pytest.raises(EngineDead) as dead:  # noqa: PT012
+            async with engine.llm.stream(make_request(range(9), max_tokens=100)) as stream:
+                await anext(stream)
+                os.kill(engine.client.pid, signal.SIGKILL)
+                killed = time.monotonic()
+                await collect(stream)
+        assert "killed by SIGKILL" in str(dead.value.__cause__)
+        assert time.monotonic() - killed < 5, "it was not waited for"
+        assert not engine.llm.is_available
+        with pytest.raises(EngineDead):
+            await engine.read(make_request([1]))
+
+
+async def test_signals_to_the_whole_group_are_for_the_front_end() -> None:
+    async with serving("process", step_seconds=0.002) as engine:
+        async with engine.llm.stream(make_request(range(9), max_tokens=50)) as stream:
+            await anext(stream)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(engine.client.pid, number)
+            outputs = await collect(stream)
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_signal_that_comes_before_python_has_started_does_no_harm() -> None:
+    client = process_client()
+    llm = AsyncLLM(client, TOKENIZER)
+    async with llm.running():
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGTERM)
+        os.kill(client.pid, signal.SIGINT)
+        assert await llm.wait_ready()
+
+
+async def test_how_far_loading_is_is_told_in_order() -> None:
+    told: list[Any] = []
+    llm = AsyncLLM(process_client(lambda *progress: told.append(progress)), TOKENIZER)
+    async with llm.running():
+        await llm.wait_ready()
+        assert told == [("Loading what is simulated", done, 2) for done in (0, 1, 2)]
+
+
+async def test_leaving_waits_for_the_step_in_progress_but_not_for_one_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.process_client.END_SECONDS", 0.2)
+    hang = tmp_path / "hang"
+    async with serving("process", hang_while=str(hang)) as engine:
+        pid = engine.client.pid
+        hang.touch()
+        async with engine.llm.stream(make_request([1, 2], max_tokens=3)):
+            await until(lambda: not engine.client.is_asleep)
+    assert not is_running(pid)
+    assert str(engine.llm.error) == "the engine has been shut down"
+
+
+async def test_a_stopped_process_is_seen_to_make_no_progress() -> None:
+    async with serving("process") as engine:
+        await until(lambda: engine.client.is_asleep)
+        os.kill(engine.client.pid, signal.SIGSTOP)
+        try:
+            async with engine.llm.stream(make_request([1, 2], max_tokens=3)):
+                await until(lambda: engine.llm.seconds_without_progress() > 0.1)
+        finally:
+            os.kill(engine.client.pid, signal.SIGCONT)
+
+
+async def test_what_comes_while_the_loop_is_busy_is_delivered_in_order_and_at_once() -> None:
+    received: list[OutboxMessage] = []
+    client = process_client()
+    async with client.running(received.extend):
+        await until(lambda: received)
+        client.add(make_request(range(9), max_tokens=30))
+        time.sleep(0.3)  # noqa: ASYNC251 - busy, as a loop may be
+        assert client.is_asleep, "the engine did not wait for it"
+        assert len(received) == 1
+        await until(lambda: len(received) > 1)
+        steps = [message.stats.step for message in received[1:] if isinstance(message, EngineCoreOutputs)]
+        assert len(steps) >= 30
+        assert steps == list(range(1, len(steps) + 1))
+
+
+FRONT_END = """
+import anyio
+from tests.engine.processes import process_client
+
+async def main():
+    client = process_client()
+    async with client.running(lambda message: print(client.pid, flush=True)):
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+def test_an_engine_does_not_outlive_a_front_end_that_is_killed(tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE, env=environment) as front_end:
+        assert front_end.stdout is not None
+        engine = int(front_end.stdout.readline())
+        assert is_running(engine)
+        assert list(tmp_path.iterdir())
+        front_end.kill()
+        front_end.wait()
+        while is_running(engine) or list(tmp_path.iterdir()):
+            time.sleep(0.005)
+
+
+def test_a_prompt_crosses_once_for_all_its_choices() -> None:
+    prompt = make_request(range(5000), "r")
+    choices = [msgspec.structs.replace(prompt, request_id=f"r-{index}") for index in range(128)]
+    sent = msgspec.msgpack.encode(Add.of(choices))
+    assert len(sent) < 2 * len(msgspec.msgpack.encode(prompt))
+    arrived = msgspec.msgpack.decode(sent, type=Down).requests()
+    assert arrived == choices
+    assert len({id(request.prompt_token_ids) for request in arrived}) == 1
+
+
+def test_errors_keep_their_class_and_words_across_the_wire() -> None:
+    def crossed(error: BaseException) -> HeadraceError:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(Died.of(error)), type=Died).error()
+
+    mistake = crossed(ConfigError("dtype", "int3", allowed="it must be auto", hint="dtype=auto works"))
+    assert type(mistake) is ConfigError
+    assert str(mistake) == "dtype is int3: it must be auto. dtype=auto works"
+    assert mistake.__cause__ is None
+
+    try:
+        try:
+            raise OSError("\udcff has no text")
+        except OSError as error:
+            raise EngineDead("the device is broken") from error
+    except EngineDead as error:
+        dead = crossed(error)
+    assert (type(dead), str(dead)) == (EngineDead, "the device is broken")
+    assert "OSError: \\udcff has no text" in str(dead.__cause__)
+
+    class Unknown(BaseException):
+        pass
+
+    assert str(crossed(Unknown("what"))) == "Unknown: what"
+
+
+def test_an_engine_that_has_not_been_started_takes_nothing() -> None:
+    client = process_client()
+    assert (client.is_available, client.is_asleep, client.last_progress, client.pid) == (False, True, 0.0, None)
+    client.finish(["nobody"], FinishReason.ABORT)
+    with pytest.raises(EngineDead):
+        client.add(make_request([1]))

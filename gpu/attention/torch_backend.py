@@ -168,6 +168,10 @@ def group_by_length(lengths: list[int]) -> list[list[int]]:
     Returns lists of indices that cover all of them once. Within a group padding stays within PADDING_SHARE of the keys
     that are needed, or within FREE_PADDING.
     """
+    if lengths:  # the usual case, without sorting
+        needed = sum(lengths)
+        if max(lengths) * len(lengths) - needed <= max(FREE_PADDING, PADDING_SHARE * needed):
+            return [list(range(len(lengths)))]
     groups: list[list[int]] = []
     longest = padding = needed = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

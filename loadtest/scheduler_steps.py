@@ -1,0 +1,79 @@
+"""What a step costs besides the model: schedule and bookkeeping, for a batch of decoding requests.
+
+    python -m loadtest.scheduler_steps [--running 256] [--steps 400]
+
+Runs an EngineCore over an executor that computes nothing, in this process, and prints the microseconds of
+`Scheduler.schedule` and `Scheduler.update` per step, and of the whole step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import EngineCoreRequest, SamplingParams
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+
+PROMPT_TOKENS = 32
+
+
+class NullExecutor:
+    """Every token is 7."""
+
+    num_blocks = 16384
+    block_size = 16
+    vocab_size = 1000
+
+    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NullExecutor:
+        self._num_sampled = len(plan.request_ids)
+        return self
+
+    def result(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(sampled_token_ids=[7] * self._num_sampled, logprobs={})
+
+    def shutdown(self) -> None: ...
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    config = EngineConfig(max_model_len=4096, max_num_seqs=options.running, max_num_batched_tokens=2**20)
+    core = EngineCore(config, NullExecutor())
+    for number in range(options.running):
+        sampling = SamplingParams(temperature=0, max_tokens=options.steps + 2, ignore_eos=True, seed=0)
+        prompt = [number] * PROMPT_TOKENS
+        core.add(
+            EngineCoreRequest(request_id=f"request-{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0)
+        )
+    core.step()
+    took: dict[str, list[float]] = {"schedule": [], "update": [], "step": []}
+    for name in ("schedule", "update"):
+        setattr(core.scheduler, name, _timed(getattr(core.scheduler, name), took[name]))
+    step = _timed(core.step, took["step"])
+    for _ in range(options.steps):
+        step()
+    per_step = {name: statistics.median(seconds) * 1e6 for name, seconds in took.items()}
+    print(f"{options.running} running, median of {options.steps} steps, microseconds:", end=" ")
+    print(", ".join(f"{name} {value:.0f}" for name, value in per_step.items()), end="; ")
+    print(f"schedule + update {per_step['schedule'] + per_step['update']:.0f}")
+
+
+def _timed(function: Callable[..., object], took: list[float]) -> Callable[..., object]:
+    def timed(*arguments: object, **keywords: object) -> object:
+        started = time.perf_counter()
+        try:
+            return function(*arguments, **keywords)
+        finally:
+            took.append(time.perf_counter() - started)
+
+    return timed
+
+
+if __name__ == "__main__":
+    main()

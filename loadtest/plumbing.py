@@ -56,12 +56,12 @@ CONFIG = {
 REQUESTS = {1: 16, 16: 192, 64: 512, 256: 1024}  # per measure: several seconds each, several requests per stream
 
 
-def write_model(directory: Path) -> Path:
-    """The dummy model as a Hugging Face directory without weights."""
+def write_model(directory: Path, **changes: object) -> Path:
+    """The dummy model as a Hugging Face directory without weights. `changes` are of its configuration."""
     from gpu.weights import open_model
 
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     (directory / "tokenizer.json").write_text(open_model("smollm2-135m-instruct").tokenizer.to_str())
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))

@@ -49,7 +49,9 @@ def main() -> None:
         sampling = SamplingParams(temperature=0, max_tokens=options.steps + 2, ignore_eos=True, seed=0)
         prompt = [number] * PROMPT_TOKENS
         core.add(
-            EngineCoreRequest(request_id=f"request-{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0)
+            EngineCoreRequest(
+                request_id=f"request-{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0
+            )
         )
     core.step()
     took: dict[str, list[float]] = {"schedule": [], "update": [], "step": []}

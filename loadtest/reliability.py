@@ -150,9 +150,10 @@ class Connection:
             last = data
             if data != "[DONE]":
                 for choice in json.loads(data).get("choices", ()):
-                    if piece := choice["delta"].get("content"):
+                    piece = choice["delta"].get("content")
+                    if piece or choice.get("logprobs"):
                         times.append(when)
-                        text += piece
+                        text += piece or ""
         return times, text, last
 
     def close(self, *, reset: bool = False) -> None:
@@ -250,7 +251,8 @@ async def prefill(worker: dict[str, str]) -> None:
     kept, gaps = [], []
     async with Server(**worker) as server:
         for number in range(5):
-            stream = await server.chat("Count slowly.", max_tokens=150, stream=True)
+            # With logprobs every token is an event, also one that shows nothing.
+            stream = await server.chat("Count slowly.", max_tokens=150, stream=True, logprobs=True)
             async with asyncio.TaskGroup() as tasks:
                 reading = tasks.create_task(stream.stream())
                 await asyncio.sleep(1.0)

@@ -458,11 +458,14 @@ def expected_tokens(core: EngineCore, request: EngineCoreRequest) -> list[int]:
 
 def test_whatever_tenants_do_each_request_is_served_and_no_limit_is_exceeded() -> None:
     _seen.clear()
-    run_state_machine_as_test(
-        TenantsMachine,
-        settings=settings(
-            max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-        ),
-    )
+    for _ in range(5):  # forty random stories mostly have all of it in them, but one run in fifty lacks a preemption
+        run_state_machine_as_test(
+            TenantsMachine,
+            settings=settings(
+                max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            ),
+        )
+        if _seen["preemptions"] and _seen["at its limit"]:
+            break
     assert _seen["preemptions"] > 0
     assert _seen["at its limit"] > 0

@@ -177,9 +177,9 @@ async def _send_events(
             events.send_now(frames)
         return True
 
-    outputs.listen(forward)
     async for output in outputs:
         place.leave(started=True)
+        outputs.listen(forward)  # not before the first output, which is what leaves the queue
         frames = chunks.feed(output)  # raises for a failed output: before the first byte, that is a plain answer
         if not events.started:
             await events.start()

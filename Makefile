@@ -30,7 +30,7 @@ chat: $(VENV)/.runtime
 
 test: lint nginx
 	$(BIN)/headrace pull
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

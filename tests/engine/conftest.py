@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 
@@ -14,3 +18,10 @@ import pytest
 )
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
     return request.param
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in which a Unix socket fits: the path of `tmp_path` is too long for one where tests run side by side."""
+    with tempfile.TemporaryDirectory(prefix="headrace-test-") as path:
+        yield Path(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -91,5 +91,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def children_of_this_process() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+def engines_of_this_process() -> list[int]:
+    """Its children that are engines, or were and have not been waited for. Other tests' servers are children, too."""
+    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    found = []
+    for pid in children:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if not command or COMMAND[-1] in command:  # one that has ended has no command
+                found.append(int(pid))
+    return found

@@ -14,7 +14,7 @@ from engine.async_llm import AsyncLLM
 from engine.errors import ConfigError, EngineDead, EngineNotReady
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
 from tests.engine.helpers import make_request, until
-from tests.engine.processes import children_of_this_process, process_of, replicas, serving
+from tests.engine.processes import engines_of_this_process, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, collect, expected_tokens
 
 pytestmark = pytest.mark.anyio
@@ -139,7 +139,7 @@ async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: 
         assert "killed by SIGKILL" in str(await both.llm.wait_dead())
         with pytest.raises(EngineDead):
             await both.read(make_request([1]))
-        await until(lambda: not children_of_this_process())
+        await until(lambda: not engines_of_this_process())
 
 
 async def test_a_death_while_starting_is_the_end() -> None:
@@ -147,19 +147,19 @@ async def test_a_death_while_starting_is_the_end() -> None:
     async with llm.running():
         with pytest.raises(ConfigError, match="max_model_len=8 works"):
             await llm.wait_ready()
-    assert not children_of_this_process()
+    assert not engines_of_this_process()
 
 
 @pytest.mark.parametrize("how", ["left", "cancelled"])
 async def test_no_replica_outlives_the_scope(how: str) -> None:
     with anyio.CancelScope() as scope:
         async with serving(replicas(2)) as both:
-            assert len(children_of_this_process()) == 2
+            assert len(engines_of_this_process()) == 2
             if how == "cancelled":
                 scope.cancel()
                 await anyio.sleep_forever()
     assert str(both.llm.error) == "the engine has been shut down"
-    assert not children_of_this_process()
+    assert not engines_of_this_process()
 
 
 async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) -> None:

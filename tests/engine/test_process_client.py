@@ -140,16 +140,16 @@ anyio.run(main)
 """
 
 
-def test_an_engine_does_not_outlive_a_front_end_that_is_killed(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+def test_an_engine_does_not_outlive_a_front_end_that_is_killed(short_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(short_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE, env=environment) as front_end:
         assert front_end.stdout is not None
         engine = int(front_end.stdout.readline())
         assert is_running(engine)
-        assert list(tmp_path.iterdir())
+        assert list(short_path.iterdir())
         front_end.kill()
         front_end.wait()
-        while is_running(engine) or list(tmp_path.iterdir()):
+        while is_running(engine) or list(short_path.iterdir()):
             time.sleep(0.005)
 
 

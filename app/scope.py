@@ -156,7 +156,8 @@ class RequestScope:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
 
         async def end() -> None:
-            await anyio.sleep(max(0.0, when - time.monotonic()))
+            while (left := when - time.monotonic()) > 0:  # a loop's timers may be a millisecond early
+                await anyio.sleep(left)
             self.end(error, FinishReason.TIMEOUT)
 
         self.start_soon(end)

@@ -156,7 +156,8 @@ class RequestScope:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
 
         async def end() -> None:
-            while (left := when - time.monotonic()) > 0:  # a loop's timers may be a millisecond early
+            # A loop, because an event loop's timer may come a millisecond early.
+            while (left := when - time.monotonic()) > 0:  # noqa: ASYNC110 - nothing but the clock tells
                 await anyio.sleep(left)
             self.end(error, FinishReason.TIMEOUT)
 

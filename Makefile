@@ -51,7 +51,7 @@ lock: $(VENV)/.dev
 	@sed -n '/^#/p' requirements.lock > requirements.lock.new
 	@$(PIP) freeze --all --exclude-editable \
 	  | sed 's/+[a-z0-9.]*$$//' \
-	  | grep -ivE '^(pip|wheel|headrace|triton|nvidia[-_].*|cuda[-_].*)==' \
+	  | grep -ivE '^(pip|wheel|headrace|instructor|triton|nvidia[-_].*|cuda[-_].*)==' \
 	  | tr '[:upper:]_' '[:lower:]-' | LC_ALL=C sort >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
@@ -74,9 +74,13 @@ $(VENV)/.runtime: pyproject.toml requirements.lock | $(BIN)/python
 	@$(INSTALL) --no-build-isolation --editable .
 	@touch $@
 
+# instructor bounds jiter below what the SDKs ask for, needlessly. Triton comes with CUDA builds of torch; elsewhere the
+# kernels run in its interpreter.
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing what the tests need"
 	@$(INSTALL) --no-build-isolation --editable '.[dev,otel,load]'
+	@$(INSTALL) --no-deps instructor==1.17.0
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) triton==3.9.0
 	@touch $@
 
 # The proxy that the server's tests put before it, from the distribution, where it is missing.

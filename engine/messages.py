@@ -21,6 +21,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_GRAMMAR_CHARACTERS = 128 * 1024
 
 
 class FinishReason(enum.StrEnum):
@@ -31,6 +32,34 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"
     ERROR = "error"
     TIMEOUT = "timeout"
+
+
+class StructuredOutputKind(enum.StrEnum):
+    """What the `value` of a `StructuredOutput` is."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema, as JSON
+    JSON_OBJECT = "json_object"  # empty: any JSON object
+    REGEX = "regex"  # a regular expression, matched against the whole output
+    CHOICE = "choice"  # a JSON array of strings, one of which is the output
+    GRAMMAR = "grammar"  # a context-free grammar in Lark's notation, or in GBNF's
+    STRUCTURAL_TAG = "structural_tag"  # text with JSON between tags: `protocol.structured.tagged_json`
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A grammar that the output of a request has to follow, as text. It is compiled where the engine runs."""
+
+    kind: StructuredOutputKind
+    value: str
+    any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
+    whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for a grammar that is too large to be looked at."""
+        if len(self.value) > MAX_GRAMMAR_CHARACTERS:
+            raise InvalidRequest(
+                f"structured_output takes at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(self.value)}.",
+                param="structured_output",
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -59,6 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
 
     @property
     def greedy(self) -> bool:
@@ -101,6 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             for token_id, bias in self.logit_bias.items():
                 _in_range("logit_bias", token_id, 0, vocab_size - 1)
                 _in_range("logit_bias", bias, -100.0, 100.0)
+        if self.structured_output is not None:
+            self.structured_output.check()
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

@@ -7,5 +7,6 @@ The app room parses bodies with this package and sends what it builds. Of the en
     body            bytes to a checked request model
     sse             frames of an event stream
     chat_template   messages to the text that the model was trained on
+    structured      grammars that an answer has to follow, whoever asks for them
     openai          the wire formats of OpenAI: chat, completions, models
 """

@@ -1,0 +1,76 @@
+"""Grammars that an answer has to follow, for whatever asks for one: response formats, tool choices, structural tags.
+
+Each function makes a `StructuredOutput` for `SamplingParams.structured_output`. Whether its grammar can be enforced is
+found out by the engine's front door (`AsyncLLM.stream`), which raises `InvalidRequest` with param "structured_output".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from engine.errors import InvalidRequest
+from engine.messages import StructuredOutput, StructuredOutputKind
+
+JsonSchema = Mapping[str, Any] | bool
+
+
+class Tag(NamedTuple):
+    """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
+
+    Where `begin` or `end` hold the text of a special token of the model, that token itself is meant.
+    """
+
+    begin: str
+    schema: JsonSchema
+    end: str
+
+
+def json_schema(schema: JsonSchema) -> StructuredOutput:
+    """The output is one JSON value that fits `schema`."""
+    return StructuredOutput(kind=StructuredOutputKind.JSON_SCHEMA, value=_canonical(schema))
+
+
+def choice(texts: Sequence[str]) -> StructuredOutput:
+    """The output is one of these texts."""
+    return StructuredOutput(kind=StructuredOutputKind.CHOICE, value=_canonical(list(texts)))
+
+
+def tagged_json(
+    tags: Sequence[Tag],
+    *,
+    triggers: Sequence[str] = (),
+    text: bool = True,
+    required: bool = False,
+    repeat: bool = True,
+    separator: str = "",
+) -> StructuredOutput:
+    """The output holds JSON between tags: ``free text <tool_call>{"name": ...}</tool_call> free text``.
+
+    With `text`, anything may be said until one of the `triggers` appears (default: the `begin` of every tag); from
+    there on one of the tags that begin with this trigger must follow. Without `text` the output is nothing but tags,
+    with `separator` between them. `required` asks for at least one tag, `repeat` allows more than one. Where `text` and
+    `required` meet and `repeat` does not, the output ends with its tag.
+
+    A tool choice "required" is `text=False, required=True`; a named one is the same with one tag and `repeat=False`;
+    "auto" with strict functions is `text=True`.
+    """
+    value = {
+        "tags": [{"begin": tag.begin, "schema": tag.schema, "end": tag.end} for tag in tags],
+        "triggers": list(triggers or dict.fromkeys(tag.begin for tag in tags)),
+        "text": text,
+        "required": required,
+        "repeat": repeat,
+        "separator": separator,
+    }
+    return StructuredOutput(kind=StructuredOutputKind.STRUCTURAL_TAG, value=_canonical(value))
+
+
+def _canonical(value: Any) -> str:
+    """JSON without blanks. The keys stay in the client's order, because the model writes them in this order."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+        raise InvalidRequest("structured_output is nested too deeply.", param="structured_output") from None

@@ -74,7 +74,7 @@ class EngineCore:
             only=self._quarantine.suspects,
         )
         try:
-            output = self.executor.execute(plan, lambda: is_abandoned(plan.request_ids)).result()
+            output = self.executor.submit(plan, lambda: is_abandoned(plan.request_ids)).result()
         except StepAbandoned:
             outputs = self.scheduler.take_ended()
         except Exception as error:

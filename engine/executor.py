@@ -26,7 +26,7 @@ class Executor(Protocol):
     block_size: int  # tokens per block
     vocab_size: int
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         """Start one step. May return before it has run; plans are executed in the order given.
 
         `abandoned` tells whether nobody wants the step's results any more. An executor that can stop in the middle

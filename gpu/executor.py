@@ -29,7 +29,7 @@ def load_executor(
 
 
 class UniProcExecutor:
-    """An `engine.executor.Executor` whose steps have run when `execute` returns."""
+    """An `engine.executor.Executor` whose steps have run when `submit` returns."""
 
     def __init__(self, worker: Worker, vocab_size: int) -> None:
         self.num_blocks = worker.kv_cache_size.num_blocks
@@ -40,7 +40,7 @@ class UniProcExecutor:
         self.summary = f"{worker.device}, {dtype}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
         self._worker: Worker | None = worker
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
         if self._worker is None:
             return FinishedStep(EngineDead("the executor has been shut down"))
         try:

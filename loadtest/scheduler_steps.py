@@ -28,7 +28,7 @@ class NullExecutor:
     block_size = 16
     vocab_size = 1000
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NullExecutor:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NullExecutor:
         self._num_sampled = len(plan.request_ids)
         return self
 

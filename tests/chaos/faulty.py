@@ -117,8 +117,8 @@ class FaultyExecutor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Step:
-        handle = self._inner.execute(plan, abandoned)
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Step:
+        handle = self._inner.submit(plan, abandoned)
         return Step(lambda: self._strike(plan, handle.result()))
 
     def _strike(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:

@@ -104,7 +104,7 @@ class SimulatedExecutor:
         """Requests that hold a row here."""
         return set(self._rows)
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> _Finished:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> _Finished:
         if self.is_shut_down:
             raise PlanViolation("a plan after the shutdown")
         self.plans.append(plan)

@@ -40,7 +40,7 @@ class LayeredDevice:
         self.block_size = self.executor.block_size
         self.vocab_size = self.executor.vocab_size
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> LayeredStep:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> LayeredStep:
         return LayeredStep(self, plan, abandoned or (lambda: False))
 
     def run_layers(self, plan: SchedulerOutput, abandoned: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class LayeredStep:
 
     def result(self) -> ModelRunnerOutput:
         self.device.executor.before_step = lambda plan: self.device.run_layers(plan, self.abandoned)
-        return self.device.executor.execute(self.plan).result()
+        return self.device.executor.submit(self.plan).result()
 
 
 @dataclass

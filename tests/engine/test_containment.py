@@ -216,12 +216,12 @@ def test_a_failed_step_is_not_trusted_to_have_let_go_of_rows() -> None:
     class LosesOnePlan(SimulatedExecutor):
         has_lost = False
 
-        def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Any:
+        def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Any:
             if plan.removed_request_ids and not self.has_lost:
                 self.has_lost = True
                 self._introduced.update(new.request_id for new in plan.new_requests)
                 raise OSError("the plan did not get there")
-            return super().execute(plan, abandoned)
+            return super().submit(plan, abandoned)
 
     executor = LosesOnePlan(64, 4, 1000, max_num_seqs=2)
     core = EngineCore(make_core(max_num_seqs=2).config, executor)
@@ -285,8 +285,8 @@ class NotANumber:
         self._from_token = from_token
         self._num_sampled: Counter[str] = Counter()
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NotANumberStep:
-        return NotANumberStep(self._mark(plan, self._executor.execute(plan, abandoned).result()))
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NotANumberStep:
+        return NotANumberStep(self._mark(plan, self._executor.submit(plan, abandoned).result()))
 
     def _mark(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         for index, (request_id, token_id) in enumerate(zip(plan.request_ids, output.sampled_token_ids, strict=True)):

@@ -75,7 +75,7 @@ def test_a_hand_written_loop_gives_the_same_tokens_as_the_engine_core() -> None:
     by_hand: dict[str, list[int]] = {}
     while scheduler.has_work:
         plan = scheduler.schedule()  # plan
-        sampled = executor.execute(plan).result()  # run and pick
+        sampled = executor.submit(plan).result()  # run and pick
         for output in scheduler.update(plan, sampled):  # bookkeep
             by_hand.setdefault(output.request_id, []).extend(output.new_token_ids)
 

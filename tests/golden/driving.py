@@ -25,9 +25,9 @@ class RecordedExecutor:
         self.vocab_size = executor.vocab_size
         self.plans: list[SchedulerOutput] = []
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         self.plans.append(plan)
-        return self._executor.execute(plan, abandoned)
+        return self._executor.submit(plan, abandoned)
 
     def shutdown(self) -> None:
         raise AssertionError("the executor is shared")

@@ -91,11 +91,11 @@ def test_a_loop_written_by_hand_says_what_the_engine_says(smollm2, smollm2_oracl
     for step in range(num_tokens):
         counts = {name: len(known) - num_computed[name] for name, known in tokens.items()}
         plan = plan_of(counts, new=new if step == 0 else [])
-        sampled = executor.execute(plan).result().sampled_token_ids
+        sampled = executor.submit(plan).result().sampled_token_ids
         for name, token_id in zip(tokens, sampled, strict=True):
             num_computed[name] = len(tokens[name])
             tokens[name].append(token_id)
-    executor.execute(plan_of({}, removed=list(tokens))).result()
+    executor.submit(plan_of({}, removed=list(tokens))).result()
 
     for prompt, known, theirs in zip(prompts, tokens.values(), expected, strict=False):
         smollm2_oracle.assert_says(prompt, known[len(prompt) :], theirs[:num_tokens])

@@ -76,7 +76,7 @@ def generate(executor: UniProcExecutor, requests: list[NewRequestData], *, chunk
         new = [waiting.pop(0)] if waiting else []
         pending |= {r.request_id: len(r.token_ids) for r in new}
         plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=new, removed=removed)
-        output = executor.execute(plan).result()
+        output = executor.submit(plan).result()
         removed = []
         for r, count, token in zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True):
             pending[r] -= count
@@ -86,7 +86,7 @@ def generate(executor: UniProcExecutor, requests: list[NewRequestData], *, chunk
                 if len(tokens[r]) == num_tokens:
                     del pending[r]
                     removed.append(r)
-    executor.execute(plan_of({}, removed=removed)).result()
+    executor.submit(plan_of({}, removed=removed)).result()
     return tokens
 
 
@@ -113,7 +113,7 @@ def test_an_unset_context_is_the_models_own():
 
 
 def test_a_failing_step_raises_where_its_result_is_asked_for(executor: UniProcExecutor):
-    handle = executor.execute(plan_of({"nobody": 1}))
+    handle = executor.submit(plan_of({"nobody": 1}))
     with pytest.raises(KeyError, match="nobody"):
         handle.result()
     assert generate(executor, prompts()[:1], chunk=1000)["r0"]
@@ -123,7 +123,7 @@ def test_shutdown_is_idempotent_and_final(executor: UniProcExecutor):
     executor.shutdown()
     executor.shutdown()
     with pytest.raises(EngineDead):
-        executor.execute(plan_of({})).result()
+        executor.submit(plan_of({})).result()
 
 
 def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
@@ -143,7 +143,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
         executor = load_executor(files, OPTIONS, num_threads=1)
         outputs.append(torch.get_num_threads())
         request = new_request("a", [1, 2, 3], block_ids=[0], temperature=0.0)
-        outputs.append(executor.execute(plan_of({"a": 3}, new=[request])).result())
+        outputs.append(executor.submit(plan_of({"a": 3}, new=[request])).result())
 
     thread = threading.Thread(target=engine_thread)
     thread.start()

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.dialects import error_body
 from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
@@ -115,7 +116,7 @@ def _end_without_engine() -> None:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown path, wrong method) in the envelope of all errors."""
+    """Starlette's own refusals (unknown path, wrong method) in the envelope of the path's errors."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"There is nothing at {request.scope['path'][:200]!r}.",
@@ -123,6 +124,5 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     }
     message = messages.get(error.status_code, error.detail)
     answer = ApiError(error.status_code, message, headers=error.headers)
-    return Response(
-        answer.body(), status_code=answer.status, media_type="application/json", headers=dict(answer.headers)
-    )
+    body = error_body(request.scope["path"], answer)
+    return Response(body, status_code=answer.status, media_type="application/json", headers=dict(answer.headers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.dialects import error_body
 from app.tenants import Tenant, Tenants
 from protocol.errors import ApiError
 
@@ -19,7 +20,8 @@ class HeaderLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (count := len(scope["headers"])) > MAX_HEADERS:
-            await _refuse(send, ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken."))
+            error = ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken.")
+            await _refuse(scope, send, error)
         else:
             await self._app(scope, receive, send)
 
@@ -39,7 +41,7 @@ class Authentication:
         if scope["type"] == "http" and self._tenants.required and scope["path"] not in OPEN_PATHS:
             tenant = self._tenant_of(scope)
             if tenant is None:
-                await _refuse(send, _NO_KEY)
+                await _refuse(scope, send, _NO_KEY)
                 return
             scope["headrace.tenant"] = tenant
         await self._app(scope, receive, send)
@@ -61,8 +63,8 @@ _NO_KEY = ApiError(
 )
 
 
-async def _refuse(send: Send, error: ApiError) -> None:
-    body = error.body()
+async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
+    body = error_body(scope["path"], error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

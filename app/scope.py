@@ -14,7 +14,7 @@ Handlers are plain functions of the scope and answer through it:
 
 What a handler raises becomes the answer: the JSON error envelope while nothing has been sent, afterwards an error
 frame if the answer is an event stream. So does what ends it from outside: a deadline, a drain. A stream never ends
-without either `[DONE]` or an error frame, unless its client does not read.
+without either its last event or an error frame, unless its client does not read.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import anyio
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
+from app.dialects import error_body, request_id_headers
 from app.hypercorn_fixes import current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
@@ -267,7 +268,8 @@ class RequestScope:
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code = api_error.code or api_error.type
         if self.status is None:
-            await self.send_json(api_error.status, api_error.body(), api_error.headers)
+            body = error_body(self.path, api_error, self.request_id)
+            await self.send_json(api_error.status, body, api_error.headers)
         elif self._last_words is not None and not self._answered:
             await self.end_stream(self._last_words(api_error))
 
@@ -289,7 +291,7 @@ class RequestScope:
     ) -> None:
         raw: RawHeaders = [
             (b"content-type", content_type.encode()),
-            (b"x-request-id", self.request_id.encode()),
+            *request_id_headers(self.path, self.request_id),
             *extra,
             *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
         ]

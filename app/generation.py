@@ -1,0 +1,214 @@
+"""From a parsed body to tokens to an answer, for every wire format.
+
+A route says what it wants in a `Generation`: the knobs, how to tokenize, and who writes the answer. Everything between
+is here once, so that a place in the queue, deadlines, cancellation, keep-alive and slow readers hold on every route.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+from anyio import to_thread
+
+from app.admission import Place
+from app.events import HEADERS_WITHIN, EventStream
+from app.scope import RequestScope
+from app.server import ServedModel, Server
+from engine.errors import InvalidRequest
+from engine.messages import EngineCoreRequest, RequestOutput
+from engine.output_processor import RequestStream
+from protocol.body import M, parse_body
+from protocol.errors import ApiError, deadline_exceeded
+from protocol.openai.common import GenerationRequest
+
+# Parsing and checking a body of 64 KiB takes about a millisecond.
+INLINE_BODY_BYTES = 64 * 1024
+# For admission, before anything is tokenized; the count replaces it afterwards.
+CHARACTERS_PER_TOKEN = 4
+
+Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
+
+
+class EventWriter(Protocol):
+    """Turns the outputs of one request into the frames of its event stream."""
+
+    def feed(self, output: RequestOutput) -> bytes:
+        """The frames that `output` gives, possibly none. Raises ApiError if the output failed."""
+        ...
+
+    def end(self) -> bytes:
+        """The last frames, after every choice has finished."""
+        ...
+
+    def fail(self, error: ApiError, unsent: Iterable[RequestOutput]) -> bytes:
+        """The last frames if something goes wrong. `unsent` has been generated and will not be fed."""
+        ...
+
+
+class BodyWriter(Protocol):
+    """Turns the outputs of one request into its one response body."""
+
+    def feed(self, output: RequestOutput) -> None:
+        """Take in the next part of a choice. Raises ApiError if the output failed."""
+        ...
+
+    def body(self) -> bytes:
+        """The response body, after every choice has finished."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What one HTTP request wants of the engine, and who writes its answer.
+
+    `body` has the knobs; a wire format of its own translates into it. `num_characters` estimates the prompts' length
+    until `tokenize` has counted it. One of the two writers is made, by `body.stream`, when the engine's stream is open.
+    """
+
+    request_id: str
+    body: GenerationRequest
+    num_prompts: int = 1
+    num_characters: int
+    tokenize: Tokenize
+    event_writer: Callable[[RequestStream], EventWriter]
+    body_writer: Callable[[RequestStream], BodyWriter]
+
+
+async def parse(model: type[M], request: RequestScope) -> M:
+    """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400."""
+    if len(request.body) <= INLINE_BODY_BYTES:
+        return parse_body(model, request.body)
+    return await to_thread.run_sync(parse_body, model, request.body)
+
+
+async def generate(server: Server, request: RequestScope, work: Generation) -> None:
+    """Queue, tokenize, open the engine's stream, answer from it.
+
+    Raises InvalidRequest in the words of `work.body`, and ApiError.
+    """
+    try:
+        await _generate(server, request, work)
+    except InvalidRequest as error:
+        raise work.body.in_client_words(error) from None
+
+
+async def _generate(server: Server, request: RequestScope, work: Generation) -> None:
+    model = server.model
+    body = work.body
+    sampling = body.to_sampling_params(model.measures.vocab_size)
+    deadline, first_token_deadline = _deadlines(server, request, body)
+    patience = min(deadline, first_token_deadline) - time.monotonic()
+    tenant = request.tenant
+    with server.admission.queue(
+        tenant,
+        choices=body.n * work.num_prompts,
+        tokens=work.num_characters // CHARACTERS_PER_TOKEN,
+        patience=None if math.isinf(patience) else patience,
+    ) as place:
+        if not math.isinf(deadline):
+            request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
+        prompts = await work.tokenize(model)
+        place.count_tokens(sum(map(len, prompts)))
+        core_requests = [
+            EngineCoreRequest(
+                request_id=work.request_id if len(prompts) == 1 else f"{work.request_id}-{number}",
+                prompt_token_ids=prompt,
+                sampling=sampling,
+                arrival_time=request.arrival_time,
+                priority=body.priority,
+                deadline=None if math.isinf(deadline) else deadline,
+                first_token_deadline=None if math.isinf(first_token_deadline) else first_token_deadline,
+                tenant=tenant.name,
+                tenant_weight=tenant.weight,
+                tenant_max_running=tenant.max_running or 0,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        async with model.llm.stream(*core_requests) as outputs:
+            request.generation = outputs
+            answer = _send_events if body.stream else _send_whole
+            await answer(server, request, work, outputs, place)
+
+
+async def _send_whole(
+    server: Server, request: RequestScope, work: Generation, outputs: RequestStream, place: Place
+) -> None:
+    writer = work.body_writer(outputs)
+    await outputs.wait()
+    place.leave(started=True)
+    await outputs.wait_finished()
+    async for output in outputs:
+        writer.feed(output)
+    await request.send_json(200, writer.body())
+
+
+async def _send_events(
+    server: Server, request: RequestScope, work: Generation, outputs: RequestStream, place: Place
+) -> None:
+    settings = server.settings
+    writer = work.event_writer(outputs)
+    events = EventStream(
+        request,
+        keep_alive=settings.sse_keep_alive or math.inf,
+        last_words=lambda error: writer.fail(error, outputs.drain()),
+    )
+    with anyio.move_on_after(HEADERS_WITHIN) as patience:
+        await outputs.wait()
+    if patience.cancelled_caught:
+        await events.start()
+
+    def forward(deltas: Collection[RequestOutput]) -> bool:
+        """Send what a step has brought right away, unless it ends a choice or the client lags."""
+        if not events.takes_more or any(delta.finish_reason is not None for delta in deltas):
+            return False
+        if frames := b"".join(map(writer.feed, deltas)):
+            events.send_now(frames)
+        return True
+
+    async for output in outputs:
+        place.leave(started=True)
+        outputs.listen(forward)  # not before the first output, which is what leaves the queue
+        frames = writer.feed(output)  # raises for a failed output: before the first byte, that is a plain answer
+        if not events.started:
+            await events.start()
+        if frames:
+            await events.send(frames)
+    await events.end(writer.end())
+
+
+def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:
+    """When the request must have ended and when its first token must have come; infinity for never.
+
+    The body's `timeout` and the header `X-Request-Timeout` both count, the shorter one wins. Raises ApiError 400.
+    """
+    settings = server.settings
+    asked = [seconds for seconds in (body.timeout, _header_timeout(request)) if seconds is not None]
+    timeout = min(asked) if asked else settings.default_timeout
+    ttft_timeout = body.ttft_timeout if body.ttft_timeout is not None else settings.default_ttft_timeout
+    start, longest = request.arrival_time, settings.max_timeout
+    return (
+        math.inf if timeout is None else start + min(timeout, longest),
+        math.inf if ttft_timeout is None else start + min(ttft_timeout, longest),
+    )
+
+
+def _header_timeout(request: RequestScope) -> float | None:
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ApiError(
+            400,
+            f"The header X-Request-Timeout must be a number of seconds above 0, got {given[:20]!r}.",
+            param="X-Request-Timeout",
+        )
+    return seconds

@@ -8,5 +8,7 @@ The app room parses bodies with this package and sends what it builds. Of the en
     sse             frames of an event stream
     chat_template   messages to the text that the model was trained on
     structured      grammars that an answer has to follow, whoever asks for them
+    message_parts   a choice's text as reasoning, content and tool calls: what every dialect streams from
+    reasoning       finding the reasoning in a text that comes in pieces
     openai          the wire formats of OpenAI: chat, completions, models
 """

@@ -95,3 +95,10 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     assert frames.pop() == b"data: [DONE]"
     assert all(frame.startswith(b"data: {") and b"\n" not in frame for frame in frames)
     return [orjson.loads(frame.removeprefix(b"data: ")) for frame in frames]
+
+
+@st.composite
+def pieces_of(draw: st.DrawFn, text: str) -> list[str]:
+    """`text`, cut anywhere."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

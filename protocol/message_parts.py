@@ -1,0 +1,180 @@
+"""The text of one choice as the parts of a message: reasoning, content, tool calls. What every dialect streams from.
+
+Models write one text; clients want its parts apart. A `MessageParser` takes the text as it comes and gives typed parts,
+which the wire formats (chat completions, Responses, Anthropic's messages) spell in their own ways::
+
+    parser = message_format.parser(token_bytes)     # one for each choice
+    for output in outputs:                          # RequestOutput by RequestOutput
+        for part in parser.read(output):
+            match part:
+                case ReasoningDelta(text): ...
+                case ContentDelta(text): ...
+                case ToolCallStart(index, call_id, name): ...
+                case ToolCallArguments(index, fragment): ...
+
+Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
+A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
+Arguments are JSON as the model wrote it; what breaks off or was never JSON is content, not lost. Text goes out as soon
+as it is decided; held back is only what may still become a tag, and white space that may turn out to be padding.
+
+A choice that has neither reasoning nor tools needs no parser at all: see `MessageFormat.is_plain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import RequestOutput
+from protocol.reasoning import ReasoningCounter, ReasoningSplitter, ReasoningTags
+
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token id stands for."""
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the answer."""
+
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
+    """A tool call begins. Sent once for each call, `index` counts the calls of the message from 0."""
+
+    index: int
+    call_id: str
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    fragment: str
+
+
+MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+
+
+class ToolReader(Protocol):
+    """Finds the tool calls in the text of one choice (reasoning already taken out)."""
+
+    def feed(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        ...
+
+    def finish(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageFormat:
+    """How the text of one request's choices is to be read.
+
+    `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
+    false drops it. `new_tool_reader` None means that the text holds no calls.
+    """
+
+    reasoning: ReasoningTags | None = None
+    reasoning_is_open: bool = False
+    show_reasoning: bool = True
+    new_tool_reader: Callable[[], ToolReader] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is content and nothing else, so that no parser is needed."""
+        return self.reasoning is None and self.new_tool_reader is None
+
+    def parser(self, token_bytes: TokenBytes) -> MessageParser:
+        """A parser for one choice. `token_bytes` is for counting the tokens of the reasoning."""
+        return MessageParser(self, token_bytes)
+
+
+class MessageParser:
+    """Takes the outputs of one choice in order, gives the parts of its message."""
+
+    def __init__(self, message_format: MessageFormat, token_bytes: TokenBytes) -> None:
+        self.num_tool_calls = 0
+        self._shows_reasoning = message_format.show_reasoning
+        self._splitter: ReasoningSplitter | None = None
+        self._counter: ReasoningCounter | None = None
+        if tags := message_format.reasoning:
+            self._splitter = ReasoningSplitter(tags, is_open=message_format.reasoning_is_open)
+            self._counter = ReasoningCounter(tags, token_bytes, is_open=message_format.reasoning_is_open)
+        self._tools = message_format.new_tool_reader() if message_format.new_tool_reader else None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far, tags included; None if the format has no reasoning."""
+        return None if self._counter is None else self._counter.num_tokens
+
+    def read(self, output: RequestOutput) -> list[MessagePart]:
+        """The parts that `output` decides: all that are left, if it ends the choice."""
+        if self._counter is not None:
+            self._counter.feed(output.token_ids)
+        parts = self.feed(output.text) if output.text else []
+        return parts if output.finish_reason is None else parts + self.finish()
+
+    def feed(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        if self._splitter is None:
+            return self._answer(text)
+        reasoning, answer = self._splitter.feed(text)
+        return self._reasoning(reasoning) + self._answer(answer)
+
+    def finish(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        parts: list[MessagePart] = []
+        if self._splitter is not None:
+            reasoning, answer = self._splitter.finish()
+            parts = self._reasoning(reasoning) + self._answer(answer)
+        if self._tools is not None:
+            parts += self._count(self._tools.finish())
+        return parts
+
+    def _reasoning(self, text: str) -> list[MessagePart]:
+        return [ReasoningDelta(text)] if text and self._shows_reasoning else []
+
+    def _answer(self, text: str) -> list[MessagePart]:
+        if not text:
+            return []
+        return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed(text))
+
+    def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
+        self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
+        return parts
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A whole call. `arguments` is JSON text as the model wrote it."""
+
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
+    """The parts with neighbours of one kind joined: what does not depend on how the text came."""
+    joined: list[MessagePart] = []
+    for part in parts:
+        match (joined[-1] if joined else None), part:
+            case ReasoningDelta(before), ReasoningDelta(text):
+                joined[-1] = ReasoningDelta(before + text)
+            case ContentDelta(before), ContentDelta(text):
+                joined[-1] = ContentDelta(before + text)
+            case ToolCallArguments(index, before), ToolCallArguments(same, text) if index == same:
+                joined[-1] = ToolCallArguments(index, before + text)
+            case _:
+                joined.append(part)
+    return joined

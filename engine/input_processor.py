@@ -54,11 +54,11 @@ class InputProcessor:
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         room = self.max_model_len - num_prompt_tokens
-        if room <= 0:
+        if room < (max_tokens != 0):
+            rest = "." if max_tokens == 0 else " and at least one must be left for the answer."
             raise InvalidRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
-                f"{num_prompt_tokens} tokens and at least one must be left for the answer. "
-                "Please shorten the prompt.",
+                f"{num_prompt_tokens} tokens{rest} Please shorten the prompt.",
                 param="prompt",
                 code="context_length_exceeded",
             )

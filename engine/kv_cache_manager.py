@@ -1,8 +1,8 @@
 """Which blocks a request gets, and which of them it can share.
 
-Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, and the
-tenant. The hash is BLAKE2b keyed with a secret of this process, so nobody can compute a collision from outside
-(vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
+Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, the tenant, and
+the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, so nobody can compute a
+collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KVCacheManager:
         At least one token is left to compute: without it there would be no logits to sample from.
         """
         found: list[int] = []
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and request.reads_prefix_cache:
             for index in range((request.num_tokens - 1) // self.block_size):
                 block_id = self.pool.find(self.block_hash(request, index))
                 if block_id is None:
@@ -100,9 +100,12 @@ class KVCacheManager:
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
             tokens = array("I", request.token_ids[start : start + self.block_size])
-            parent = hashes[-1] if hashes else self._root(request.tenant)
+            parent = hashes[-1] if hashes else self._root(request)
             hashes.append(blake2b(parent + tokens.tobytes(), key=self._key, digest_size=_DIGEST_SIZE).digest())
         return hashes[index]
 
-    def _root(self, tenant: str) -> bytes:
-        return blake2b(tenant.encode(), key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()
+    def _root(self, request: Request) -> bytes:
+        # The length keeps apart what a tenant's name and a client's salt could spell together.
+        tenant, salt = request.tenant.encode(), request.cache_salt.encode()
+        owner = len(tenant).to_bytes(4, "big") + tenant + salt
+        return blake2b(owner, key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()

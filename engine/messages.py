@@ -66,8 +66,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The decoding knobs of one request.
 
     temperature 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0
-    mean off. `max_tokens` None means up to the end of the context. `logprobs` None means none, 0 the sampled
-    token's only, k also the k most likely tokens of that position. `seed` None draws a fresh one.
+    mean off. `max_tokens` None means up to the end of the context, 0 that the prompt is computed and nothing generated.
+    `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
+    `prompt_logprobs` is the same for the prompt's tokens. `seed` None draws a fresh one.
     """
 
     n: int = 1
@@ -89,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -110,7 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InvalidRequest(
                     f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}.",
@@ -120,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _in_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _at_most("stop", self.stop, MAX_STOP_STRINGS)
         if any(not s for s in self.stop):
             raise InvalidRequest("stop must not contain an empty string.", param="stop")
@@ -147,6 +151,13 @@ def _at_most(name: str, values: Sequence[object], limit: int) -> None:
         raise InvalidRequest(f"{name} takes at most {limit} entries, got {len(values)}.", param=name)
 
 
+class Pooling(enum.StrEnum):
+    """How the hidden states of a prompt become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"  # the last token's, which has seen all others
+
+
 class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """One tokenized request on its way to the core. `sampling.n` is fanned out before it gets there."""
 
@@ -160,10 +171,12 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     tenant: str = ""  # salts the prefix cache: no hits across tenants
     tenant_weight: float = 1.0  # share of the engine relative to other tenants
     tenant_max_running: int = 0  # seats that the tenant may hold at once; 0 is no limit
+    cache_salt: str = ""  # salts it further: hits among requests of the same salt only
+    pooling: Pooling | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities (natural) at one generated position, from the raw logits before penalties and temperature."""
+    """Log-probabilities (natural) at one position, from the raw logits before penalties and temperature."""
 
     token_id: int
     logprob: float
@@ -198,6 +211,8 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache provided
     error: str | None = None  # set with FinishReason.ERROR
     events: list[RequestEvent] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second of them on
+    embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -239,6 +254,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     num_cached_tokens: int
     num_output_tokens: int  # so far, this choice
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first; with the first output
+    embedding: bytes | None = None
 
 
 class FinishRequests(msgspec.Struct, array_like=True, gc=False):

@@ -25,6 +25,7 @@ from engine.messages import (
     FinishReason,
     RequestEvent,
     RequestOutput,
+    TokenLogprobs,
 )
 from engine.observer import NullObserver, Observer
 
@@ -204,6 +205,8 @@ class OutputProcessor:
                 continue
             if output.events is not None:
                 choice.note(output.events)
+            if output.prompt_logprobs is not None:
+                choice.prompt_logprobs += output.prompt_logprobs
             if not output.new_token_ids and output.finish_reason is None:
                 continue
             if output.new_token_ids:
@@ -251,6 +254,7 @@ class _Choice:
         "leads",
         "num_output_tokens",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "stream",
     )
 
@@ -264,6 +268,7 @@ class _Choice:
         self.num_prompt_tokens = len(child.prompt_token_ids)
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []  # not yet handed over
         self._decoder = vocabulary.decoder(skip_special_tokens=sampling.skip_special_tokens)
         self._stops = (
             StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output) if sampling.stop else None
@@ -293,9 +298,9 @@ class _Choice:
 
         self.num_output_tokens += num_used
         stream.num_output_tokens += num_used
+        if self.last_token_time is None and self.leads and (token_ids or finish_reason is FinishReason.LENGTH):
+            stream.num_cached_tokens += output.num_cached_tokens
         if token_ids:
-            if self.last_token_time is None and self.leads:
-                stream.num_cached_tokens += output.num_cached_tokens
             self.last_token_time = timestamp
             if stream.first_token_time is None:
                 stream.first_token_time = timestamp
@@ -317,8 +322,11 @@ class _Choice:
                 num_cached_tokens=output.num_cached_tokens,
                 num_output_tokens=self.num_output_tokens,
                 error=output.error,
+                prompt_logprobs=self.prompt_logprobs or None,
+                embedding=output.embedding,
             )
         )
+        self.prompt_logprobs = []
         return finish_reason is not None
 
     def _decode(self, output: EngineCoreOutput) -> tuple[str, int]:
@@ -351,3 +359,4 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
     pending.num_cached_tokens = output.num_cached_tokens
     pending.num_output_tokens = output.num_output_tokens
     pending.error = output.error
+    pending.embedding = output.embedding

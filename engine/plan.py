@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.messages import SamplingParams, TokenLogprobs
+from engine.messages import Pooling, SamplingParams, TokenLogprobs
 
 
 class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -22,6 +22,7 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     block_ids: list[int]
     sampling: SamplingParams  # `seed` is always set here
     stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
+    pooling: Pooling | None = None
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -48,3 +49,6 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     sampled_token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # by index into the batch, only for requests that asked
     not_finite: list[int] = []  # indices whose logits held NaN or infinity: their tokens mean nothing
+    # By index, for requests that asked: of the prompt tokens that come after those of this step, the last excepted.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    embeddings: dict[int, bytes] = {}  # by index, when the prompt is complete: float32 [hidden]

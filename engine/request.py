@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Iterable
 
-from engine.messages import EngineCoreRequest, EventKind, FinishReason, RequestEvent
+from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
 
 
 class RequestStatus(enum.IntEnum):
@@ -51,6 +51,7 @@ class Request:
         "arrival_time",
         "block_hashes",
         "block_ids",
+        "cache_salt",
         "deadline",
         "eos_token_ids",
         "events",
@@ -60,7 +61,9 @@ class Request:
         "num_committed_blocks",
         "num_computed_tokens",
         "num_preemptions",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
+        "pooling",
         "priority",
         "request_id",
         "sampling",
@@ -85,7 +88,9 @@ class Request:
         self.request_id = message.request_id
         self.sampling = sampling
         self.priority = message.priority
+        self.pooling = message.pooling
         self.tenant = message.tenant
+        self.cache_salt = message.cache_salt
         self.tenant_weight = message.tenant_weight
         self.tenant_max_running = message.tenant_max_running
         self.deadline = math.inf if message.deadline is None else message.deadline
@@ -95,7 +100,9 @@ class Request:
         self.token_ids = list(message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         room = max_model_len - self.num_prompt_tokens
-        self.max_num_tokens = self.num_prompt_tokens + min(sampling.max_tokens or room, room)
+        self.max_num_tokens = self.num_prompt_tokens + min(
+            room if sampling.max_tokens is None else sampling.max_tokens, room
+        )
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
         self.status = RequestStatus.WAITING
@@ -106,6 +113,7 @@ class Request:
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
         self.events: list[RequestEvent] = []  # not yet reported
 
     @property
@@ -120,6 +128,17 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Who goes first: the smaller priority value, then the earlier arrival."""
         return (self.priority, self.sequence_number)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is there for more than its prompt."""
+        return self.sampling.max_tokens != 0
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether blocks that others computed will do. They have keys and values, but no hidden states."""
+        needs_all = self.sampling.prompt_logprobs is not None or self.pooling is Pooling.MEAN
+        return not needs_all or self.num_output_tokens > 0
 
     def is_late(self, now: float) -> bool:
         """Whether a deadline has passed that still counts."""
@@ -136,6 +155,9 @@ class Request:
 
     def append_output_token(self, token_id: int) -> bool:
         """Add a sampled token and return whether it ended the request, with `status` and `stop_reason` set."""
+        if not self.generates:
+            self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            return True
         self.token_ids.append(token_id)
         if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
@@ -146,6 +168,12 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
         return False
+
+    def take_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """What is new in the entries of positions `start` + 1 on: a request that was preempted computes some twice."""
+        new = entries[max(0, self.num_prompt_logprobs - start) :]
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def __repr__(self) -> str:
         return (

@@ -35,7 +35,7 @@ class Router:
     def choose(self, choices: Sequence[EngineCoreRequest], alive: Sequence[int]) -> int:
         """The engine, one of `alive`, for all choices of one prompt. Counts them as its load."""
         first = choices[0]
-        chunks = list(_chunks(first.tenant, first.prompt_token_ids))
+        chunks = list(_chunks((first.tenant, first.cache_salt), first.prompt_token_ids))
         least = min(alive, key=self.loads.__getitem__)
         limit = self.loads[least] * (1 + EXTRA_SHARE) + EXTRA_LOAD
         knowing = self._who_knows_most(chunks, alive)
@@ -79,9 +79,10 @@ def weights(choices: Sequence[EngineCoreRequest]) -> list[float]:
     return [1.0 + prompt * (index == 0) for index in range(len(choices))]
 
 
-def _chunks(tenant: str, token_ids: list[int]) -> Iterator[int]:
-    """A hash for each whole chunk, chained from all before it and from the tenant, who shares no cache with others."""
-    chain = hash(tenant)
+def _chunks(owner: tuple[str, str], token_ids: list[int]) -> Iterator[int]:
+    """A hash for each whole chunk, chained from all before it and from its owner (tenant and salt): none shares a cache
+    with another."""
+    chain = hash(owner)
     for end in range(CHUNK, len(token_ids) + 1, CHUNK):
         chain = hash((chain, *token_ids[end - CHUNK : end]))
         yield chain

@@ -81,10 +81,10 @@ class Scheduler:
         self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
         self.waiting.push(request)
         self._deadlines.watch(request)
-        if not 0 < request.num_prompt_tokens < self.config.max_model_len:
+        longest = self.config.max_model_len - request.generates
+        if not 0 < request.num_prompt_tokens <= longest:
             # The front end refuses such prompts; one that came through would block the queue for ever.
-            limit = self.config.max_model_len
-            self.fail(request.request_id, f"a prompt of {request.num_prompt_tokens} tokens: 1 to {limit - 1} can run")
+            self.fail(request.request_id, f"a prompt of {request.num_prompt_tokens} tokens: 1 to {longest} can run")
 
     def finish(self, request_id: str, status: RequestStatus) -> Request | None:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
@@ -297,7 +297,9 @@ class Scheduler:
         return range(start // self.kv.block_size, (start + num_tokens) // self.kv.block_size)
 
     def _is_being_computed(self, request: Request, index: int, being_computed: set[bytes]) -> bool:
-        if not being_computed or index >= (request.num_tokens - 1) // self.kv.block_size:
+        if not (being_computed and request.reads_prefix_cache):
+            return False
+        if index >= (request.num_tokens - 1) // self.kv.block_size:
             return False
         return self.kv.block_hash(request, index) in being_computed
 
@@ -310,6 +312,7 @@ class Scheduler:
             block_ids=list(request.block_ids),
             sampling=request.sampling,
             stop_token_ids=sorted(request.eos_token_ids.union(request.sampling.stop_token_ids)),
+            pooling=request.pooling,
         )
 
     def _seat(self, request: Request, now: float) -> None:
@@ -370,6 +373,11 @@ class Scheduler:
                 gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
             elif request.events:
                 gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
+            if index in output.prompt_logprobs:  # a prefill has been booked, so there is an output of it
+                entries = output.prompt_logprobs[index]
+                gained[-1].prompt_logprobs = request.take_prompt_logprobs(computed_before, entries)
+            if index in output.embeddings:
+                gained[-1].embedding = output.embeddings[index]
         return gained
 
     def _book_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
@@ -383,7 +391,7 @@ class Scheduler:
             self._release(request)
         return EngineCoreOutput(
             request_id=request.request_id,
-            new_token_ids=[token_id],
+            new_token_ids=[token_id] if request.generates else [],
             finish_reason=FINISH_REASONS[request.status] if finished else None,
             stop_reason=request.stop_reason,
             logprobs=None if logprobs is None else [logprobs],

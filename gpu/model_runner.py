@@ -18,6 +18,7 @@ from engine.messages import TokenLogprobs
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
 from gpu.input_batch import InputBatch, StepInputs
+from gpu.prompt_outputs import PromptOutputs
 from gpu.sampling import SamplerOutput, sample
 
 # Rows of logits that a CPU takes on at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
@@ -62,6 +63,7 @@ class ModelRunner:
         self._kv_caches = kv_caches
         self._device = device
         self._max_logits_rows = CPU_LOGITS_ROWS if device.type == "cpu" else max_num_seqs
+        self._prompt_outputs = PromptOutputs(model.compute_logits, self._max_logits_rows)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> ModelRunnerOutput:
@@ -71,6 +73,7 @@ class ModelRunner:
         between two layers if `abandoned` says that nobody wants the step any more.
         """
         self.input_batch.apply(plan)
+        self._prompt_outputs.apply(plan)
         if not plan.request_ids:
             return ModelRunnerOutput(sampled_token_ids=[], logprobs={})
         inputs = self.input_batch.prepare(plan)
@@ -83,7 +86,9 @@ class ModelRunner:
         )
         sampled = self._sample(hidden, inputs)
         self.input_batch.advance(inputs, sampled.token_ids)
-        return _in_plan_order(inputs, sampled)
+        output = _in_plan_order(inputs, sampled)
+        self._prompt_outputs.add_to(output, plan, inputs, hidden)
+        return output
 
     def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> SamplerOutput:
         """The tokens of the rows that are due one; logits are computed for no others."""

@@ -137,6 +137,9 @@ class GenerationRequest(ClientModel):
 
         `max_tokens` None is left None: the room that the prompt leaves is for the caller to know.
         """
+        name, max_tokens = self._max_tokens()
+        if max_tokens == 0:
+            raise InvalidRequest(f"{name} must be in [1, {2**31 - 1}], got 0.", param=name)
         params = SamplingParams(
             n=self.n,
             temperature=self.temperature,
@@ -148,7 +151,7 @@ class GenerationRequest(ClientModel):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias or None,
             seed=None if self.seed == -1 else self.seed,
-            max_tokens=self._max_tokens()[1],
+            max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             include_stop_str_in_output=self.include_stop_str_in_output,

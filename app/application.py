@@ -24,7 +24,7 @@ from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
-from app.routes import catalogue, generation, probes, requests
+from app.routes import catalogue, generation, messages, probes, requests
 from app.scope import Handler
 from app.server import Server
 from app.settings import Settings, SettingsError
@@ -69,6 +69,8 @@ def create_app(settings: Settings) -> Starlette:
         routes=[
             route("POST", "/v1/chat/completions", generation.chat_completions(server)),
             route("POST", "/v1/completions", generation.completions(server)),
+            route("POST", "/v1/messages", messages.messages(server)),
+            route("POST", "/v1/messages/count_tokens", messages.count_tokens(server)),
             route("GET", "/v1/requests/{id}/timeline", requests.timeline(server), quiet=True),
             route("GET", "/v1/models", catalogue.list_models(server)),
             route("GET", "/v1/models/{id:path}", catalogue.show_model(server)),

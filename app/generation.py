@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 from anyio import to_thread
@@ -31,6 +31,7 @@ INLINE_BODY_BYTES = 64 * 1024
 # For admission, before anything is tokenized; the count replaces it afterwards.
 CHARACTERS_PER_TOKEN = 4
 
+T = TypeVar("T")
 Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
 
 
@@ -81,9 +82,14 @@ class Generation:
 
 async def parse(model: type[M], request: RequestScope) -> M:
     """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400."""
+    return await compute(request, lambda: parse_body(model, request.body))
+
+
+async def compute(request: RequestScope, function: Callable[[], T]) -> T:
+    """What `function` makes of the request's body, on a worker thread if that is long."""
     if len(request.body) <= INLINE_BODY_BYTES:
-        return parse_body(model, request.body)
-    return await to_thread.run_sync(parse_body, model, request.body)
+        return function()
+    return await to_thread.run_sync(function)
 
 
 async def generate(server: Server, request: RequestScope, work: Generation) -> None:

@@ -11,4 +11,6 @@ The app room parses bodies with this package and sends what it builds. Of the en
     message_parts   a choice's text as reasoning, content and tool calls: what every dialect streams from
     reasoning       finding the reasoning in a text that comes in pieces
     openai          the wire formats of OpenAI: chat, completions, models
+    dialect         wire formats that are translated into chat requests
+    anthropic       one of them: Anthropic's messages
 """

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
 DONE = b"data: [DONE]\n\n"
-"""Ends every OpenAI stream, one that failed too."""
+"""Ends every stream of chat and completions, one that failed too."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see that the connection lives."""
@@ -12,3 +17,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 def data_frame(payload: bytes) -> bytes:
     """One event. JSON has no raw line breaks, so one `data:` line holds any payload."""
     return b"data: " + payload + b"\n\n"
+
+
+def event_frame(name: str, data: Mapping[str, Any]) -> bytes:
+    """One event with a name, for wire formats whose clients go by it."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))

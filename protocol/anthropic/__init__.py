@@ -1,5 +1,8 @@
-"""Anthropic's wire format.
+"""Anthropic's wire format: POST /v1/messages, translated to a chat request and back.
 
+messages        the request bodies, and the chat requests that they mean
+blocks          turns and content blocks, and their way into chat messages
+output          the message or its events
 errors          the envelope of errors, on every route below /v1/messages
 """
 

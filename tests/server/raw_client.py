@@ -114,14 +114,20 @@ class RawClient:
 
 
 def sse_events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any] | str]:
-    """The events of a stream as they arrive: JSON objects, and "[DONE]" as a string. Comments are passed over."""
+    """The events of a stream as they arrive: JSON objects, and "[DONE]" as a string.
+
+    Comments are passed over. An event that has a name has to say it in its data, too, as `type`.
+    """
     pending = b""
     for chunk in chunks:
         pending += chunk
         *frames, pending = pending.split(b"\n\n")
         for frame in frames:
             if not frame.startswith(b":"):
-                assert frame.startswith(b"data: "), frame
-                payload = frame.removeprefix(b"data: ")
-                yield "[DONE]" if payload == b"[DONE]" else orjson.loads(payload)
+                name, _, data = frame.rpartition(b"\n")
+                assert data.startswith(b"data: "), frame
+                payload = data.removeprefix(b"data: ")
+                event = "[DONE]" if payload == b"[DONE]" else orjson.loads(payload)
+                assert not name or name == b"event: " + event["type"].encode(), frame
+                yield event
     assert not pending, f"the stream ended within an event: {pending!r}"

@@ -1,0 +1,193 @@
+"""POST /v1/messages and /v1/messages/count_tokens: the requests, and the chat requests that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from engine.errors import InvalidRequest
+from engine.messages import MAX_STOP_STRINGS
+from protocol.anthropic.blocks import (
+    Text,
+    Turn,
+    chat_messages,
+    misplaced_block,
+    system_text,
+)
+from protocol.body import ClientModel, at_most, fail_fast
+from protocol.dialect import DialectRequest, TranslatedChat, known_types, translated
+from protocol.openai.chat import MAX_MESSAGES
+
+MAX_TOOLS = 128
+MIN_THINKING = 1024  # tokens
+
+
+class MessagesChat(TranslatedChat):
+    """The chat request that a messages request means."""
+
+    client_names: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "continue_final_message": "messages",
+    }
+
+
+class Tool(ClientModel):
+    """A tool that the client runs. Those that Anthropic runs are refused by name."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The tool in chat's form."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class ToolChoice(ClientModel):
+    """Whether tools may or must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _a_tool_has_a_name(self) -> Self:
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError("rule", "is required: the tool to call", {"field": "name"})
+        return self
+
+    def for_chat(self) -> str | dict[str, Any]:
+        """The choice in chat's form."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
+
+
+class Thinking(ClientModel):
+    """Whether the model thinks before it answers, and whether the client sees it."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=MIN_THINKING)
+    display: Literal["summarized", "omitted"] = "summarized"
+
+    @model_validator(mode="after")
+    def _a_budget_if_enabled(self) -> Self:
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise PydanticCustomError("rule", "is required with type enabled", {"field": "budget_tokens"})
+        return self
+
+
+class OutputFormat(ClientModel):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ClientModel):
+    """How the answer is to be made."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(DialectRequest):
+    """The body of POST /v1/messages/count_tokens: what of a messages request makes its prompt.
+
+    `metadata`, `cache_control`, `service_tier`, `context_management` and fields that no one knows are accepted without
+    effect.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"container": (), "mcp_servers": ([],)}
+
+    messages: Annotated[list[Turn], fail_fast, at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    system: Text | None = None
+    tools: Annotated[
+        list[Annotated[Tool, known_types("custom", default="custom")]], fail_fast, at_most(MAX_TOOLS, "tools")
+    ] = Field(default_factory=list)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # where `output_config.format` was at first
+
+    @model_validator(mode="after")
+    def _blocks_are_in_their_places(self) -> Self:
+        if (wrong := misplaced_block(self.messages)) is not None:
+            param, complaint = wrong
+            raise InvalidRequest(f"{param}: {complaint}.", param=param)
+        return self
+
+    def to_chat(self) -> MessagesChat:
+        """The chat request that this means. Raises `ApiError` 400."""
+        return translated(MessagesChat, self.chat_fields())
+
+    def chat_fields(self) -> dict[str, Any]:
+        """This request's fields as chat's."""
+        messages = chat_messages(self.messages)
+        if self.system is not None and (text := system_text(self.system)):
+            messages.insert(0, {"role": "system", "content": text})
+        fields = {**super().chat_fields(), "messages": messages, **self._tool_fields()}
+        if messages[-1]["role"] == "assistant":  # the client has begun the answer
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        config = self.output_config or OutputConfig()
+        if (form := config.format or self.output_format) is not None:
+            schema = {"name": "answer", "schema": form.schema_, "strict": True}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        thinks = self.thinking is not None and self.thinking.type != "disabled"
+        return {
+            **fields,
+            "reasoning_effort": config.effort,
+            "chat_template_kwargs": {"enable_thinking": thinks},
+        }
+
+    def _tool_fields(self) -> dict[str, Any]:
+        if not self.tools:
+            if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
+                raise InvalidRequest("tool_choice needs tools; send some or leave it out.", param="tool_choice")
+            return {}
+        choice = self.tool_choice or ToolChoice(type="auto")
+        return {
+            "tools": [tool.for_chat() for tool in self.tools],
+            "tool_choice": choice.for_chat(),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        }
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries")] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _thoughts_leave_room(self) -> Self:
+        budget = self.thinking.budget_tokens if self.thinking is not None else None
+        if budget is not None and budget >= self.max_tokens:
+            raise InvalidRequest(
+                f"thinking.budget_tokens must be less than max_tokens ({self.max_tokens}), got {budget}.",
+                param="thinking.budget_tokens",
+            )
+        return self
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the client wants to read what the model thinks; without it, a block tells that it did."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def chat_fields(self) -> dict[str, Any]:
+        """This request's fields as chat's."""
+        return {**super().chat_fields(), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}

@@ -1,0 +1,210 @@
+"""Answers of POST /v1/messages: one message, or its events.
+
+A message is blocks of text, thinking and tool use, which never overlap in a stream. `MessageEvents` and `MessageWriter`
+read the same parts of the text (`protocol.message_parts`), so what is streamed and what is not are the same message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+from pydantic_core import from_json
+
+from engine.messages import FinishReason, RequestOutput
+from protocol.anthropic.errors import envelope
+from protocol.errors import ApiError
+from protocol.message_parts import (
+    ContentDelta,
+    MessageParser,
+    MessagePart,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    join,
+)
+from protocol.openai.output import Head, raise_if_failed
+from protocol.sse import event_frame
+
+_TEXT_DELTA = (
+    b"event: content_block_delta\n"
+    b'data: {"type":"content_block_delta","index":%d,"delta":{"type":"text_delta","text":%b}}\n\n'
+)
+
+
+class MessageEvents:
+    """Makes the event stream of one request: `feed` every output, then `end`. Errors tell `request_id`."""
+
+    def __init__(
+        self, head: Head, parser: MessageParser, *, request_id: str | None = None, show_thinking: bool = True
+    ) -> None:
+        self._head = head
+        self._request_id = request_id
+        self._parser = parser
+        self._show_thinking = show_thinking
+        self._last: RequestOutput | None = None
+        self._blocks = 0  # that have begun
+        self._open: type[MessagePart] | None = None  # the parts that the open block takes
+        self._signature = hashlib.blake2b()
+
+    def feed(self, output: RequestOutput) -> bytes:
+        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+        raise_if_failed(output)
+        frames = []
+        if self._last is None:
+            message = _message(self._head, [], _usage(output, self._parser, output_tokens=0))
+            frames.append(_event("message_start", {"message": message}))
+        self._last = output
+        for part in self._parser.read(output):
+            frames += self._part(part)
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """The events after the last block's last delta."""
+        assert self._last is not None
+        frames = [] if self._blocks else self._begin(ContentDelta, {"type": "text", "text": ""})
+        frames += self._close()
+        delta = {**_stop(self._last, self._parser), "container": None, "stop_details": None}
+        usage = _usage(self._last, self._parser)
+        frames += [_event("message_delta", {"delta": delta, "usage": usage}), _event("message_stop", {})]
+        return b"".join(frames)
+
+    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
+        """How the stream ends instead if something goes wrong."""
+        return event_frame("error", envelope(error, self._request_id))
+
+    def _part(self, part: MessagePart) -> list[bytes]:
+        match part:
+            case ContentDelta(text):
+                frames = self._begin_unless_open(ContentDelta, {"type": "text", "text": ""})
+                return [*frames, _TEXT_DELTA % (self._blocks - 1, orjson.dumps(text))]
+            case ReasoningDelta(text):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                frames = self._begin_unless_open(ReasoningDelta, block)
+                self._signature.update(text.encode())
+                return [*frames, self._delta("thinking_delta", thinking=text)] if self._show_thinking else frames
+            case ToolCallStart(_, call_id, name):
+                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                return self._close() + self._begin(ToolCallArguments, call)
+            case ToolCallArguments(_, fragment):
+                return [self._delta("input_json_delta", partial_json=fragment)]
+
+    def _begin_unless_open(self, kind: type[MessagePart], block: dict[str, Any]) -> list[bytes]:
+        return [] if self._open is kind else self._close() + self._begin(kind, block)
+
+    def _begin(self, kind: type[MessagePart], block: dict[str, Any]) -> list[bytes]:
+        self._open = kind
+        self._blocks += 1
+        frames = [_event("content_block_start", {"index": self._blocks - 1, "content_block": block})]
+        if self._blocks == 1:
+            frames.append(_event("ping", {}))
+        return frames
+
+    def _close(self) -> list[bytes]:
+        if self._open is None:
+            return []
+        frames = []
+        if self._open is ReasoningDelta:
+            frames.append(self._delta("signature_delta", signature=self._signature.hexdigest()))
+            self._signature = hashlib.blake2b()
+        self._open = None
+        return [*frames, _event("content_block_stop", {"index": self._blocks - 1})]
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", {"index": self._blocks - 1, "delta": {"type": kind, **fields}})
+
+
+class MessageWriter:
+    """Makes the whole message of one request that does not stream: `feed` every output, then `body`."""
+
+    def __init__(self, head: Head, parser: MessageParser, *, show_thinking: bool = True) -> None:
+        self._head = head
+        self._parser = parser
+        self._show_thinking = show_thinking
+        self._parts: list[MessagePart] = []
+        self._last: RequestOutput | None = None
+
+    def feed(self, output: RequestOutput) -> None:
+        """Take in the next part of the answer. Raises `ApiError` if the output failed."""
+        raise_if_failed(output)
+        self._last = output
+        self._parts += self._parser.read(output)
+
+    def body(self) -> bytes:
+        """The response body."""
+        assert self._last is not None
+        message = _message(self._head, self._blocks(), _usage(self._last, self._parser))
+        return orjson.dumps(message | _stop(self._last, self._parser))
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        blocks: list[dict[str, Any]] = []
+        for part in join(self._parts):
+            match part:
+                case ContentDelta(text):
+                    blocks.append({"type": "text", "text": text, "citations": None})
+                case ReasoningDelta(text):
+                    signature = hashlib.blake2b(text.encode()).hexdigest()
+                    shown = text if self._show_thinking else ""
+                    blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
+                case ToolCallStart(_, call_id, name):
+                    blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case ToolCallArguments(_, fragment):
+                    blocks[-1]["input"] = _input(fragment)
+        return blocks or [{"type": "text", "text": "", "citations": None}]
+
+
+def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "content": blocks,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "usage": usage,
+    }
+
+
+def _stop(output: RequestOutput, parser: MessageParser) -> dict[str, Any]:
+    """Why the message ends. The operator's abort is told as `max_tokens`: the answer is cut off, and none of the words
+    says by whom."""
+    if output.finish_reason is not FinishReason.STOP:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if parser.num_tool_calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(output.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(output: RequestOutput, parser: MessageParser, *, output_tokens: int | None = None) -> dict[str, Any]:
+    """Token counts. `input_tokens` are those that no cache had: the three inputs together are the prompt."""
+    thinking = parser.num_reasoning_tokens
+    return {
+        "input_tokens": output.num_prompt_tokens - output.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": output.num_cached_tokens,
+        "output_tokens": output.num_output_tokens if output_tokens is None else output_tokens,
+        "output_tokens_details": None if thinking is None else {"thinking_tokens": thinking},
+        "cache_creation": None,
+        "server_tool_use": None,
+        "service_tier": "standard",
+    }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The input of a call. Of arguments that break off, as much as there is: what SDKs make of the same stream."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _event(name: str, fields: dict[str, Any]) -> bytes:
+    return event_frame(name, {"type": name, **fields})

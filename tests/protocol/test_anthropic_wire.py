@@ -1,0 +1,155 @@
+"""Messages and their events: the stream adds up to the message, in the order that SDKs need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from hypothesis import given, settings
+from pydantic import TypeAdapter
+from pydantic_core import from_json
+
+from engine.messages import FinishReason
+from protocol.anthropic.output import MessageEvents, MessageWriter
+from protocol.errors import ApiError
+from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from protocol.openai.output import Head
+from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
+from tests.protocol.wire_helpers import output
+from tests.server.raw_client import sse_events
+
+HEAD = Head(id="msg_1", created=0, model="smol")
+EVENT = TypeAdapter(RawMessageStreamEvent)
+
+
+def message_of(script, *, show_thinking=True, **ending) -> dict[str, Any]:
+    writer = MessageWriter(HEAD, ScriptedParser(script), show_thinking=show_thinking)
+    for each in outputs_for(script, **ending):
+        writer.feed(each)
+    body = writer.body()
+    Message.model_validate_json(body, strict=True)
+    return orjson.loads(body)
+
+
+def events_of(script, *, show_thinking=True, **ending) -> list[dict[str, Any]]:
+    stream = MessageEvents(HEAD, ScriptedParser(script), show_thinking=show_thinking)
+    frames = b"".join([*map(stream.feed, outputs_for(script, **ending)), stream.end()])
+    events = list(sse_events([frames]))
+    for event in events:
+        if event["type"] != "ping":
+            EVENT.validate_json(orjson.dumps(event), strict=True)
+    return events
+
+
+def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the events add up to. Asserts that blocks follow each other and everything ends."""
+    first, *middle, delta, last = [event for event in events if event["type"] != "ping"]
+    assert (first["type"], delta["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
+    message = first["message"]
+    assert message["content"] == []
+    assert message["stop_reason"] is None
+    arguments, is_open = "", False
+    for event in middle:
+        blocks = message["content"]
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                assert event["index"] == len(blocks)
+                is_open, arguments = True, ""
+                blocks.append(event["content_block"])
+            case "content_block_stop":
+                assert is_open
+                assert event["index"] == len(blocks) - 1
+                is_open = False
+                if arguments:
+                    blocks[-1]["input"] = from_json(arguments, allow_partial=True)
+            case "content_block_delta":
+                assert is_open
+                assert event["index"] == len(blocks) - 1
+                match event["delta"]:
+                    case {"type": "text_delta", "text": text}:
+                        blocks[-1]["text"] += text
+                    case {"type": "thinking_delta", "thinking": text}:
+                        blocks[-1]["thinking"] += text
+                    case {"type": "signature_delta", "signature": signature}:
+                        blocks[-1]["signature"] = signature
+                    case {"type": "input_json_delta", "partial_json": text}:
+                        arguments += text
+    assert not is_open
+    return message | delta["delta"] | {"usage": delta["usage"]}
+
+
+@settings(deadline=None)
+@given(script=scripts())
+def test_the_stream_adds_up_to_the_message(script):
+    message = message_of(script)
+    for block in message["content"]:
+        block.pop("citations", None)
+    assert accumulate(events_of(script)) == message
+
+
+@settings(deadline=None)
+@given(script=scripts())
+def test_hidden_thinking_is_a_block_without_its_text(script):
+    message = message_of(script, show_thinking=False)
+    assert all(block.get("thinking", "") == "" for block in message["content"])
+    whole = message_of(script)
+    assert [block["type"] for block in message["content"]] == [block["type"] for block in whole["content"]]
+    assert not any(event.get("delta", {}).get("thinking") for event in events_of(script, show_thinking=False))
+
+
+TEXT = [[ContentDelta("Hi")]]
+CALL = [[ContentDelta("Hi"), ToolCallStart(0, "call_0", "look"), ToolCallArguments(0, '{"at": "it"}')]]
+
+
+@pytest.mark.parametrize(
+    ("script", "ending", "stop_reason", "stop_sequence"),
+    [
+        (TEXT, {}, "end_turn", None),
+        (TEXT, {"stop_reason": "END"}, "stop_sequence", "END"),
+        (TEXT, {"finish": FinishReason.LENGTH}, "max_tokens", None),
+        (TEXT, {"finish": FinishReason.ABORT}, "max_tokens", None),
+        (CALL, {}, "tool_use", None),
+        (CALL, {"finish": FinishReason.LENGTH}, "max_tokens", None),
+    ],
+)
+def test_why_a_message_ends(script, ending, stop_reason, stop_sequence):
+    message = message_of(script, **ending)
+    assert (message["stop_reason"], message["stop_sequence"]) == (stop_reason, stop_sequence)
+
+
+def test_a_call_is_a_block_with_its_input():
+    assert message_of(CALL)["content"][1] == {
+        "type": "tool_use",
+        "id": "call_0",
+        "name": "look",
+        "input": {"at": "it"},
+    }
+
+
+def test_the_inputs_together_are_the_prompt():
+    usage = message_of([[ReasoningDelta("Hm")], [ContentDelta("Yes")]])["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (1, 4)
+    assert usage["output_tokens"] == 4
+    assert usage["output_tokens_details"] == {"thinking_tokens": 3}
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.TIMEOUT])
+def test_an_output_that_failed_is_an_error_and_not_an_answer(reason):
+    with pytest.raises(ApiError):
+        message_of(TEXT, finish=reason)
+    with pytest.raises(ApiError):
+        events_of(TEXT, finish=reason)
+
+
+def test_a_stream_that_fails_ends_with_an_error_event():
+    stream = MessageEvents(HEAD, ScriptedParser(TEXT), request_id="r-1")
+    stream.feed(output("x"))
+    [event] = sse_events([stream.fail(ApiError(503, "Down."), [])])
+    error = ErrorResponse.model_validate(event, strict=True)
+    assert error.error.type == "overloaded_error"
+    assert error.error.message == "Down."
+    assert error.request_id == "r-1"

@@ -1,0 +1,234 @@
+"""The `anthropic` package, synchronous and not, against /v1/messages; every body and event is strictly its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import anyio
+import orjson
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from pydantic import TypeAdapter
+
+from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.raw_client import sse_events
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+EVENT = TypeAdapter(RawMessageStreamEvent)
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture
+def sdk(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+def ask(server: Server, **fields: Any) -> dict[str, Any]:
+    answer = server.post("/v1/messages", {"messages": QUESTION, "max_tokens": 16, **GREEDY, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events_of(server: Server, **fields: Any) -> list[dict[str, Any]]:
+    answer = server.post("/v1/messages", {"messages": QUESTION, "max_tokens": 16, "stream": True, **GREEDY, **fields})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return list(sse_events([answer.content]))
+
+
+def test_message(sdk: anthropic.Anthropic) -> None:
+    message = sdk.messages.create(model=MODEL, messages=QUESTION, max_tokens=32, extra_body=GREEDY)
+    [block] = message.content
+    assert block.type == "text"
+    assert "Paris" in block.text
+    assert message.stop_reason == "end_turn"
+    assert message._request_id is not None
+    assert message.id == f"msg_{message._request_id}"
+
+
+def test_body_is_strictly_a_message(server: Server) -> None:
+    body = server.post("/v1/messages?beta=true", {"messages": QUESTION, "max_tokens": 3}).content
+    message = Message.model_validate_json(body, strict=True)
+    assert message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == 3
+    assert orjson.loads(body).keys() >= {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence"}
+
+
+def test_stream_helper_accumulates_the_same_message(sdk: anthropic.Anthropic) -> None:
+    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 32, "extra_body": GREEDY}
+    whole = sdk.messages.create(**fields)
+    with sdk.messages.stream(**fields) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == whole.content[0].text
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    # The second prompt was found in the cache, as a part; together the inputs are the prompt.
+    assert final.usage.input_tokens + final.usage.cache_read_input_tokens == (
+        whole.usage.input_tokens + whole.usage.cache_read_input_tokens
+    )
+
+
+async def test_async_stream(server: Server) -> None:
+    async with (
+        anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as sdk,
+        sdk.messages.stream(model=MODEL, messages=QUESTION, max_tokens=32, extra_body=GREEDY) as stream,
+    ):
+        with anyio.fail_after(PATIENCE):
+            assert "Paris" in await stream.get_final_text()
+
+
+def test_events_come_in_order_and_are_strictly_their_types(server: Server) -> None:
+    events = events_of(server, max_tokens=32)
+    names = [event["type"] for event in events]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+    for event in events:
+        if event["type"] != "ping":
+            EVENT.validate_json(orjson.dumps(event), strict=True)
+
+
+def test_stop_sequence_is_named(server: Server) -> None:
+    whole = ask(server)["content"][0]["text"]
+    word = whole.split()[3]
+    stopped = ask(server, stop_sequences=["never said", word])
+    assert stopped["stop_reason"] == "stop_sequence"
+    assert stopped["stop_sequence"] == word
+    assert stopped["content"][0]["text"] == whole[: whole.index(word)]
+
+
+def test_an_answer_without_text_is_one_empty_block(server: Server) -> None:
+    whole = ask(server)["content"][0]["text"]
+    stop = {"stop_sequences": [whole[:1]]}
+    assert ask(server, **stop)["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert [event["type"] for event in events_of(server, **stop)] == [
+        *("message_start", "content_block_start", "ping", "content_block_stop", "message_delta", "message_stop"),
+    ]
+
+
+def test_blocks_and_system_are_the_conversation_that_chat_has(server: Server) -> None:
+    """Every spelling of one conversation is one prompt and so one greedy answer."""
+    system = "You are a pirate."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Who are\nyou?"}]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0}).json()
+    cached = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "Who are", **cached}, {"type": "text", "text": "you?"}]
+    for spelled in (
+        {"system": system, "messages": [{"role": "user", "content": "Who are\nyou?"}]},
+        {"system": [{"type": "text", "text": system, **cached}], "messages": [{"role": "user", "content": parts}]},
+        {"system": system, "messages": [{"role": "user", "content": [part]} for part in parts]},
+    ):
+        message = ask(server, max_tokens=12, **spelled)
+        assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        usage = message["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def test_count_tokens(sdk: anthropic.Anthropic, server: Server) -> None:
+    system = "Be brief."
+    count = sdk.messages.count_tokens(model=MODEL, messages=QUESTION, system=system)
+    usage = ask(server, system=system, max_tokens=1)["usage"]
+    assert count.input_tokens == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    too_long = [{"role": "user", "content": "word " * 5000}]
+    assert sdk.messages.count_tokens(model=MODEL, messages=too_long).input_tokens > 4096
+
+
+# --- what goes wrong
+
+# Each: the path below /v1/messages, the body, and words that the message must hold.
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("", {}, "messages is required"),
+    ("", {"messages": QUESTION}, "max_tokens is required"),
+    ("", {"messages": [], "max_tokens": 1}, "messages must be an array of at least 1"),
+    ("", {"messages": QUESTION, "max_tokens": 0}, "max_tokens must be in"),
+    ("", {"messages": QUESTION, "max_tokens": 10**6}, "at most 4059 output tokens"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "temperature": 3}, "temperature must be in"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "stop_sequences": [""]}, "stop_sequences must not"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "stop_sequences": ["a"] * 17}, "stop_sequences takes at most 16"),
+    ("", {"messages": [{"role": "tool", "content": "a"}], "max_tokens": 1}, "messages.0.role"),
+    ("", {"messages": [{"role": "user"}], "max_tokens": 1}, "messages.0.content is required"),
+    ("", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "'image'"),
+    ("", {"messages": [{"role": "user", "content": [{"type": "text"}]}], "max_tokens": 1}, "content.0.text is req"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "system": 5}, "system must be a string or an array"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    (
+        "",
+        {"messages": QUESTION, "max_tokens": 1024, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "thinking.budget_tokens must be less than max_tokens",
+    ),
+    ("", {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "b"}]}, "'bash_20250124'"),
+    ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "maximum context length"),
+    ("/count_tokens", {}, "messages is required"),
+]
+
+
+def error_of(answer: Any, status: int, kind: str) -> str:
+    """The message of an error answer, which has to be Anthropic's envelope and nothing else."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert body.keys() == {"type", "error", "request_id"}
+    assert body["type"] == "error"
+    assert body["error"].keys() == {"type", "message"}
+    assert body["error"]["type"] == kind
+    return body["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), BAD)
+def test_bad_request_names_the_field_in_anthropics_envelope(
+    server: Server, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = server.post(f"/v1/messages{path}", {"stream": True, **body})
+    assert words in error_of(answer, 400, "invalid_request_error")
+    error = ErrorResponse.model_validate_json(answer.content, strict=True)
+    assert error.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_every_other_refusal_has_anthropics_envelope(server: Server) -> None:
+    good = {"messages": QUESTION, "max_tokens": 1}
+    assert "JSON" in error_of(server.client.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
+    assert "gpt-4o" in error_of(server.post("/v1/messages", {**good, "model": "gpt-4o"}), 404, "not_found_error")
+    error_of(server.post("/v1/messages/nothing", good), 404, "not_found_error")
+    error_of(server.client.get("/v1/messages"), 405, "invalid_request_error")
+    error_of(server.client.post("/v1/messages", content=b" " * (2**24 + 1)), 413, "request_too_large")
+    error_of(server.post("/v1/messages", {**good, "timeout": 0.001}), 504, "timeout_error")
+    many = {f"x-{number}": "a" for number in range(130)}
+    error_of(server.post("/v1/messages", good, **many), 431, "invalid_request_error")
+
+
+def test_errors_become_the_sdks_own(sdk: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        sdk.messages.create(model="claude", messages=QUESTION, max_tokens=1)
+    assert unknown.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        sdk.messages.create(model=MODEL, messages=QUESTION, max_tokens=0)
+
+
+def test_an_error_in_mid_stream_is_an_error_event(sdk: anthropic.Anthropic, server: Server) -> None:
+    extra = {"ignore_eos": True, "timeout": 2.5, **GREEDY}
+    received: list[str] = []
+    with (
+        sdk.messages.stream(model=MODEL, messages=QUESTION, max_tokens=4000, extra_body=extra) as stream,
+        pytest.raises(anthropic.APIStatusError) as ended,
+    ):
+        received.extend(stream.text_stream)
+    assert received
+    assert ended.value.type == "timeout_error"
+    server.wait_idle()
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_slot(server: Server) -> None:
+    before = server.wait_idle()
+    with server.connect() as client:
+        client.post("/v1/messages", {"messages": QUESTION, "max_tokens": 4000, "ignore_eos": True, "stream": True})
+        assert client.read_head().status_code == 200
+        assert next(sse_events(client.chunks()))["type"] == "message_start"
+        client.leave_with_rst()
+    after = server.wait_idle()
+    assert after.aborted == before.aborted + 1
+    assert after.generation_tokens < before.generation_tokens + 4000

@@ -1,0 +1,26 @@
+"""SwiGLU's elementwise half. Imported by gpu.layers.activation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from gpu.kernels.dispatch import on_triton
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer, arXiv:2002.05202): [T, 2 * n], gate first, rows contiguous -> [T, n].
+
+    In float32, rounded once.
+    """
+    if on_triton(gate_up):
+        from gpu.kernels.jit import activation
+
+        return activation.silu_and_mul(gate_up)
+    return silu_and_mul_twin(gate_up)
+
+
+def silu_and_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu_and_mul` in torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.silu(gate).mul_(up).to(gate_up.dtype)

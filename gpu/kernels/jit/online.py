@@ -1,0 +1,24 @@
+"""What both attention kernels share: a tile of scores and values taken into a running softmax.
+
+The online softmax (Milakov and Gimelshein, arXiv:1805.02867) as FlashAttention uses it (Dao et al., arXiv:2205.14135),
+with powers of two instead of e: the scores come scaled by log2(e), and exp2 is one instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def accumulate(acc, highest, total, scores, value):
+    """Take float32 `scores` [M, TILE], -inf where hidden, and `value` [TILE, D] into the running state of M rows:
+    weighted sum [M, D], maximum [M] and sum of weights [M], all float32."""
+    raised = tl.maximum(highest, tl.max(scores, 1))
+    # A row may have seen nothing so far; then the maximum is no number to subtract.
+    shift = tl.where(raised == float("-inf"), 0.0, raised)
+    weights = tl.exp2(scores - shift[:, None])
+    kept = tl.exp2(highest - shift)
+    total = total * kept + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
+    return acc, raised, total

@@ -1,0 +1,193 @@
+"""Kernel of gpu.kernels.paged_prefill: attention of many queries per request over pages, causal.
+
+A program takes a block of consecutive queries of one request, with all heads that share a KV head as further rows, so
+that a tile of keys is read once for the group. The grid is an upper bound made of shapes alone, tokens / block +
+requests; which request a program serves it finds by a search in the start positions. Tiles that no row may see are
+skipped, and only those at the edges (the diagonal, the end of the window) are masked.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu.kernels.jit.online import accumulate
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    num_tokens, num_heads, head_dim = query.shape
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    num_requests = len(seq_lens)
+    if num_tokens == 0 or num_requests == 0:
+        return
+    group = num_heads // num_kv_heads
+    block_dim = triton.next_power_of_2(head_dim)
+    wide = block_dim * query.element_size() > 256  # rows of more than 256 bytes: half of everything
+    # Rows no more than the chunks have on average: a step of short chunks would compute mostly padding.
+    rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_requests) * group)
+    block_m = max(16, triton.next_power_of_2(group), min(64 if wide else 128, rows))
+    block_q = block_m // group
+    _prefill[(num_tokens // block_q + num_requests, num_kv_heads)](
+        out,
+        query,
+        kv_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        num_requests,
+        scale * math.log2(math.e),
+        out.stride(0),
+        out.stride(1),
+        query.stride(0),
+        query.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        kv_cache.stride(2),
+        block_table.stride(0),
+        WINDOW=window or 0,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_Q=block_q,
+        BLOCK_M=block_m,
+        BLOCK_DIM=block_dim,
+        TILE=32 if wide else 64,
+        num_warps=8 if block_m >= 128 else 4,
+        num_stages=2 if wide else 3,
+    )
+
+
+@triton.jit
+def _prefill(
+    out_ptr,
+    query_ptr,
+    cache_ptr,
+    table_ptr,
+    lengths_ptr,
+    starts_ptr,
+    num_requests,
+    scale,  # times log2(e)
+    out_stride,
+    out_head_stride,
+    query_stride,
+    query_head_stride,
+    cache_block_stride,
+    cache_kv_stride,
+    cache_head_stride,
+    table_stride,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # The last blocks first: they have the most keys, and what starts late should be short.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _request_of(block, starts_ptr, num_requests, BLOCK_Q)
+    start = tl.load(starts_ptr + request)
+    num_queries = tl.load(starts_ptr + request + 1) - start
+    first_query = (block - _first_block(request, starts_ptr, BLOCK_Q)) * BLOCK_Q
+    if first_query >= num_queries:
+        return
+    length = tl.load(lengths_ptr + request)
+
+    row = tl.arange(0, BLOCK_M)
+    query_index = first_query + row // GROUP
+    position = length - num_queries + query_index
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_DIM)
+    in_dim = dim < HEAD_DIM
+    # BLOCK_M need not be a multiple of the group; the rows left over serve nobody.
+    rows = ((query_index < num_queries) & (row < BLOCK_Q * GROUP))[:, None] & in_dim[None, :]
+    token = (start + query_index).to(tl.int64)
+    query = tl.load(
+        query_ptr + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :],
+        mask=rows,
+        other=0.0,
+    )
+
+    # Tiles from `seen_from` on are seen by some row, from `full_from` on by every row; likewise at the other end.
+    first_position = length - num_queries + first_query
+    last_position = tl.minimum(first_position + BLOCK_Q, length) - 1
+    seen_to = tl.cdiv(last_position + 1, TILE)
+    full_to = (first_position + 1) // TILE
+    seen_from = first_position * 0
+    full_from = seen_from
+    if WINDOW > 0:
+        seen_from = tl.maximum(first_position + 1 - WINDOW, 0) // TILE
+        full_from = tl.minimum(tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE), seen_to)
+    full_to = tl.maximum(full_to, full_from)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    keys_ptr = cache_ptr + kv_head * cache_head_stride
+    values_ptr = keys_ptr + cache_kv_stride
+    blocks_ptr = table_ptr + request.to(tl.int64) * table_stride
+    for part in tl.static_range(3):
+        if part == 0:
+            begin, end = seen_from, full_from
+        elif part == 1:
+            begin, end = full_from, full_to
+        else:
+            begin, end = full_to, seen_to
+        if part != 0 or WINDOW > 0:
+            for index in range(begin, end):
+                key_position = index * TILE + tl.arange(0, TILE)
+                if part == 1:
+                    loaded = in_dim[None, :]
+                    block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE)
+                else:
+                    exists = key_position < length
+                    loaded = exists[:, None] & in_dim[None, :]
+                    block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE, mask=exists, other=0)
+                offset = block_id.to(tl.int64) * cache_block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM
+                key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
+                value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+                if part != 1:
+                    visible = key_position[None, :] <= position[:, None]
+                    if WINDOW > 0:
+                        visible &= key_position[None, :] > position[:, None] - WINDOW
+                    scores = tl.where(visible, scores, float("-inf"))
+                acc, highest, total = accumulate(acc, highest, total, scores, value)
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    target = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
+    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
+
+
+@triton.jit
+def _first_block(request, starts_ptr, BLOCK_Q: tl.constexpr):
+    """The number of a request's first block of queries. One is left free for the last, partial block of every request
+    before it, which is at most one too many; programs that find no queries end."""
+    return (tl.load(starts_ptr + request) - tl.load(starts_ptr)) // BLOCK_Q + request
+
+
+@triton.jit
+def _request_of(block, starts_ptr, num_requests, BLOCK_Q: tl.constexpr):
+    """The last request whose first block is not after this one, by bisection."""
+    low = num_requests * 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = _first_block(middle, starts_ptr, BLOCK_Q) <= block
+        low = tl.where(here, middle, low)
+        high = tl.where(here, high, middle)
+    return low

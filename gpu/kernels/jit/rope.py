@@ -1,0 +1,172 @@
+"""Kernels of gpu.kernels.rope."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Heads of one token per program. Eight heads of 128 are 2 KiB: enough work for four warps, and a single token of a
+# decode still spreads over several multiprocessors.
+BLOCK_HEADS = 8
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    num_heads: int,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    num_tokens = qkv.shape[0]
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    if num_tokens:
+        _rope_and_cache[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, BLOCK_HEADS))](
+            qkv,
+            positions,
+            table,
+            kv_cache,
+            slot_mapping,
+            table if qk_norm is None else qk_norm,
+            eps,
+            qkv.stride(0),
+            qkv.stride(1),
+            table.stride(0),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            kv_cache.stride(2),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            HAS_NORM=qk_norm is not None,
+            BLOCK_HEADS=BLOCK_HEADS,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        )
+    return qkv[:, :num_heads]
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens:
+        _store_kv[(num_tokens,)](
+            key,
+            value,
+            kv_cache,
+            slot_mapping,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            kv_cache.stride(2),
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=kv_cache.shape[3],
+            BLOCK_HEADS=triton.next_power_of_2(num_kv_heads),
+            BLOCK_DIM=triton.next_power_of_2(head_dim),
+        )
+
+
+@triton.jit
+def _rope_and_cache(
+    qkv_ptr,
+    positions_ptr,
+    table_ptr,
+    cache_ptr,
+    slots_ptr,
+    norm_ptr,
+    eps,
+    token_stride,
+    head_stride,
+    sines_stride,  # from the cosines to the sines
+    cache_block_stride,
+    cache_kv_stride,
+    cache_head_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_query = head < NUM_HEADS
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    pair = tl.arange(0, BLOCK_HALF)
+    in_half = pair < HALF
+    inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_half[None, :]
+    source = qkv_ptr + token * token_stride + head[:, None] * head_stride + pair[None, :]
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+
+    # A value passes through unchanged: norm, cosine and sine are 1, 1 and 0 for it.
+    if HAS_NORM:
+        weight = norm_ptr + tl.where(is_query, 0, HEAD_DIM)[:, None] + pair[None, :]
+        inverse = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+        normed = inside & (~is_value)[:, None]
+        low *= tl.where(normed, inverse * tl.load(weight, mask=normed, other=1.0).to(tl.float32), 1.0)
+        high *= tl.where(normed, inverse * tl.load(weight + HALF, mask=normed, other=1.0).to(tl.float32), 1.0)
+    angle = table_ptr + tl.load(positions_ptr + token) * HEAD_DIM + HALF + pair
+    cosine = tl.load(angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(angle + sines_stride, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.where(is_value[:, None], 1.0, cosine)
+    sine = tl.where(is_value[:, None], 0.0, sine)
+    rotated_low = low * cosine - high * sine
+    rotated_high = high * cosine + low * sine
+
+    queries = inside & is_query[:, None]
+    tl.store(source, rotated_low.to(qkv_ptr.dtype.element_ty), mask=queries)
+    tl.store(source + HALF, rotated_high.to(qkv_ptr.dtype.element_ty), mask=queries)
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    stored = inside & (~is_query)[:, None]
+    kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+    base = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
+    row = base + tl.where(is_value, cache_kv_stride, 0) + kv_head * cache_head_stride
+    target = cache_ptr + row[:, None] + pair[None, :]
+    tl.store(target, rotated_low.to(cache_ptr.dtype.element_ty), mask=stored)
+    tl.store(target + HALF, rotated_high.to(cache_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _store_kv(
+    key_ptr,
+    value_ptr,
+    cache_ptr,
+    slots_ptr,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    cache_block_stride,
+    cache_kv_stride,
+    cache_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    inside = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside, other=0.0)
+    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside, other=0.0)
+    base = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
+    target = cache_ptr + base + head * cache_head_stride + dim
+    tl.store(target, key.to(cache_ptr.dtype.element_ty), mask=inside)
+    tl.store(target + cache_kv_stride, value.to(cache_ptr.dtype.element_ty), mask=inside)

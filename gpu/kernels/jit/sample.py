@@ -1,0 +1,127 @@
+"""Kernels of gpu.kernels.sample: the race over the vocabulary, in chunks, and the choice among the chunks' winners."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu.kernels.jit.cutoff import cutoffs
+from gpu.kernels.sample import SamplingTable
+
+CHUNK = 4096
+
+
+def sample_tokens(
+    logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor, positions: torch.Tensor, filtered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, vocab_size = logits.shape
+    device = logits.device
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+    if num_rows == 0:
+        return token_ids, finite
+    levels = cutoffs(logits, table, rows) if filtered else table.temperature
+    chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    scores = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    highest = torch.empty_like(scores)
+    winners = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    _race[(num_rows, num_chunks)](
+        scores,
+        highest,
+        winners,
+        logits,
+        levels,
+        rows,
+        positions,
+        table.temperature,
+        table.seed,
+        logits.stride(0),
+        vocab_size,
+        num_chunks,
+        FILTERED=filtered,
+        CHUNK=chunk,
+        num_warps=8,
+    )
+    _finish[(num_rows,)](
+        token_ids, finite, scores, highest, winners, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), num_warps=1
+    )
+    return token_ids, finite
+
+
+@triton.jit
+def _race(
+    scores_ptr,
+    highest_ptr,
+    winners_ptr,
+    logits_ptr,
+    levels_ptr,
+    rows_ptr,
+    positions_ptr,
+    temperature_ptr,
+    seed_ptr,
+    logits_stride,
+    vocab_size,
+    num_chunks,
+    FILTERED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    place = tl.load(rows_ptr + row)
+    temperature = tl.load(temperature_ptr + place)
+    token_id = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = token_id < vocab_size
+    x = tl.load(logits_ptr + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
+    # A number that is not finite wins this maximum, whatever filters and noise say.
+    highest = tl.max(tl.where(x == x, x, float("inf")))
+    score = x
+    if temperature > 0:
+        noise = _exponential(tl.load(seed_ptr + place), tl.load(positions_ptr + row), token_id)
+        score = x / temperature - tl.log(noise)
+        if FILTERED:
+            score = tl.where(x >= tl.load(levels_ptr + row), score, float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    best, winner = tl.max(score, 0, return_indices=True)  # the lowest of several
+    target = row * num_chunks + chunk
+    tl.store(scores_ptr + target, best)
+    tl.store(highest_ptr + target, highest)
+    tl.store(winners_ptr + target, chunk * CHUNK + winner)
+
+
+@triton.jit
+def _finish(token_ids_ptr, finite_ptr, scores_ptr, highest_ptr, winners_ptr, num_chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    inside = chunk < num_chunks
+    source = row * num_chunks + chunk
+    best = tl.argmax(tl.load(scores_ptr + source, mask=inside, other=float("-inf")), 0)
+    highest = tl.max(tl.load(highest_ptr + source, mask=inside, other=float("-inf")))
+    tl.store(token_ids_ptr + row, tl.load(winners_ptr + row * num_chunks + best).to(tl.int64))
+    tl.store(finite_ptr + row, (highest > float("-inf")) & (highest < float("inf")))
+
+
+@triton.jit
+def _exponential(seed, position, token_id):
+    """gpu.kernels.noise.exponential_noise for one row: float32, the shape of `token_id`."""
+    key = _mix(_mix(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    bits = _finalize(_finalize(token_id.to(tl.uint32) ^ key.to(tl.uint32)) ^ (key >> 32).to(tl.uint32))
+    v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
+    # -log(1 - v), by its series where 1 - v would round v away. The sixth term is below a unit in the last place.
+    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * 0.2))))
+    return tl.where(v < 0.03125, series, -tl.log(1.0 - v))
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _finalize(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)

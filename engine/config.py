@@ -17,9 +17,13 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # token budget of one step
     target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
     enable_prefix_caching: bool = True
+    # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
+    pipeline_depth: int = 1
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.pipeline_depth not in (1, 2):
+            raise ValueError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

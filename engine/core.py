@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, StepAbandoned
-from engine.executor import Executor
+from engine.executor import Executor, StepHandle
 from engine.heartbeat import Heartbeat
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from engine.plan import SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from engine.quarantine import Quarantine
 from engine.request import FINISH_REASONS
 from engine.scheduler import Scheduler
@@ -30,8 +34,30 @@ MAX_FAILURES_IN_A_ROW = 16
 IsAbandoned = Callable[[Sequence[str]], bool]
 
 
+class FailedStep:
+    """The handle of a step that the executor could not even start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        raise self._error
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A plan that the executor has got."""
+
+    plan: SchedulerOutput
+    handle: StepHandle
+    planned_at: float
+
+
 class EngineCore:
     """Scheduler and executor, moved on one step at a time by whoever owns the thread.
+
+    Up to `config.pipeline_depth` steps are on their way at once, so that at depth 2 the device finds its next step
+    waiting when one ends, instead of waiting for the host to pick, bookkeep and plan.
 
     `heartbeat` tells when it last got on and whether it has nothing to do, `num_steps` how many steps have ended,
     whatever their fate. Safe to read from any thread; another process can read a heartbeat that was put in its place.
@@ -47,10 +73,12 @@ class EngineCore:
         self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
         self._quarantine = Quarantine()
         self._failures_in_a_row = 0
+        self._in_flight: deque[StepInFlight] = deque()
+        self._last_end = 0.0  # when the latest step was over
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def add(self, request: EngineCoreRequest) -> None:
         self.scheduler.add(request)
@@ -60,31 +88,28 @@ class EngineCore:
         self.scheduler.finish(request_id, _STATUS_OF[reason])
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
-        """One turn: schedule → execute → update.
+        """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
 
         `is_abandoned` tells whether all of these requests are about to be ended; then the step need not be finished.
         Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more.
         """
-        started = time.monotonic()
-        self._quarantine.clear(self.scheduler.requests)
-        plan = self.scheduler.schedule(
-            started,
-            max_prefill_tokens=self._budget.prefill_tokens(),
-            seconds_per_prefill_token=self._budget.seconds_per_prefill_token,
-            only=self._quarantine.suspects,
-        )
+        self._plan_ahead(is_abandoned)
+        step = self._in_flight.popleft()
         try:
-            output = self.executor.submit(plan, lambda: is_abandoned(plan.request_ids)).result()
+            output = step.handle.result()
         except StepAbandoned:
+            self.scheduler.give_up(time.monotonic())
             outputs = self.scheduler.take_ended()
         except Exception as error:
-            outputs = self._contain(plan, error)
+            outputs = self._contain(step.plan, error)
         else:
             now = time.monotonic()
-            if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
+            if step.plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
-            self._budget.observe(plan.num_scheduled_tokens, now - started)
-            outputs = self.scheduler.update(plan, output, now)
+            # A step that was planned ahead begins when the one before it ends.
+            self._budget.observe(step.plan.num_scheduled_tokens, now - max(step.planned_at, self._last_end))
+            self._last_end = now
+            outputs = self.scheduler.update(step.plan, output, now)
             self._name_failed(outputs)
         self.num_steps += 1
         self.heartbeat.beat()
@@ -92,15 +117,45 @@ class EngineCore:
             outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.heartbeat.last_progress
         )
 
+    def _plan_ahead(self, is_abandoned: IsAbandoned) -> None:
+        """Make plans and submit them until `pipeline_depth` steps are in flight, at least one."""
+        while len(self._in_flight) < self.config.pipeline_depth:
+            if not self._in_flight:
+                self._quarantine.clear(self.scheduler.requests)
+            elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
+                return  # what comes next depends on how the step in flight ends
+            planned_at = time.monotonic()
+            plan = self.scheduler.schedule(
+                planned_at,
+                max_prefill_tokens=self._budget.prefill_tokens(),
+                seconds_per_prefill_token=self._budget.seconds_per_prefill_token,
+                only=self._quarantine.suspects,
+            )
+            if self._in_flight and not plan.request_ids:
+                self.scheduler.retract(plan)
+                return
+            handle: StepHandle
+            try:
+                handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
+            except Exception as error:
+                handle = FailedStep(error)
+            self._in_flight.append(StepInFlight(plan, handle, planned_at))
+
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
-        """A step has raised: put its requests back, and end the one at fault once it is known."""
-        now = time.monotonic()
-        reach = {
-            request_id: self.scheduler.requests[request_id].num_computed_tokens + num_tokens
-            for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)
-        }
+        """A step has raised: put its requests back, and end the one at fault once it is known.
+
+        What has been planned on top of it means nothing and is put back too. The device has to be done with it first:
+        its blocks are about to be given to others.
+        """
+        plans = [plan]
+        while self._in_flight:
+            void = self._in_flight.popleft()
+            with suppress(Exception):
+                void.handle.result()
+            plans.append(void.plan)
+        now = self._last_end = time.monotonic()
+        reach = self.scheduler.put_back(plans, now)
         logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
-        self.scheduler.put_back(plan, now)
         guilty = self._quarantine.split(reach) if reach else None
         if guilty is not None:
             self._failures_in_a_row += 1

@@ -27,12 +27,20 @@ class Executor(Protocol):
     vocab_size: int
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
-        """Start one step. May return before it has run; plans are executed in the order given.
+        """Start one step. May return before it has run; plans are executed in the order given, each after the one
+        before it, and results are asked for in that order.
+
+        A plan may be made while the one before it is in flight. It then may schedule a request for one token that
+        the step in flight is sampling: the executor knows it by the time it is needed.
 
         `abandoned` tells whether nobody wants the step's results any more. An executor that can stop in the middle
         asks it now and then, and raises StepAbandoned from `result`; one that cannot need not ask. The plan's diffs
         have been applied then, and no request has advanced. After any other error, too, no request may have advanced;
         the diffs may have been applied or not: all requests of the plan and all its removals are removed by the next.
+        Any of these errors may be raised by `submit` itself, where it is known so soon.
+
+        What was submitted after a step that turns out to have failed means nothing: its result is waited for and
+        dropped. It may compute anything, or raise, as long as it writes to no block but those of its requests.
         """
         ...
 

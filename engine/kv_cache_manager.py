@@ -60,9 +60,9 @@ class KVCacheManager:
         request.num_committed_blocks = len(prefix)
         request.num_computed_tokens = len(prefix) * self.block_size
 
-    def extend(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Make room for the next `num_new_tokens` tokens. Returns the blocks added, or None if too few are free."""
-        missing = self.blocks_for(request.num_computed_tokens + num_new_tokens) - len(request.block_ids)
+    def extend(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Make room for the request's first `num_tokens` tokens. Returns the blocks added, None if too few are free."""
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return []
         if missing > self.pool.num_free:

@@ -140,6 +140,15 @@ class Request:
         needs_all = self.sampling.prompt_logprobs is not None or self.pooling is Pooling.MEAN
         return not needs_all or self.num_output_tokens > 0
 
+    def may_decode_ahead(self, num_planned_tokens: int) -> bool:
+        """Whether the next token can be computed while it is still being sampled, `num_planned_tokens` being computed
+        then.
+
+        Not if that token is the last one, by the limit (other ends show later, and cost a token for nobody), and not if
+        a grammar has to read it before it can say what may follow.
+        """
+        return num_planned_tokens + 1 < self.max_num_tokens and self.sampling.structured_output is None
+
     def is_late(self, now: float) -> bool:
         """Whether a deadline has passed that still counts."""
         return now >= self.deadline or (self.num_output_tokens == 0 and now >= self.first_token_deadline)

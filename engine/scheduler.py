@@ -21,11 +21,13 @@ Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no ran
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
+from engine.in_flight import StepsInFlight
 from engine.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, SchedulerStats, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -50,6 +52,7 @@ class Scheduler:
         self.shares = TenantShares()
         self.waiting = WaitingQueue(self.shares)
         self._deadlines = Deadlines()
+        self._in_flight = StepsInFlight()
         self._arrivals = 0
         self._step = 0
         self._removed: list[str] = []  # rows that the runner still holds for requests that no longer run
@@ -117,6 +120,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take a living request out of all tables."""
+        self._in_flight.void(request.request_id)
         del self.requests[request.request_id]
         self.shares.leave(request.tenant)
         if request.request_id in self.running:
@@ -137,7 +141,10 @@ class Scheduler:
         seconds_per_prefill_token: float = 0.0,
         only: Collection[str] | None = None,
     ) -> SchedulerOutput:
-        """The plan of the next step.
+        """The plan of the next step. Each is followed by `update`, `give_up`, `put_back` or `retract`, in order.
+
+        It may be made while the step before it is in flight (`engine/in_flight.py`), but not while two are. Then it
+        holds no request whose latest token has to be known first, and may be empty though there is work.
 
         `max_prefill_tokens` bounds what requests further behind than one token get while others decode.
         `seconds_per_prefill_token` is the measured speed, by which waiting requests that cannot keep their
@@ -146,14 +153,20 @@ class Scheduler:
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         plan = PlanDraft(self.config.max_num_batched_tokens)
+        in_flight = self._in_flight.num_tokens
         decoding: list[Request] = []
         behind: list[Request] = []
         for request in self.running.values():
             if only is None or request.request_id in only:
-                if len(request.token_ids) - request.num_computed_tokens == 1:
+                num_behind = len(request.token_ids) - request.num_computed_tokens
+                if in_flight:
+                    num_behind -= in_flight.get(request.request_id, 0)
+                if num_behind == 1:
                     decoding.append(request)
-                else:
+                elif num_behind > 1:
                     behind.append(request)
+                elif request.may_decode_ahead(len(request.token_ids) - num_behind):
+                    decoding.append(request)
         undisturbed = self._schedule_running(plan, decoding, now, only)
         if decoding and max_prefill_tokens is not None:
             plan.budget = min(plan.budget, max_prefill_tokens)
@@ -162,8 +175,14 @@ class Scheduler:
             self._admit_waiting(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
+        self._in_flight.begin(plan.num_tokens)
         removed, self._removed = self._removed, []
         return plan.finished(self._step, removed)
+
+    def retract(self, plan: SchedulerOutput) -> None:
+        """The latest plan is not handed on: it has no requests."""
+        self._in_flight.retract()
+        self._removed = plan.removed_request_ids + self._removed
 
     def _schedule_running(
         self, plan: PlanDraft, requests: Iterable[Request], now: float, only: Collection[str] | None
@@ -171,16 +190,25 @@ class Scheduler:
         """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
         undisturbed = True
         block_size = self.kv.block_size
+        in_flight = self._in_flight.num_tokens
         for request in requests:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago for one before it
-            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, plan.budget)
-            if request.num_computed_tokens + num_tokens <= len(request.block_ids) * block_size:  # the usual case
+            end = request.num_computed_tokens
+            if in_flight:
+                end += in_flight.get(request.request_id, 0)
+            num_tokens = len(request.token_ids) - end
+            if num_tokens > plan.budget:
+                num_tokens = plan.budget
+            elif num_tokens < 1:
+                num_tokens = 1  # the token that is being sampled
+            end += num_tokens
+            if end <= len(request.block_ids) * block_size:  # the usual case
                 plan.add(request, num_tokens)
                 continue
-            while (block_ids := self.kv.extend(request, num_tokens)) is None:
+            while (block_ids := self.kv.extend(request, end)) is None:
                 undisturbed = False
                 victim = self._bystander(only) or max(self.running.values(), key=_rank)
                 if victim is request:
@@ -198,13 +226,15 @@ class Scheduler:
     ) -> None:
         """Start waiting requests while budget, seats and blocks last.
 
-        A request whose next block is being computed for somebody else in this very step waits for it: one step later
-        it finds the block in the prefix cache. So the children of an n > 1 request, or a crowd with one system
-        prompt, prefill it once.
+        A request whose next block is being computed for somebody else, in this very step or in the one in flight,
+        waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
+        crowd with one system prompt, prefill it once.
         """
+        in_flight = self._in_flight.num_tokens
         being_computed = {
             self.kv.block_hash(request, index)
-            for request_id, num_tokens in plan.num_tokens.items()
+            for request_id in in_flight | plan.num_tokens
+            for num_tokens in (in_flight.get(request_id, 0) + plan.num_tokens.get(request_id, 0),)
             if num_tokens > 1
             for request in (self.requests[request_id],)
             for index in self._blocks_completed(request, num_tokens)
@@ -239,7 +269,7 @@ class Scheduler:
                 break
             self.kv.adopt_prefix(request, prefix)
             num_tokens = min(num_missing, plan.budget)
-            self.kv.extend(request, num_tokens)
+            self.kv.extend(request, request.num_computed_tokens + num_tokens)
             being_computed.update(
                 self.kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
             )
@@ -290,11 +320,13 @@ class Scheduler:
         return max(idle, key=_rank, default=None)
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
-        """Indices of the blocks that become full and computed when the request advances by `num_tokens`."""
+        """Indices of the blocks that become full and computed when the request advances by `num_tokens`, as far as it
+        is known what they will hold."""
         if not self.kv.enable_prefix_caching:
             return range(0)
         start = request.num_computed_tokens
-        return range(start // self.kv.block_size, (start + num_tokens) // self.kv.block_size)
+        end = min(start + num_tokens, len(request.token_ids))
+        return range(start // self.kv.block_size, end // self.kv.block_size)
 
     def _is_being_computed(self, request: Request, index: int, being_computed: set[bytes]) -> bool:
         if not (being_computed and request.reads_prefix_cache):
@@ -325,20 +357,39 @@ class Scheduler:
             self._prefix_cache_queries += request.num_prompt_tokens
             self._prefix_cache_hits += request.num_cached_tokens
 
-    def put_back(self, plan: SchedulerOutput, now: float) -> None:
-        """Preempt the requests of a step that has failed.
+    def put_back(self, plans: Sequence[SchedulerOutput], now: float) -> dict[str, int]:
+        """Preempt the requests of a step that has failed and of those planned on top of it: all steps in flight.
 
-        Nobody knows how much of its diffs was applied. Removing a row twice is harmless, so all removals go out again.
+        Returns how far the failed step, the first, would have taken each of its requests that still lives. Nobody
+        knows how much of the plans' diffs was applied. Removing a row twice is harmless, so all removals go out again.
         """
-        for request_id in plan.request_ids:
+        steps = [self._in_flight.end() for _ in plans]
+        reach = {
+            request_id: self.requests[request_id].num_computed_tokens + num_tokens
+            for request_id, num_tokens in steps[0].items()
+        }
+        for request_id in dict.fromkeys(chain.from_iterable(steps)):
             self._preempt(self.running[request_id], now)
-        self._removed = list(dict.fromkeys([*plan.removed_request_ids, *self._removed]))
+        removed = chain.from_iterable(plan.removed_request_ids for plan in plans)
+        self._removed = list(dict.fromkeys([*removed, *self._removed]))
+        return reach
+
+    def give_up(self, now: float) -> None:
+        """The oldest step in flight was broken off because the ends of all its requests are on their way.
+
+        Nobody has advanced in it, so what has been planned on top of it for them is wrong: they would have to start
+        again, should they go on after all.
+        """
+        for request_id in self._in_flight.end():
+            if request_id in self._in_flight:
+                self._preempt(self.running[request_id], now)
 
     def _preempt(self, request: Request, now: float) -> None:
         self._unseat(request, now)
         self.waiting.push_front(request)
 
     def _unseat(self, request: Request, now: float) -> None:
+        self._in_flight.void(request.request_id)
         request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
         del self.running[request.request_id]
         self.shares.stop(request.tenant)
@@ -351,17 +402,21 @@ class Scheduler:
     # --- books
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
-        """Book what a step computed and sampled. Returns what each request gained; finished ones are gone from here."""
+        """Book what the oldest step in flight computed and sampled. Returns what each request gained; finished ones are
+        gone from here."""
+        valid = self._in_flight.end()
+        all_valid = len(valid) == len(plan.request_ids)
         for index in output.not_finite:
-            self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
+            if plan.request_ids[index] in valid:
+                self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
         gained = self.take_ended()
         block_size = self.kv.block_size
         logprobs = output.logprobs
         scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True)
         for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
             request = self.requests.get(request_id)
-            if request is None:
-                continue  # failed a moment ago
+            if request is None or not (all_valid or request_id in valid):
+                continue  # failed a moment ago, or gone or preempted since it was planned
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled
             if num_scheduled > 1 or computed_before < request.num_prompt_tokens:
@@ -428,6 +483,8 @@ class Scheduler:
             raise AssertionError("a living request is neither running nor waiting")
         if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
             raise AssertionError("the tenants' counts differ from the requests there are")
+        if not set(self._in_flight.num_tokens) <= set(self.running):
+            raise AssertionError("a step in flight counts for a request that does not run")
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams, SchedulerStats
 from engine.plan import SchedulerOutput
 from tests.engine.simulated import SimulatedExecutor
+from tests.engine.simulated_ahead import QueueingExecutor
 
 _ids = itertools.count()
 
@@ -52,9 +53,10 @@ def make_core(
     enable_prefix_caching: bool = True,
     eos_token_ids: tuple[int, ...] = (),
     before_step: Callable[[SchedulerOutput], None] | None = None,
+    pipeline_depth: int = 1,
 ) -> EngineCore:
-    """An engine core over a simulated executor that holds it to its limits."""
-    executor = SimulatedExecutor(
+    """An engine core over a simulated executor that holds it to its limits; one that queues steps where depth is 2."""
+    executor = (SimulatedExecutor if pipeline_depth == 1 else QueueingExecutor)(
         num_blocks,
         block_size,
         vocab_size,
@@ -68,6 +70,7 @@ def make_core(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
         eos_token_ids=eos_token_ids,
+        pipeline_depth=pipeline_depth,
     )
     return EngineCore(config, executor)
 

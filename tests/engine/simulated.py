@@ -108,13 +108,16 @@ class SimulatedExecutor:
         if self.is_shut_down:
             raise PlanViolation("a plan after the shutdown")
         self.plans.append(plan)
+        return _Finished(self._execute(plan))
+
+    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._apply(plan)
         self._check(plan)
         if self.before_step is not None:
             self.before_step(plan)
         if self.step_seconds:
             time.sleep(self.step_seconds)
-        return _Finished(self._run(plan))
+        return self._run(plan)
 
     def shutdown(self) -> None:
         self.is_shut_down = True

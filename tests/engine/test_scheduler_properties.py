@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,12 +23,14 @@ from hypothesis.stateful import (
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import StepAbandoned
 from engine.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.plan import SchedulerOutput
 from engine.request import RequestStatus
 from tests.engine.helpers import assert_nothing_left, make_request
 from tests.engine.simulated import PlanViolation, SimulatedExecutor, expected_output
+from tests.engine.simulated_ahead import QueueingExecutor
 
 VOCAB_SIZE = 50
 EOS = (5,)
@@ -48,10 +51,18 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         spare_budget=st.integers(0, 24),
         enable_prefix_caching=st.booleans(),
+        fast=st.sampled_from([None, 0.0, 0.0, 0.5]),
     )
     def start(
-        self, block_size: int, num_tokens: int, max_num_seqs: int, spare_budget: int, enable_prefix_caching: bool
+        self,
+        block_size: int,
+        num_tokens: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        enable_prefix_caching: bool,
+        fast: float | None,
     ) -> None:
+        """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one."""
         num_blocks = num_tokens // block_size + 1
         # One request may need almost the whole pool, so several together must be preempted.
         self.max_model_len = num_tokens - num_tokens // 4
@@ -61,8 +72,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + spare_budget,
             enable_prefix_caching=enable_prefix_caching,
             eos_token_ids=EOS,
+            pipeline_depth=1 if fast is None else 2,
         )
-        self.executor = SimulatedExecutor(
+        make_executor = SimulatedExecutor if fast is None else partial(QueueingExecutor, fast=fast)
+        self.executor = make_executor(
             num_blocks,
             block_size,
             VOCAB_SIZE,
@@ -80,11 +93,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.broken: Counter[str] = Counter()  # how many steps that raised each was in
         self.poison: set[str] = set()  # make every step raise that they are in
         self.break_next_step = False
+        self.abandon_next_step = False
+        self.num_plans_checked = 0
         self.failed_step = 0
         self.had_two_tenants = False  # before the latest step
         self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
 
     def before_step(self, plan: SchedulerOutput) -> None:
+        if self.abandon_next_step and plan.request_ids:
+            self.abandon_next_step = False
+            _seen[f"abandoned at depth {self.core.config.pipeline_depth}"] += 1
+            raise StepAbandoned("so it seemed")
         if (self.break_next_step and plan.request_ids) or not self.poison.isdisjoint(plan.request_ids):
             self.break_next_step = False
             self.broken.update(plan.request_ids)
@@ -139,6 +158,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.break_next_step = True
 
     @precondition(lambda self: self.core.scheduler.requests)
+    @rule()
+    def abandon_step(self) -> None:
+        """It happens only to steps whose requests are all leaving, but nothing is wrong if they stay."""
+        self.abandon_next_step = True
+
+    @precondition(lambda self: self.core.scheduler.requests)
     @rule(data=st.data())
     def poison_one(self, data: st.DataObject) -> None:
         self.poison.add(data.draw(st.sampled_from(list(self.core.scheduler.requests))))
@@ -155,9 +180,12 @@ class EngineMachine(RuleBasedStateMachine):
         except PlanViolation as violation:
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
-        self.check_tenants(self.executor.plans[-1])
+        for plan in self.executor.plans[self.num_plans_checked :]:
+            self.check_tenants(plan)
+        self.num_plans_checked = len(self.executor.plans)
         plan = self.executor.plans[-1]
-        if batch.stats.num_preemptions and plan.step != self.failed_step and not self.had_two_tenants:
+        is_ahead = self.core.config.pipeline_depth > 1  # then several plans may count in one step's statistics
+        if batch.stats.num_preemptions and plan.step != self.failed_step and not (self.had_two_tenants or is_ahead):
             # Blocks are taken from one request for those before it, never for newcomers of the same tenant.
             assert not plan.new_requests or self.core._quarantine.suspects is not None
         self.had_two_tenants = len(self.core.scheduler.shares.num_living) > 1
@@ -168,6 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
             if output.finish_reason is not None:
                 self.finishes[output.request_id] = (output.finish_reason, output.stop_reason)
         _seen["preemptions"] += batch.stats.num_preemptions
+        _seen["preemptions a step ahead"] += batch.stats.num_preemptions if is_ahead else 0
         _seen["prefix hits"] += batch.stats.prefix_cache_hits
 
     def check_tenants(self, plan: SchedulerOutput) -> None:
@@ -196,6 +225,9 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step()
         assert_nothing_left(self.core)
+        if isinstance(self.executor, QueueingExecutor):
+            _seen["two steps in flight"] += self.executor.most_in_flight == 2
+            assert self.executor.most_in_flight <= 2
         for request_id, child in self.children.items():
             expected = expected_output(
                 child.prompt_token_ids,
@@ -223,7 +255,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=200,
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
@@ -231,6 +263,10 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
     )
     for event in (
         "preemptions",
+        "preemptions a step ahead",
+        "two steps in flight",
+        "abandoned at depth 1",
+        "abandoned at depth 2",
         "prefix hits",
         "found guilty",
         "left while WAITING",

@@ -1,0 +1,61 @@
+"""What has been planned and not yet booked.
+
+With `pipeline_depth` 2 the next step is planned while the device still runs the one before it. Then a request's latest
+token is not known here, but that does not matter: the device has it and feeds it back to itself. So the plan may count
+it as there (a placeholder), and only what depends on the token's value waits until it is booked.
+
+What is true of a step in flight, and why nothing is corrupted by planning on top of it:
+
+- A request counts as computed (`num_computed_tokens`) what has been booked. What is in flight comes on top of it here.
+- Blocks are published when they are booked, so nothing can be found that a failing step might never have computed, nor
+  a block whose last tokens are not known yet.
+- A request can end while a step that has it is in flight: the step computes one token for nobody, and what it says of
+  that request is void. Its blocks are free at once, although that step may still write to one of them: whoever gets
+  the block next is in a later plan, and plans are executed in order (on a device, one after the other on one stream),
+  so the last to write is its new owner. The late write hits nothing that can be found in the prefix cache: it goes to
+  a position behind everything that was booked for the request, and so into a block that it had not published.
+- A request that is preempted loses what is in flight for it, and samples the same token again when it is resumed.
+
+Owned by the Scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+_NOTHING: dict[str, int] = {}  # never written to
+
+
+class StepsInFlight:
+    """Request id -> scheduled tokens, for each step under way, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[str, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """What is in flight while a plan is made: at most one step, because nobody plans further ahead than that."""
+        return self._steps[0] if self._steps else _NOTHING
+
+    def begin(self, num_tokens: dict[str, int]) -> None:
+        """A step has been planned."""
+        self._steps.append(num_tokens)
+
+    def end(self) -> dict[str, int]:
+        """The oldest step has ended. Returns what still counts of it."""
+        return self._steps.popleft()
+
+    def retract(self) -> None:
+        """The latest step is not made after all."""
+        self._steps.pop()
+
+    def void(self, request_id: str) -> None:
+        """Whatever the steps in flight say of this request, it has lost its row or its life since."""
+        for num_tokens in self._steps:
+            num_tokens.pop(request_id, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in num_tokens for num_tokens in self._steps)

@@ -12,7 +12,13 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead, StepAbandoned
-from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from engine.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated import expected_output
@@ -240,3 +246,18 @@ def test_deeper_than_two_is_refused() -> None:
     for depth in (0, 3):
         with pytest.raises(ValueError, match="pipeline_depth must be 1 or 2"):
             EngineConfig(max_model_len=8, pipeline_depth=depth)
+
+
+def test_what_a_grammar_has_to_read_first_is_not_planned_ahead() -> None:
+    core = core_ahead()
+    grammar = StructuredOutput(kind=StructuredOutputKind.REGEX, value="a*")
+    requests = [
+        make_request(range(9), "free", max_tokens=8),
+        make_request(range(20, 29), "bound", max_tokens=8, structured_output=grammar),
+    ]
+    for request in requests:
+        core.add(request)
+    core.step()
+    assert [plan.request_ids for plan in queue_of(core).plans] == [["free", "bound"], ["free"]]
+    run_to_end(core)
+    assert queue_of(core).computed == {"free": 16, "bound": 16}

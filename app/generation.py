@@ -24,7 +24,7 @@ from engine.messages import EngineCoreRequest, RequestOutput
 from engine.output_processor import RequestStream
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
-from protocol.openai.common import GenerationRequest
+from protocol.openai.common import MAX_PRIORITY, GenerationRequest
 
 # Parsing and checking a body of 64 KiB takes about a millisecond.
 INLINE_BODY_BYTES = 64 * 1024
@@ -109,6 +109,7 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
     sampling = body.to_sampling_params(model.measures.vocab_size)
     deadline, first_token_deadline = _deadlines(server, request, body)
     patience = min(deadline, first_token_deadline) - time.monotonic()
+    priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)
     tenant = request.tenant
     with server.admission.queue(
         tenant,
@@ -119,19 +120,22 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         prompts = await work.tokenize(model)
-        place.count_tokens(sum(map(len, prompts)))
+        num_prompt_tokens = sum(map(len, prompts))
+        place.count_tokens(num_prompt_tokens)
+        body.check_prompt_logprobs(num_prompt_tokens)
         core_requests = [
             EngineCoreRequest(
                 request_id=work.request_id if len(prompts) == 1 else f"{work.request_id}-{number}",
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 arrival_time=request.arrival_time,
-                priority=body.priority,
+                priority=priority,
                 deadline=None if math.isinf(deadline) else deadline,
                 first_token_deadline=None if math.isinf(first_token_deadline) else first_token_deadline,
                 tenant=tenant.name,
                 tenant_weight=tenant.weight,
                 tenant_max_running=tenant.max_running or 0,
+                cache_salt=body.cache_salt or "",
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -201,6 +205,21 @@ def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -
         math.inf if timeout is None else start + min(timeout, longest),
         math.inf if ttft_timeout is None else start + min(ttft_timeout, longest),
     )
+
+
+def _header_priority(request: RequestScope) -> int:
+    given = request.headers.get("x-vllm-priority", "0")
+    try:
+        priority = int(given[:20])
+    except ValueError:
+        priority = MAX_PRIORITY + 1
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ApiError(
+            400,
+            f"The header X-Vllm-Priority must be a whole number, at most {MAX_PRIORITY}, got {given[:20]!r}.",
+            param="X-Vllm-Priority",
+        )
+    return priority
 
 
 def _header_timeout(request: RequestScope) -> float | None:

@@ -48,18 +48,49 @@ class PromptEncoder:
         messages = body.messages_for_template()
         num_characters = sum(len(text) for message in messages for text in message.values())
         size = num_characters + CHARACTERS_PER_MESSAGE * len(messages)
+        if body.documents:
+            size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
         self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
 
         def encode() -> list[int]:
-            segments = self._template.render(messages, variables=body.template_variables())
-            return encode_segments(segments, self._encode_template, self._encode_plain)
+            segments = self._template.render(
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=body.continue_final_message,
+                documents=body.documents,
+                variables=body.template_variables(),
+            )
+            token_ids = encode_segments(segments, self._encode_template, self._encode_plain)
+            if body.add_special_tokens:
+                before, after = self._special_tokens_around
+                return [*before, *token_ids, *after]
+            return token_ids
 
         return await self._run(encode, size)
 
-    async def encode_text(self, text: str, max_model_len: int) -> list[int]:
+    async def encode_text(
+        self, text: str, max_model_len: int, *, param: str = "prompt", add_special_tokens: bool = True
+    ) -> list[int]:
         """Tokenize a completion's prompt, with the BOS token if the model wants one. Raises InvalidRequest."""
-        self._check_length(self._fewest_tokens(len(text)), max_model_len, "prompt")
-        return await self._run(lambda: self._tokenizer.encode(text).ids, len(text))
+        self._check_length(self._fewest_tokens(len(text)), max_model_len, param)
+        return await self._run(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, len(text)
+        )
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a prompt, its special tokens included. An id without a token has none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @cached_property
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before a text and after it."""
+        probe = self._tokenizer.encode("a")
+        inside = [place for place, special in enumerate(probe.special_tokens_mask) if not special]
+        return probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
 
     def _fewest_tokens(self, num_characters: int) -> int:
         """A lower bound: no token stands for more characters than its entry in the vocabulary has."""

@@ -155,6 +155,12 @@ class Settings(BaseSettings):
         description="TOML file of tenants with their keys, weights and limits; see docs/reliability.md.",
         examples=["/etc/headrace/tenants.toml"],
     )
+    template_kwargs: CommaSeparated = Field(
+        ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string"),
+        description="Variables of the chat template that a request may set with chat_template_kwargs, comma separated; "
+        "*: any.",
+        examples=["enable_thinking,date_string"],
+    )
     max_queued_requests: int = Field(
         512, description="Most choices that wait for their first token; more are refused with 429.", ge=1, le=2**20
     )

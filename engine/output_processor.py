@@ -45,7 +45,8 @@ class RequestStream:
 
     def __init__(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> None:
         self.request_id = requests[0].request_id
-        self.prompt_lengths = [len(request.prompt_token_ids) for request in requests]
+        self.prompts = [request.prompt_token_ids for request in requests]
+        self.prompt_lengths = [len(prompt) for prompt in self.prompts]
         self.num_prompt_tokens = sum(self.prompt_lengths)
         self.child_ids = [child.request_id for child in children]
         self.arrival_time = requests[0].arrival_time

@@ -86,11 +86,14 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Segment]:
         """The prompt in order, as (text, is_plain) segments for `encode_segments`.
 
+        With `continue_final_message` it ends where the last message's content ends, for the model to go on there.
         `variables` reach the template too, but cannot replace what this class sets. A role ``developer`` becomes
         ``system`` for templates that do not know it. Raises `InvalidRequest` (param ``messages``) if the template
         cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden.
@@ -98,16 +101,18 @@ class ChatTemplate:
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         shield = _Shield(self._control)
+        end = _EndMark() if continue_final_message else None
         try:
             context = {
                 **shield.protect(variables or {}),
                 **self._special_tokens,
-                "messages": shield.protect(messages),
+                "messages": shield.protect(messages if end is None else end.put(messages)),
                 "tools": shield.protect(tools),
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
+                "documents": shield.protect(documents),
+                "add_generation_prompt": add_generation_prompt and end is None,
             }
-            return shield.split(self._bounded(context))
+            text = self._bounded(context)
+            return shield.split(text if end is None else end.cut(text))
         except SecurityError as exc:
             raise ChatTemplateError(f"The chat template of this model tries something unsafe: {exc}.") from exc
         except _RENDERING_ERRORS as exc:
@@ -142,6 +147,30 @@ def encode_segments(
 ) -> list[int]:
     """Token ids of rendered segments: `encode` recognizes special tokens and adds none, `encode_plain` knows none."""
     return [token_id for text, plain in segments for token_id in (encode_plain if plain else encode)(text)]
+
+
+class _EndMark:
+    """Marks where the final message ends, and cuts there what a template made of it.
+
+    The mark ends in a space. A template that trims messages trims that space, which tells that what it would have
+    trimmed before the mark, had there been none, has to go too.
+    """
+
+    def __init__(self) -> None:
+        self._mark = "".join(secrets.choice("0123456789") for _ in range(24))
+
+    def put(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        *others, last = messages
+        return [*others, {**last, "content": f"{last['content']}{self._mark} "}]
+
+    def cut(self, text: str) -> str:
+        before, mark, after = text.rpartition(self._mark)
+        if not mark:
+            raise InvalidRequest(
+                "The chat template of this model does not show the final message, so it cannot be continued.",
+                param="continue_final_message",
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
 
 class _Shield:

@@ -126,6 +126,7 @@ _EXPECTED = {
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
     "greater_than": "more than {gt}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "too_short": "an array of at least {min_length}",
 }
 
@@ -141,7 +142,7 @@ def _sentence(error: ErrorDetails, path: str) -> str:
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{path} is not valid: {error['msg']}."
-    secret = error["loc"][:1] in ((), ("messages",), ("prompt",)) and kind != "literal_error"
+    secret = error["loc"][:1] in ((), ("messages",), ("prompt",), ("cache_salt",)) and kind != "literal_error"
     return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {_shown(given, secret)}."
 
 

@@ -7,10 +7,12 @@ import time
 from app.generation import Generation, Tokenize, generate, parse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
+from engine.output_processor import RequestStream
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.output import Head
+from protocol.openai.prompt_parts import PromptParts
 
 
 def chat_completions(server: Server) -> Handler:
@@ -18,9 +20,11 @@ def chat_completions(server: Server) -> Handler:
 
     async def handler(request: RequestScope) -> None:
         body = await parse(ChatCompletionRequest, request)
+        body.check_template_kwargs(server.settings.template_kwargs)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
-            return [await model.prompts.encode_chat(body, model.measures.max_model_len)]
+            longest = model.measures.max_model_len
+            return [body.truncated(await model.prompts.encode_chat(body, longest), longest)]
 
         await _generate(server, request, body, "chatcmpl", num_prompts=1, tokenize=tokenize)
 
@@ -35,10 +39,14 @@ def completions(server: Server) -> Handler:
         prompts = body.prompts(server.model.measures.vocab_size)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
+            longest, special = model.measures.max_model_len, body.add_special_tokens
             return [
-                await model.prompts.encode_text(prompt, model.measures.max_model_len)
-                if isinstance(prompt, str)
-                else prompt
+                body.truncated(
+                    await model.prompts.encode_text(prompt, longest, add_special_tokens=special)
+                    if isinstance(prompt, str)
+                    else prompt,
+                    longest,
+                )
                 for prompt in prompts
             ]
 
@@ -56,15 +64,21 @@ async def _generate(
     num_prompts: int,
     tokenize: Tokenize,
 ) -> None:
+    if body.request_id is not None and "x-request-id" not in request.headers:
+        request.request_id = body.request_id
     head = Head(f"{kind}-{request.request_id}", int(time.time()), server.check_model_name(body.model))
-    token_bytes = server.model.llm.vocabulary.token_bytes
+    token_bytes, decode = server.model.llm.vocabulary.token_bytes, server.model.prompts.decode
+
+    def parts(outputs: RequestStream) -> PromptParts | None:
+        return body.prompt_parts(outputs.prompts, decode)
+
     work = Generation(
         request_id=head.id,
         body=body,
         num_prompts=num_prompts,
         num_characters=len(request.body),
         tokenize=tokenize,
-        event_writer=lambda outputs: body.chunk_stream(head, token_bytes, outputs.prompt_lengths),
-        body_writer=lambda outputs: body.collector(head, token_bytes),
+        event_writer=lambda outputs: body.chunk_stream(head, token_bytes, outputs.prompt_lengths, parts(outputs)),
+        body_writer=lambda outputs: body.collector(head, token_bytes, parts(outputs)),
     )
     await generate(server, request, work)

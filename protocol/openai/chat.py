@@ -6,7 +6,7 @@ chat templates of text models want one string.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
@@ -23,6 +23,18 @@ from protocol.openai.output import WireFormat
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
 MAX_TEMPLATE_KWARGS = 4096  # bytes of JSON
+MAX_DOCUMENTS = 1024
+MAX_DOCUMENT_BYTES = 2**18  # of JSON, all documents together
+
+
+def _check_size(value: Any, limit: int) -> None:
+    """Refuse JSON that is longer than `limit` bytes."""
+    try:
+        size = len(orjson.dumps(value))
+    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+        raise PydanticCustomError("rule", "is nested too deeply") from None
+    if size > limit:
+        raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
 
 
 def _string_or_parts(value: Any) -> str | None:
@@ -62,12 +74,17 @@ class ChatMessage(ClientModel):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
         return content
 
+    def text(self) -> str:
+        """The content as one string."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
     def for_template(self) -> dict[str, str]:
         """The message as chat templates read it: content is one string, absent keys are absent."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         extras = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": text} | {key: value for key, value in extras.items() if value is not None}
+        return {"role": self.role, "content": self.text()} | {
+            key: value for key, value in extras.items() if value is not None
+        }
 
 
 CHAT = WireFormat(
@@ -89,6 +106,7 @@ CHAT = WireFormat(
         }
     },
     logprobs=ChatLogprobs,
+    prompt_in_choice=False,
     choice_nulls={"token_ids": None},
     body_nulls={
         "service_tier": None,
@@ -114,9 +132,6 @@ class ChatCompletionRequest(GenerationRequest):
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "add_special_tokens": (False,),
         "chat_template": (),
         "include_reasoning": (True,),
         "thinking_token_budget": (-1,),
@@ -128,6 +143,10 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int = 0
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
+    add_generation_prompt: bool | None = None  # unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the template writes those that the model wants
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -135,18 +154,45 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true.", param="top_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def _answers_or_continues(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other; send one of them.",
+                param="continue_final_message",
+            )
+        if self.continue_final_message and not self.messages[-1].text():
+            raise InvalidRequest(
+                "continue_final_message needs a final message with content to continue.", param="continue_final_message"
+            )
+        return self
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
-        try:
-            size = len(orjson.dumps(variables))
-        except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
-            raise PydanticCustomError("rule", "is nested too deeply") from None
-        if size > MAX_TEMPLATE_KWARGS:
-            raise PydanticCustomError("rule", f"takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {size}")
+        _check_size(variables, MAX_TEMPLATE_KWARGS)
         return variables
+
+    @field_validator("documents")
+    @classmethod
+    def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        _check_size(documents, MAX_DOCUMENT_BYTES)
+        return documents
+
+    def check_template_kwargs(self, allowed: Collection[str]) -> None:
+        """Raise `InvalidRequest` for a variable that the operator does not let clients set; ``*`` lets them set all."""
+        if "*" not in allowed and (refused := sorted(self.chat_template_kwargs.keys() - set(allowed))):
+            raise InvalidRequest(
+                f"chat_template_kwargs.{refused[0][:40]} may not be set on this server; it takes "
+                f"{', '.join(allowed) or 'none'}.",
+                param="chat_template_kwargs",
+            )
+
+    def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
+        last = self.messages[-1]
+        return [last.text() if last.role == "assistant" else ""]
 
     def messages_for_template(self) -> list[dict[str, str]]:
         """The conversation as `ChatTemplate` takes it."""

@@ -5,7 +5,7 @@ Several prompts make one response; choice `i` of prompt `p` has index `p * n + i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Discriminator, Tag, model_validator
@@ -53,6 +53,7 @@ COMPLETION = WireFormat(
     chunk_text=lambda text: {"text": text},
     full_text=lambda text: {"text": text},
     logprobs=CompletionLogprobs,
+    prompt_in_choice=True,
     choice_nulls={"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None},
     body_nulls={"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None},
 )
@@ -65,20 +66,30 @@ class CompletionRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "prompt"
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationRequest.unsupported,
-        "best_of": (1,),
-        "suffix": (),
-        "add_special_tokens": (True,),
+        "suffix": ("",),
+        "documents": (),
     }
 
     prompt: Prompt
     max_tokens: int | None = 16
     logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _prompts_can_run(self) -> Self:
         prompts = self._prompt_list()
         if not prompts or not all(prompts):
             raise InvalidRequest("prompt must not be empty: it needs at least one token.", param="prompt")
+        return self
+
+    @model_validator(mode="after")
+    def _no_more_than_is_shown(self) -> Self:
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequest(
+                f"best_of must equal n ({self.n}) here, got {self.best_of}: nothing is generated that is not shown.",
+                param="best_of",
+            )
         return self
 
     def prompts(self, vocab_size: int) -> list[str | TokenIds]:
@@ -98,5 +109,19 @@ class CompletionRequest(GenerationRequest):
             return [prompt]
         return cast("list[str | TokenIds]", prompt)
 
+    def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
+        whole = self.truncate_prompt_tokens is None
+        return [
+            given if isinstance(given, str) and whole else decode(token_ids)
+            for given, token_ids in zip(self._prompt_list(), prompts, strict=True)
+        ]
+
     def _logprobs(self) -> tuple[str, int | None]:
         return "logprobs", self.logprobs
+
+    @property
+    def may_generate_nothing(self) -> bool:
+        return self.echo or self.prompt_logprobs is not None
+
+    def _echo_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None

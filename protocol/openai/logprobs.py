@@ -20,12 +20,18 @@ LogprobsWriter = Callable[[Sequence[TokenLogprobs]], dict[str, Any]]
 
 LOWEST_LOGPROB = -9999.0
 
+# Instead of a rank: the first token of an echoed prompt, of which nothing is known. A hidden one, such as the BOS token
+# before a text, has no characters in the echoed text.
+FIRST_SHOWN = 0
+FIRST_HIDDEN = -1
+
 
 class ChatLogprobs:
     """Writes `{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, as_token_ids: bool = False) -> None:
         self._token_bytes = token_bytes
+        self._as_token_ids = as_token_ids
 
     def __call__(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []
@@ -37,7 +43,8 @@ class ChatLogprobs:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._token_bytes(token_id)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        token = token_name(token_id) if self._as_token_ids else raw.decode("utf-8", "replace")
+        return {"token": token, "logprob": finite(logprob), "bytes": list(raw)}
 
 
 class CompletionLogprobs:
@@ -45,34 +52,52 @@ class CompletionLogprobs:
 
     `text_offset` counts characters of the generated text before the token: a character belongs to the token that
     holds its first byte. A token that is not whole UTF-8 is written as ``bytes:\\xe2\\x80``, OpenAI's spelling, because
-    the replacement character would make different tokens the same key of `top_logprobs`.
+    the replacement character would make different tokens the same key of `top_logprobs`. The first token of an echoed
+    prompt has nulls.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, as_token_ids: bool = False) -> None:
         self._token_bytes = token_bytes
+        self._as_token_ids = as_token_ids
         self._offset = 0
 
     def __call__(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        offsets, logprobs, tokens, tops = [], [], [], []
+        offsets: list[int] = []
+        logprobs: list[float | None] = []
+        tokens: list[str] = []
+        tops: list[dict[str, float] | None] = []
         for position in positions:
-            raw = self._token_bytes(position.token_id)
-            logprob = _finite(position.logprob)
-            token = _spelled(raw)
-            top = {_spelled(self._token_bytes(token_id)): _finite(value) for token_id, value in position.top}
-            top.setdefault(token, logprob)  # the sampled token is always there: up to one entry more than asked for
+            token = self._name(position.token_id)
             offsets.append(self._offset)
-            logprobs.append(logprob)
             tokens.append(token)
-            tops.append(top)
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in raw)
+            if position.rank > 0:
+                top = {self._name(token_id): finite(value) for token_id, value in position.top}
+                logprobs.append(finite(position.logprob))
+                # The token itself is always there: up to one entry more than asked for.
+                tops.append(top | {token: finite(position.logprob)})
+            else:
+                logprobs.append(None)
+                tops.append(None)
+            if position.rank != FIRST_HIDDEN:
+                self._offset += sum(byte & 0xC0 != 0x80 for byte in self._token_bytes(position.token_id))
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
+    def _name(self, token_id: int) -> str:
+        return token_name(token_id) if self._as_token_ids else spelled(self._token_bytes(token_id))
 
-def _finite(logprob: float) -> float:
+
+def token_name(token_id: int) -> str:
+    """A token by its id, for clients that ask for it so: no two are spelled alike."""
+    return f"token_id:{token_id}"
+
+
+def finite(logprob: float) -> float:
+    """What JSON can hold of it."""
     return max(LOWEST_LOGPROB, logprob)  # in this order NaN gives the lowest too
 
 
-def _spelled(raw: bytes) -> str:
+def spelled(raw: bytes) -> str:
+    """A token as text; where it is not whole characters, its bytes."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

@@ -19,6 +19,7 @@ import orjson
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.logprobs import LogprobsWriter, TokenBytes
+from protocol.openai.prompt_parts import PromptParts
 from protocol.sse import DONE, data_frame
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
@@ -39,6 +40,7 @@ class WireFormat:
 
     `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the
     finish reason, which carries no text; `chunk_text` and `full_text` put text in a chunk and in a whole response.
+    `prompt_in_choice` tells whether what is repeated of a prompt belongs to each choice or to the whole.
     """
 
     chunk_object: str
@@ -47,8 +49,9 @@ class WireFormat:
     closing: dict[str, Any]
     chunk_text: Callable[[str], dict[str, Any]]
     full_text: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[TokenBytes], LogprobsWriter]
-    choice_nulls: dict[str, None]  # keys that users read from a whole response although we never fill them
+    logprobs: Callable[[TokenBytes, bool], LogprobsWriter]
+    prompt_in_choice: bool
+    choice_nulls: dict[str, None]  # keys that users read from a whole response although few requests fill them
     body_nulls: dict[str, None]
 
 
@@ -103,8 +106,14 @@ class ChunkStream:
         prompt_tokens: Sequence[int] = (),
         include_usage: bool = False,
         continuous_usage: bool = False,
+        parts: PromptParts | None = None,
+        as_token_ids: bool = False,
     ) -> None:
         self._wire = wire
+        self._n = n
+        self._parts = parts
+        self._as_token_ids = as_token_ids
+        self._has_token_ids = parts is not None and parts.return_token_ids
         self._head = head
         self._token_bytes = token_bytes
         self._include_usage = include_usage
@@ -118,14 +127,19 @@ class ChunkStream:
         raise_if_failed(output)
         index = output.index
         frames = []
+        prompt_token_ids = None
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = self._open(index)
             if self._wire.opening is not None:
                 frames.append(self._frame(index, self._wire.opening))
-        if output.logprobs or (output.text and self._continuous_usage):
+            if self._parts is not None:
+                output = self._parts.begin(output, index // self._n, self._token_bytes)
+                prompt_token_ids = self._parts.token_ids[index // self._n]
+        if output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
             logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
-            frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs))
+            token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
+            frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs, token_ids=token_ids))
         elif output.text:
             frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
         if output.finish_reason is not None:
@@ -152,7 +166,7 @@ class ChunkStream:
         # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
         hole = "\0"
         prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
-        return _StreamedChoice(prefix, suffix, self._wire.logprobs(self._token_bytes))
+        return _StreamedChoice(prefix, suffix, self._wire.logprobs(self._token_bytes, self._as_token_ids))
 
     def _frame(
         self,
@@ -160,10 +174,16 @@ class ChunkStream:
         text: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish: dict[str, Any] | None = None,
+        token_ids: tuple[list[int], list[int] | None] | None = None,
     ) -> bytes:
         choice = {"index": index, **text, "logprobs": logprobs, **(finish or {"finish_reason": None})}
         usage = self._meter.usage() if self._continuous_usage else None
-        return data_frame(orjson.dumps(self._chunk([choice], usage)))
+        chunk = self._chunk([choice], usage)
+        if token_ids is not None:
+            choice["token_ids"], prompt_token_ids = token_ids
+            if prompt_token_ids is not None:
+                (choice if self._wire.prompt_in_choice else chunk)["prompt_token_ids"] = prompt_token_ids
+        return data_frame(orjson.dumps(chunk))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {
@@ -180,8 +200,20 @@ class ChunkStream:
 class Collector:
     """Makes the whole response of one request that does not stream: `feed` every output, then `body`."""
 
-    def __init__(self, wire: WireFormat, head: Head, token_bytes: TokenBytes, *, n: int = 1) -> None:
+    def __init__(
+        self,
+        wire: WireFormat,
+        head: Head,
+        token_bytes: TokenBytes,
+        *,
+        n: int = 1,
+        parts: PromptParts | None = None,
+        as_token_ids: bool = False,
+    ) -> None:
         self._wire = wire
+        self._n = n
+        self._parts = parts
+        self._as_token_ids = as_token_ids
         self._head = head
         self._token_bytes = token_bytes
         self._meter = UsageMeter(n)
@@ -191,8 +223,14 @@ class Collector:
         """Take in the next part of a choice. Raises `ApiError` if the output failed."""
         raise_if_failed(output)
         self._meter.add(output)
-        choice = self._choices.setdefault(output.index, _CollectedChoice())
+        choice = self._choices.get(output.index)
+        if choice is None:
+            choice = self._choices[output.index] = _CollectedChoice()
+            if self._parts is not None:
+                output = self._parts.begin(output, output.index // self._n, self._token_bytes)
+                choice.prompt_logprobs = output.prompt_logprobs
         choice.text.append(output.text)
+        choice.token_ids += output.token_ids
         if output.logprobs is not None:
             if choice.logprobs is None:
                 choice.logprobs = []
@@ -203,22 +241,23 @@ class Collector:
 
     def body(self) -> bytes:
         """The response body, choices in the order of their index."""
-        choices = [self._choice(index, choice) for index, choice in sorted(self._choices.items())]
-        return orjson.dumps(
-            {
-                "id": self._head.id,
-                "object": self._wire.full_object,
-                "created": self._head.created,
-                "model": self._head.model,
-                "choices": choices,
-                "usage": self._meter.usage(),
-                **self._wire.body_nulls,
-            }
-        )
+        indices = sorted(self._choices)
+        body = {
+            "id": self._head.id,
+            "object": self._wire.full_object,
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": [self._choice(index, self._choices[index]) for index in indices],
+            "usage": self._meter.usage(),
+            **self._wire.body_nulls,
+        }
+        if not self._wire.prompt_in_choice and indices:
+            body |= self._of_prompt(indices[0])
+        return orjson.dumps(body)
 
     def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
-        write_logprobs = self._wire.logprobs(self._token_bytes)
-        return {
+        write_logprobs = self._wire.logprobs(self._token_bytes, self._as_token_ids)
+        body = {
             "index": index,
             **self._wire.full_text("".join(choice.text)),
             "logprobs": None if choice.logprobs is None else write_logprobs(choice.logprobs),
@@ -226,6 +265,20 @@ class Collector:
             "stop_reason": choice.stop_reason,
             **self._wire.choice_nulls,
         }
+        if self._parts is not None and self._parts.return_token_ids:
+            body["token_ids"] = choice.token_ids
+        return body | self._of_prompt(index) if self._wire.prompt_in_choice else body
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """What the client wants to see again of a choice's prompt."""
+        parts = self._parts
+        found: dict[str, Any] = {}
+        if parts is not None and parts.return_token_ids:
+            found["prompt_token_ids"] = parts.token_ids[index // self._n]
+        if parts is not None and parts.prompt_logprobs is not None:
+            entries = self._choices[index].prompt_logprobs or ()
+            found["prompt_logprobs"] = parts.logprobs_of(entries, self._token_bytes)
+        return found
 
 
 def raise_if_failed(output: RequestOutput) -> None:
@@ -245,6 +298,8 @@ class _StreamedChoice(NamedTuple):
 @dataclass(slots=True)
 class _CollectedChoice:
     text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

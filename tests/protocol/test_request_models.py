@@ -86,8 +86,17 @@ BAD_FOR_BOTH = [
     ({"skip_special_tokens": 0}, "skip_special_tokens", "true or false"),
     ({"include_stop_str_in_output": 0}, "include_stop_str_in_output", "true or false"),
     ({"priority": 2**40}, "priority", "at most"),
-    ({"echo": True}, "echo", "not supported by this server; leave it out or send false"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+    ({"echo": 1}, "echo", "true or false"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20], got 21"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "got -1"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "do not stream"),
+    ({"cache_salt": ""}, "cache_salt", "a string of 0 characters"),
+    ({"cache_salt": SECRET + "@"}, "cache_salt", "text that matches"),
+    ({"cache_salt": "a" * 129}, "cache_salt", "a string of 129 characters"),
+    ({"request_id": "two words"}, "request_id", "text that matches"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
+    ({"truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
+    ({"stream_interval": 2}, "stream_interval", "leave it out or send 1"),
     ({"response_format": {"type": "json_object"}}, "response_format", 'send {"type":"text"}'),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
     ({"guided_json": {}}, "guided_json", "not supported"),
@@ -138,6 +147,13 @@ BAD_CHATS = [
     ({"tool_choice": "auto"}, "tool_choice", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude each other"),
+    (
+        {"continue_final_message": True, "messages": [{"role": "assistant", "content": ""}]},
+        "continue_final_message",
+        "a final message with content",
+    ),
+    ({"documents": [{"text": "a" * 2**18}]}, "documents", "at most 262144 bytes"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "got 'huge'"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "set by the server"),
 ]
@@ -161,7 +177,8 @@ BAD_COMPLETIONS = [
     ({"prompt": [[1], [VOCAB]]}, "prompt", "[0, 999], got 1000"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
     ({"logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
-    ({"best_of": 3}, "best_of", "not supported by this server; leave it out or send 1"),
+    ({"best_of": 3}, "best_of", "best_of must equal n (1)"),
+    ({"best_of": 1, "n": 2}, "best_of", "best_of must equal n (2)"),
     ({"suffix": "end"}, "suffix", "not supported"),
 ]
 CASES = [
@@ -249,7 +266,7 @@ def test_fields_without_effect_are_taken_in_silence():
 def test_the_neutral_value_of_an_unsupported_field_is_taken():
     neutral = {"response_format": {"type": "text"}, "echo": False, "use_beam_search": False}
     assert chat(**neutral, tool_choice="none", modalities=["text"]) == chat()
-    assert completion(**neutral, best_of=1) == completion()
+    assert completion(**neutral, suffix="", best_of=None) == completion()
 
 
 def test_every_sampling_field_reaches_the_engine():

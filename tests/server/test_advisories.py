@@ -191,8 +191,11 @@ def test_cve_2026_21869_negative_integers_are_refused_wherever_they_mean_nothing
 def test_prompt_logprobs_cannot_ask_for_prompt_times_vocabulary(server: Server) -> None:
     """local-inference-lab/vllm#264: -1 meant "all", and 62 GiB."""
     for path in (CHAT, COMPLETIONS):
-        for count in (-1, 1, 10**6):
+        for count in (-1, 21, 10**6):
             refused(server, path, "prompt_logprobs", prompt_logprobs=count)
+    many = [[1] * 1000] * 20
+    assert "fewer" in refused(server, COMPLETIONS, "prompt_logprobs", prompt=many, prompt_logprobs=20, n=10)
+    assert "fewer" in refused(server, COMPLETIONS, "logprobs", prompt=many, logprobs=20, echo=True, n=10)
 
 
 A_LOT = 250_000
@@ -353,8 +356,10 @@ def test_cve_2025_62426_template_arguments_replace_nothing_that_the_server_sets(
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         refused(server, CHAT, "chat_template_kwargs", chat_template_kwargs={name: []})
     plain = prompt_tokens()
+    assert prompt_tokens(enable_thinking=True) == plain
     for name in ("tokenize", "return_dict", "chat_template", "conversation", "self", "bos_token", "eos_token", "loop"):
-        assert prompt_tokens(**{name: True}) == plain
+        message = refused(server, CHAT, "chat_template_kwargs", chat_template_kwargs={name: True})
+        assert "may not be set" in message
     assert "4096 bytes" in refused(server, CHAT, "chat_template_kwargs", chat_template_kwargs={"a": "a" * 5000})
 
 
@@ -460,7 +465,11 @@ def test_cve_2025_46570_whether_another_tenant_has_sent_a_prompt_cannot_be_told(
     assert cached(KEY) == 0
     assert cached(KEY) > 0
     assert cached(OTHER_KEY) == 0
-    assert "not supported" in refused(server, COMPLETIONS, "cache_salt", cache_salt=KEY), "vllm#53347"
+    salted = secret + "Or does somebody?"
+    assert cached(KEY, prompt=salted, cache_salt=OTHER_KEY) == 0, "of one's own, too"
+    assert cached(KEY, prompt=salted, cache_salt=OTHER_KEY) > 0
+    assert cached(OTHER_KEY, prompt=salted, cache_salt=OTHER_KEY) == 0, "vllm#53347"
+    assert OTHER_KEY not in server.log
 
 
 def test_cve_2025_25183_block_hashes_cannot_be_computed_from_outside() -> None:

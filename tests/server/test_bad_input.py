@@ -60,8 +60,10 @@ SHARED: list[tuple[str, list[Any], str]] = [
     ("stream_options", [{"include_usage": True}], "stream"),
     ("ignore_eos", ["true", 1], "true or false"),
     ("priority", ["1", 1.5, HUGE, -HUGE], ""),
-    ("prompt_logprobs", [1], "not supported"),
-    ("echo", [True], "not supported"),
+    ("prompt_logprobs", [-1, 21, HUGE], ""),
+    ("echo", ["true", 1], "true or false"),
+    ("truncate_prompt_tokens", [-2, 0, CONTEXT + 1, HUGE], ""),
+    ("cache_salt", ["", "a@b", "a/b", "a\\b", "a\0b", "a" * 129], "text that matches"),
     ("response_format", [{"type": "json_object"}], "not supported"),
     ("guided_json", [{}], "not supported"),
     ("use_beam_search", [True], "not supported"),
@@ -81,6 +83,7 @@ CHAT_ONLY: list[tuple[str, list[Any], str]] = [
     ("reasoning_effort", ["enormous"], "medium"),
     ("chat_template", ["{{ 1 }}"], "not supported"),
     ("chat_template_kwargs", ["a", []], "object"),
+    ("chat_template_kwargs", [{"strftime_now": 1}], "may not be set"),
 ]
 COMPLETION_ONLY: list[tuple[str, list[Any], str]] = [
     ("prompt", [None, "", [], [""], [[]], ["a", ""]], ""),
@@ -92,7 +95,7 @@ COMPLETION_ONLY: list[tuple[str, list[Any], str]] = [
     ("logprobs", [-1, 21, HUGE], "20"),
     ("logprobs", ["1", True], "integer"),
     ("suffix", ["x"], "not supported"),
-    ("best_of", [3], "not supported"),
+    ("best_of", [3], "n (1)"),
 ]
 
 

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtest.plumbing import NAME, Headrace, Target, write_model
+from loadtest.plumbing import NAME, dummy_server, write_model
+from loadtest.servers import Target
 from loadtest.sse_clients import WORDS
 
 PROBE_SECONDS = 15.0
@@ -130,7 +131,7 @@ def main() -> None:
         model = write_model(Path(directory) / NAME, max_position_embeddings=CONTEXT)
         for name in options.only.split(","):
             seats: dict[str, object] = {"max_num_seqs": 1} if name == "idle" else {}
-            with Headrace(model, options.engine, **seats) as target:
+            with dummy_server(model, options.engine, **seats) as target:
                 asyncio.run({"probes": probes, "idle": idle}[name](target))
 
 

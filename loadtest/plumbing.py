@@ -17,21 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from loadtest.export_model import write_tokenizer
+from loadtest.servers import Server, Target, headrace
+
 NAME = "dummy"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -62,101 +56,15 @@ def write_model(directory: Path, **changes: object) -> Path:
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
-    (directory / "tokenizer.json").write_text(open_model("smollm2-135m-instruct").tokenizer.to_str())
-    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    write_tokenizer(open_model("smollm2-135m-instruct"), directory)
     return directory
 
 
-@dataclass
-class Target:
-    """A server to be measured."""
-
-    name: str
-    url: str
-    model: str
-    pid: int | None  # of its first process; None if it is not known
-
-    def processes(self) -> list[int]:
-        return [] if self.pid is None else [self.pid, *_descendants(self.pid)]
-
-    def cpu_seconds(self) -> float:
-        return sum(map(_cpu_seconds, self.processes()))
-
-    def rss_mib(self) -> float:
-        return sum(map(_rss_bytes, self.processes())) / 2**20
-
-    def measure(self, num_streams: int, num_requests: int, seed: int) -> dict[str, Any]:
-        """One load, by clients in a process of their own."""
-        before = self.cpu_seconds()
-        command = [sys.executable, "-m", "loadtest.sse_clients", self.url, "--model", self.model]
-        command += ["--streams", str(num_streams), "--requests", str(num_requests), "--seed", str(seed)]
-        output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, timeout=600).stdout
-        figures: dict[str, Any] = json.loads(output)
-        return figures | {"server_cpu_seconds": self.cpu_seconds() - before, "rss_mib": self.rss_mib()}
-
-
-class Headrace:
-    """A Headrace server of the dummy model on a free port, as a context manager that gives its Target."""
-
-    def __init__(self, model: Path, engine: str, **settings: object) -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        usual = {"model": model, "served_model_name": NAME, "load_format": "dummy", "kv_cache_memory": "256MiB"}
-        usual |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_queued_requests": 4096, "engine": engine}
-        self.environment = {f"HEADRACE_{name.upper()}": str(value) for name, value in (usual | settings).items()}
-        self.engine = engine
-        self.seconds_to_ready = 0.0
-
-    def __enter__(self) -> Target:
-        started = time.monotonic()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", "--port", str(self.port), "--log-level", "warning"],
-            env=os.environ | self.environment, cwd=ROOT,
-        )  # fmt: skip
-        url = f"http://127.0.0.1:{self.port}"
-        while not _answers(f"{url}/readyz"):
-            if self.process.poll() is not None or time.monotonic() - started > 120:
-                raise SystemExit("the server did not become ready")
-            time.sleep(0.02)
-        self.seconds_to_ready = time.monotonic() - started
-        return Target(f"headrace {self.engine}", url, NAME, self.process.pid)
-
-    def __exit__(self, *_: object) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [process for child in children for process in (child, *_descendants(child))]
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _rss_bytes(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
+def dummy_server(model: Path, engine: str, **settings: object) -> Server:
+    """Headrace with the dummy model. `settings` win over the usual ones."""
+    usual = {"model": model, "served_model_name": NAME, "load_format": "dummy", "kv_cache_memory": "256MiB"}
+    usual |= {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_queued_requests": 4096, "engine": engine}
+    return headrace(f"headrace {engine}", **(usual | settings))
 
 
 HEADER = (
@@ -244,11 +152,11 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory) / NAME)
-        servers = [Headrace(model, engine) for engine in options.engines.split(",")]
+        servers = [dummy_server(model, engine) for engine in options.engines.split(",")]
         targets = [server.__enter__() for server in servers]
         try:
             for server in servers:
-                print(f"headrace {server.engine}: ready after {server.seconds_to_ready:.1f} s")
+                print(f"{server.name}: ready after {server.seconds_to_ready:.1f} s")
             if options.against:
                 targets.append(Target("the other", options.against, options.against_model, options.against_pid))
             streams = [int(number) for number in options.streams.split(",")]

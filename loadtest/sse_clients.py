@@ -35,6 +35,7 @@ _TEXT = (
 WORDS = _TEXT.split()
 
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+_PROMPT_USAGE = re.compile(rb'"prompt_tokens": ?(\d+)')
 _TAIL = 2048  # bytes at the end of a stream that hold its last events
 
 
@@ -43,25 +44,33 @@ class Figures:
     """What all streams saw. Times are seconds."""
 
     num_tokens: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)  # of each request
     num_chunks: int = 0  # events with text, as far as clients can tell them apart: all but `[DONE]`
     failed: dict[str, int] = field(default_factory=dict)
     ttft: list[float] = field(default_factory=list)
+    first_ttft: list[float] = field(default_factory=list)  # of each stream's first request: they arrive together
     gaps: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
 
 
 class Stream(asyncio.Protocol):
-    """One connection: request after request, as long as `work` gives any."""
+    """One connection: request after request, as long as `work` gives any; or a single one if `reconnect`."""
 
-    def __init__(self, host: str, work: Work) -> None:
+    def __init__(self, host: str, work: Work, *, reconnect: bool, is_first: bool) -> None:
         self._host = host
         self._work = work
+        self._reconnect = reconnect
+        self._is_first = is_first
         self._tail = b""
         self._head_read = False
+        self._num_sent = 0
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are no asyncio.Transport
         self._transport: asyncio.Transport = transport
+
+    def start(self) -> None:
+        """Send the first request."""
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -83,14 +92,17 @@ class Stream(asyncio.Protocol):
                 figures.gaps.append(now - self._last)
             else:
                 figures.ttft.append(now - self._started)
+                if self._is_first and self._num_sent == 1:
+                    figures.first_ttft.append(now - self._started)
             self._last = now
         self._tail = (self._tail + data)[-_TAIL:]
-        if data.endswith(b"0\r\n\r\n") and b"data: [DONE]" in self._tail:
+        if self._tail.endswith(b"0\r\n\r\n") and b"data: [DONE]" in self._tail:
             usage = _USAGE.findall(self._tail)
             if not usage or b'"error"' in self._tail:
                 self._fail("a stream without usage or with an error")
                 return
             figures.num_tokens += int(usage[-1])
+            figures.prompt_tokens += map(int, _PROMPT_USAGE.findall(self._tail)[-1:])
             figures.latencies.append(now - self._started)
             self._send()
 
@@ -99,11 +111,12 @@ class Stream(asyncio.Protocol):
             self._fail("connection lost")
 
     def _send(self) -> None:
-        body = self._work.next_body()
+        body = None if self._reconnect and self._num_sent else self._work.next_body()
         if body is None:
             self.done.set_result(None)
             self._transport.close()
             return
+        self._num_sent += 1
         self._started, self._last = time.perf_counter(), 0.0
         self._head_read, self._tail = False, b""
         self._transport.write(
@@ -124,7 +137,7 @@ class Work:
 
     def __init__(self, num_requests: int, prompt_words: int, max_tokens: int, model: str, seed: int) -> None:
         self.figures = Figures()
-        self._left = num_requests
+        self.num_left = num_requests
         self._draw = random.Random(seed)
         self._prompt_words = prompt_words
         self._body = {
@@ -137,35 +150,52 @@ class Work:
         }
 
     def next_body(self) -> bytes | None:
-        if self._left == 0:
+        if self.num_left == 0:
             return None
-        self._left -= 1
+        self.num_left -= 1
         prompt = " ".join(self._draw.choices(WORDS, k=self._prompt_words))
         return json.dumps(self._body | {"prompt": prompt}).encode()
 
 
-async def load(url: str, num_streams: int, work: Work) -> dict[str, object]:
-    """Run the work over `num_streams` connections and return its figures."""
+async def load(url: str, num_streams: int, work: Work, *, reconnect: bool = False) -> dict[str, object]:
+    """Run the work over `num_streams` connections and return its figures. With `reconnect` every request gets a
+    connection of its own, because some servers close a connection after each stream."""
     target = urlsplit(url)
     loop = asyncio.get_running_loop()
     started, cpu = time.perf_counter(), time.process_time()
-    streams = []
-    for _ in range(num_streams):
+
+    async def connect(*, is_first: bool) -> Stream:
         _, stream = await loop.create_connection(
-            lambda: Stream(target.netloc, work), target.hostname, target.port or 80
+            lambda: Stream(target.netloc, work, reconnect=reconnect, is_first=is_first),
+            target.hostname,
+            target.port or 80,
         )
-        streams.append(stream)
-    await asyncio.gather(*(stream.done for stream in streams))
+        return stream
+
+    async def run(stream: Stream) -> None:
+        stream.start()
+        await stream.done
+        while reconnect and work.num_left and not work.figures.failed:
+            stream = await connect(is_first=False)
+            stream.start()
+            await stream.done
+
+    streams = [await connect(is_first=True) for _ in range(num_streams)]
+    await asyncio.gather(*map(run, streams))
     figures = work.figures
     seconds = time.perf_counter() - started
     return {
         "tokens": figures.num_tokens,
         "requests": len(figures.latencies),
+        "prompt_tokens": sum(figures.prompt_tokens),
+        "shortest_prompt": min(figures.prompt_tokens, default=0),
+        "longest_prompt": max(figures.prompt_tokens, default=0),
         "failed": figures.failed,
         "seconds": seconds,
         "tokens_per_second": figures.num_tokens / seconds,
         "tokens_per_chunk": figures.num_tokens / max(figures.num_chunks, 1),
         "ttft_ms": _percentiles(figures.ttft),
+        "first_ttft_ms": _percentiles(figures.first_ttft),
         "gap_ms": _percentiles(figures.gaps),
         "latency_ms": _percentiles(figures.latencies),
         "client_cpu_seconds": time.process_time() - cpu,
@@ -188,10 +218,11 @@ def main() -> None:
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reconnect", action="store_true", help="a connection for each request")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     work = Work(options.requests, options.prompt_words, options.max_tokens, options.model, options.seed)
-    json.dump(uvloop.run(load(options.url, options.streams, work)), sys.stdout)
+    json.dump(uvloop.run(load(options.url, options.streams, work, reconnect=options.reconnect)), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def _cutoffs(
 
     row_ptr = logits_ptr + row * logits_stride
     highest = _highest(row_ptr, vocab_size, CAPACITY)
+    if (highest == float("inf")) | (highest == float("-inf")):  # no draw from this row means anything
+        return
     bottom = highest - NOTHING_BELOW * temperature
     near_row_ptr = near_ptr + row * CAPACITY
     threshold = highest - FIRST_REACH * temperature

@@ -1,0 +1,175 @@
+"""Paged attention against its definition, in float64, one query and one head at a time."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gpu.attention.triton_backend import TritonAttention
+from gpu.kernels import paged_decode, paged_prefill
+from tests.gpu.paging import Span, make_metadata
+
+# bfloat16 is left out: Triton's interpreter multiplies its matrices wrongly. It is checked on a card by gpu_bench.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
+POISON = float("nan")
+
+
+@dataclass
+class Case:
+    """Some requests with keys and values in a paged cache, NaN in every slot that is not theirs, and queries."""
+
+    spans: list[Span]
+    kv: list[torch.Tensor]  # of each request, [2, kv_heads, seq_len, head_dim]
+    queries: list[torch.Tensor]  # of each request, [query_len, heads, head_dim]
+    cache: torch.Tensor
+    block_size: int
+    window: int | None
+    scale: float
+
+    def oracle(self, index: int) -> torch.Tensor:
+        query, (key, value) = self.queries[index].double(), self.kv[index].double()
+        group = query.shape[1] // key.shape[0]
+        output = torch.zeros_like(query)
+        for i in range(len(query)):
+            stop = key.shape[1] - len(query) + i + 1
+            start = 0 if self.window is None else max(0, stop - self.window)
+            for head in range(query.shape[1]):
+                scores = key[head // group, start:stop] @ query[i, head] * self.scale
+                output[i, head] = scores.softmax(0) @ value[head // group, start:stop]
+        return output
+
+    def assert_right(self, output: torch.Tensor) -> None:
+        """`output` holds the requests' queries one after the other."""
+        tolerance = TOLERANCE[output.dtype]
+        for i, part in enumerate(output.split([len(query) for query in self.queries])):
+            torch.testing.assert_close(part.double(), self.oracle(i), atol=tolerance, rtol=tolerance)
+
+
+def make_case(
+    rng: random.Random,
+    lengths: list[tuple[int, int]],
+    *,
+    heads: tuple[int, int],
+    head_dim: int = 64,
+    block_size: int = 16,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
+    torch.manual_seed(rng.randrange(2**31))
+    num_heads, num_kv_heads = heads
+    pool = list(range(sum(-(-seq_len // block_size) for _, seq_len in lengths) + 2))
+    rng.shuffle(pool)
+    cache = torch.full((len(pool), 2, num_kv_heads, block_size, head_dim), POISON, dtype=dtype)
+    case = Case([], [], [], cache, block_size, window, rng.choice([head_dim**-0.5, 0.2]))
+    for query_len, seq_len in lengths:
+        blocks = [pool.pop() for _ in range(-(-seq_len // block_size))]
+        kv = torch.randn(2, num_kv_heads, seq_len, head_dim).to(dtype)
+        for number, block in enumerate(blocks):
+            tokens = kv[:, :, number * block_size : (number + 1) * block_size]
+            cache[block, :, :, : tokens.shape[2]] = tokens
+        case.spans.append(Span(query_len, seq_len, blocks))
+        case.kv.append(kv)
+        case.queries.append(torch.randn(query_len, num_heads, head_dim).to(dtype))
+    return case
+
+
+def random_shape(rng: random.Random) -> dict[str, object]:
+    return {
+        "heads": rng.choice([(4, 1), (6, 2), (7, 1), (2, 2)]),
+        "head_dim": rng.choice([64, 80, 96, 128, 256]),
+        "block_size": rng.choice([8, 16, 32, 48]),
+        "window": rng.choice([None, None, 5, 40, 150]),
+        "dtype": rng.choice(list(TOLERANCE)),
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decode_over_any_lengths_and_shapes(seed, monkeypatch):
+    from gpu.kernels.jit import decode
+
+    rng = random.Random(seed)
+    monkeypatch.setattr(decode, "MIN_SPLIT_TOKENS", 64)  # so that short requests are split
+    lengths = [(1, rng.choice([1, 15, 16, 17, 63, 64, 65, rng.randint(1, 300)])) for _ in range(rng.randint(1, 3))]
+    case = make_case(rng, lengths, **random_shape(rng))
+    metadata = make_metadata(case.spans, case.block_size)
+    output = paged_decode(
+        torch.cat(case.queries),
+        case.cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        scale=case.scale,
+        window=case.window,
+        num_splits=rng.choice([None, 1, 2, 8]),
+    )
+    case.assert_right(output)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_prefill_of_whole_prompts_chunks_and_prompts_behind_a_cached_prefix(seed):
+    rng = random.Random(100 + seed)
+    lengths = []
+    for _ in range(rng.randint(1, 3)):
+        query_len, computed = rng.choice([1, 2, 17, 64, 70]), rng.choice([0, 0, 16, 63, 130])
+        lengths.append((query_len, query_len + computed))
+    case = make_case(rng, lengths, **random_shape(rng))
+    metadata = make_metadata(case.spans, case.block_size)
+    output = paged_prefill(
+        torch.cat(case.queries),
+        case.cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        scale=case.scale,
+        window=case.window,
+    )
+    case.assert_right(output)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_padding_of_a_graph_gets_zeros_and_reads_nothing(splits):
+    case = make_case(random.Random(0), [(1, 30)], heads=(4, 2))
+    table = torch.full((3, 8), 2**30, dtype=torch.int32)
+    table[1] = make_metadata(case.spans, 16).block_table[0, :1].expand(8)
+    table[1, : len(case.spans[0].blocks)] = torch.tensor(case.spans[0].blocks, dtype=torch.int32)
+    query = case.queries[0].expand(3, -1, -1)
+    lengths = torch.tensor([0, 30, 0], dtype=torch.int32)
+    output = paged_decode(query, case.cache, table, lengths, scale=case.scale, num_splits=splits)
+    case.assert_right(output[1:2])
+    assert not output[0].any()
+    assert not output[2].any()
+
+
+def test_prefill_leaves_rows_alone_that_are_not_its_own():
+    case = make_case(random.Random(1), [(3, 20), (5, 9)], heads=(4, 2))
+    metadata = make_metadata(case.spans, 16)
+    query = torch.cat((torch.full((2, 4, 64), POISON), *case.queries))
+    output = torch.full_like(query, 7.0)
+    paged_prefill(
+        query,
+        case.cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc + 2,
+        scale=case.scale,
+        out=output,
+    )
+    assert (output[:2] == 7.0).all()
+    case.assert_right(output[2:])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_backend_writes_its_cache_and_attends_in_a_step_of_decodes_and_chunks(window):
+    rng = random.Random(3)
+    case = make_case(rng, [(1, 70), (1, 3), (20, 20), (9, 60)], heads=(6, 2), window=window)
+    metadata = make_metadata(case.spans, 16)
+    for span in case.spans:  # what the step itself must write
+        for position in range(span.seq_len - span.query_len, span.seq_len):
+            case.cache[span.blocks[position // 16], :, :, position % 16] = POISON
+    key, value = (
+        torch.cat([kv[i, :, -span.query_len :].transpose(0, 1) for kv, span in zip(case.kv, case.spans, strict=True)])
+        for i in range(2)
+    )
+    attention = TritonAttention(1, 6, 2, 64, 16, window, case.scale)
+    case.assert_right(attention.forward(torch.cat(case.queries), key, value, case.cache, metadata))

@@ -34,10 +34,12 @@ def paged_prefill(
         return
     group = num_heads // num_kv_heads
     block_dim = triton.next_power_of_2(head_dim)
-    wide = block_dim * query.element_size() > 256  # rows of more than 256 bytes: half of everything
-    # Rows no more than the chunks have on average: a step of short chunks would compute mostly padding.
+    row_bytes = block_dim * query.element_size()
+    # As large as registers allow, but rows no more than the chunks have on average: a step of short chunks would
+    # compute mostly padding. float32 has no matrix instructions that are exact, and keeps its operands in registers.
+    most = 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64
     rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_requests) * group)
-    block_m = max(16, triton.next_power_of_2(group), min(64 if wide else 128, rows))
+    block_m = max(16, triton.next_power_of_2(group), min(most, rows))
     block_q = block_m // group
     _prefill[(num_tokens // block_q + num_requests, num_kv_heads)](
         out,
@@ -63,9 +65,9 @@ def paged_prefill(
         BLOCK_Q=block_q,
         BLOCK_M=block_m,
         BLOCK_DIM=block_dim,
-        TILE=32 if wide else 64,
+        TILE=64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16,
         num_warps=8 if block_m >= 128 else 4,
-        num_stages=2 if wide else 3,
+        num_stages=3 if row_bytes <= 256 else 2,
     )
 
 

@@ -1,0 +1,135 @@
+"""Compiles every kernel for a Hopper GPU, without one: `python -m tests.gpu.compile_kernels`.
+
+The public functions are called with CPU tensors of real types and shapes; what would be launched is compiled instead.
+The interpreter forgives what the compiler does not (types that change in a loop, shapes that do not fit a matrix
+instruction), and only the compiler knows registers. Prints one JSON object per kernel. Runs in a process of its own,
+because Triton decides once whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from gpu import kernels
+from gpu.kernels.dispatch import interpreted
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4, num_stages=3, **keywords) -> None:
+    """In place of `JITFunction.run`: specialize as a launch would, compile, and say what came of it."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        aligned = isinstance(value, torch.Tensor)
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            aligned = value % 16 == 0
+        else:
+            signature[parameter.name] = "fp32"
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=HOPPER,
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    report = {"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+    report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
+    print(json.dumps(report), flush=True)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes of stack, where registers that do not fit are spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [DISASSEMBLER, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
+    assert found is not None
+    return {"registers": int(found[1]), "stack": int(found[2])}
+
+
+def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
+    """Every public function, at the shapes of Llama 3 8B (and Qwen3's norms, and heads of no power of two)."""
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=torch.int32)
+
+    def longs(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=torch.int64)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=torch.float32)
+
+    kernels.add_rms_norm(zeros(4, 4096), zeros(4, 4096), zeros(4096), 1e-5)
+    kernels.silu_and_mul(zeros(4, 2 * 14336))
+    kernels.gather_rows(zeros(4, 4096), longs(3))
+    cache = zeros(4, 2, 8, 16, 128)
+    table = zeros(2, 64, 128)
+    kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
+    kernels.store_kv(zeros(4, 8, 128), zeros(4, 8, 128), cache, longs(4))
+    for head_dim, window in ((128, None), (80, 512)):
+        paged = zeros(4, 2, 8, 16, head_dim)
+        for splits in (1, 16):
+            query = zeros(4, 32, head_dim)
+            kernels.paged_decode(query, paged, ints(4, 64), ints(4), scale=1.0, window=window, num_splits=splits)
+        query = zeros(512, 32, head_dim)
+        kernels.paged_prefill(query, paged, ints(2, 64), ints(2), ints(3), scale=1.0, window=window)
+    logits = zeros(4, 128256)
+    sampling = kernels.SamplingTable(
+        temperature=floats(4), top_k=ints(4), top_p=floats(4), min_p=floats(4), seed=longs(4)
+    )
+    kernels.sample_tokens(logits, sampling, longs(4), longs(4))
+    kernels.compute_logprobs(logits, longs(4), 3)
+    kernels.apply_bitmask(logits, ints(4, 4008), longs(4))
+    logits = logits.float()
+    kernels.add_bias(logits, longs(4), longs(4), floats(4))
+    penalties = kernels.PenaltyTable(
+        repetition=floats(4),
+        presence=floats(4),
+        frequency=floats(4),
+        token_ids=ints(4, 4096),
+        num_prompt_tokens=ints(4),
+        num_tokens=ints(4),
+        scratch=ints(4, 128256),
+    )
+    kernels.apply_penalties(logits, penalties, longs(4))
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("Triton would interpret: unset TRITON_INTERPRET")
+    JITFunction.run = compile_instead
+    with interpreted():  # CPU tensors to the launchers
+        call_all()

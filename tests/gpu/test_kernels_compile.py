@@ -1,0 +1,40 @@
+"""The kernels as the compiler sees them: what the interpreter accepts must also become code for a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu.kernels.jit
+
+
+def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compile_kernels"],
+        check=False,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {report["kernel"] for report in reports} == launched_kernels()
+    for report in reports:
+        assert report["stack"] == 0, report
+        assert report["shared"] <= 227 * 1024, report  # what a Hopper multiprocessor gives one block
+        assert bool(report["matrix_instructions"]) == (report["kernel"] in ("_decode", "_prefill")), report
+
+
+def launched_kernels() -> set[str]:
+    """The names that are launched, as `_name[grid](...)`, anywhere in gpu.kernels.jit."""
+    sources = [path.read_text() for path in Path(gpu.kernels.jit.__file__).parent.glob("*.py")]
+    defined = {
+        line.split("def ")[1].split("(")[0]
+        for source in sources
+        for before, line in zip(source.splitlines(), source.splitlines()[1:], strict=False)
+        if before == "@triton.jit"
+    }
+    return {name for name in defined if any(f"{name}[" in source for source in sources)}

@@ -24,7 +24,7 @@ from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
-from app.routes import catalogue, generation, messages, probes, requests
+from app.routes import catalogue, generation, messages, probes, requests, responses
 from app.scope import Handler
 from app.server import Server
 from app.settings import Settings, SettingsError
@@ -69,6 +69,12 @@ def create_app(settings: Settings) -> Starlette:
         routes=[
             route("POST", "/v1/chat/completions", generation.chat_completions(server)),
             route("POST", "/v1/completions", generation.completions(server)),
+            route("POST", "/v1/responses", responses.create(server)),
+            route("POST", "/v1/responses/input_tokens", responses.input_tokens(server)),
+            route("GET", "/v1/responses/{id}", responses.retrieve(server)),
+            route("DELETE", "/v1/responses/{id}", responses.delete(server)),
+            route("POST", "/v1/responses/{id}/cancel", responses.cancel(server)),
+            route("GET", "/v1/responses/{id}/input_items", responses.input_items(server)),
             route("POST", "/v1/messages", messages.messages(server)),
             route("POST", "/v1/messages/count_tokens", messages.count_tokens(server)),
             route("GET", "/v1/requests/{id}/timeline", requests.timeline(server), quiet=True),

@@ -69,6 +69,7 @@ class RequestScope:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.http_version: str = scope["http_version"]
+        self.query_string: bytes = scope["query_string"]
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = _decode_headers(scope["headers"])
         self.tenant: Tenant = scope.get("headrace.tenant", ANONYMOUS)

@@ -21,6 +21,7 @@ from app.admission import Admission
 from app.loading import make_client, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
+from app.response_store import ResponseStore
 from app.scope import RequestScope
 from app.settings import Settings, SettingsError
 from app.tenants import Tenants
@@ -93,6 +94,7 @@ class Server:
         self.tenants = Tenants(settings)
         self.admission = Admission(settings, on_refused=self.metrics.on_rejection)
         self.timelines = Timelines(settings.timeline_size)
+        self.responses = ResponseStore(settings)
         self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining
@@ -188,7 +190,10 @@ class Server:
             await self._idle.wait()
 
     async def watch_requests(self) -> None:
-        """Let every request do what is due: cut a client that does not read, keep a silent stream alive."""
+        """Let every request do what is due: cut a client that does not read, keep a silent stream alive.
+
+        And drop responses that have been kept for long enough.
+        """
         settings = self.settings
         patience = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
         while True:
@@ -196,6 +201,7 @@ class Server:
             now = time.monotonic()
             for request in list(self._requests):
                 request.tick(now)
+            self.responses.expire(now)
 
     async def live(self) -> None:
         """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""

@@ -199,6 +199,22 @@ class Settings(BaseSettings):
     timeline_size: int = Field(
         1000, description="Ended requests whose timeline is kept for /v1/requests/{id}/timeline.", ge=0, le=10**6
     )
+    response_store_size: int = Field(
+        1000,
+        description="Responses kept per tenant for previous_response_id and GET /v1/responses/{id}; 0: none.",
+        ge=0,
+        le=10**6,
+    )
+    response_store_bytes: ByteSize = Field(
+        ByteSize(64 * MIB),
+        description="Memory for the kept responses of a tenant, with the conversations before them.",
+        ge=MIB,
+        le=1024 * 1024 * MIB,
+        examples=["64MiB"],
+    )
+    response_store_age: float = Field(
+        3600.0, description="Seconds after which a kept response is dropped.", ge=0.001, le=30 * 86400
+    )
     max_body_bytes: ByteSize = Field(
         ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
     )

@@ -13,4 +13,5 @@ The app room parses bodies with this package and sends what it builds. Of the en
     openai          the wire formats of OpenAI: chat, completions, models
     dialect         wire formats that are translated into chat requests
     anthropic       one of them: Anthropic's messages
+    responses       the other: OpenAI's Responses
 """

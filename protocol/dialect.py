@@ -8,7 +8,7 @@ behind that (template, tools, reasoning, grammars, sampling) exists once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import orjson
@@ -88,24 +88,26 @@ def type_tag(value: Any) -> str | None:
     return f"${kind}"
 
 
-def known_types(*kinds: str, default: str | None = None) -> BeforeValidator:
-    """Refuses an object of another `type` by name, before its other fields are looked at.
+def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> None:
+    """Refuses an object of another `type` by name. `default` is the type of an object that tells none."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("shape", "an object")
+    kind = value.get("type", default)
+    if kind is None:
+        raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
+    if kind not in kinds:
+        shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
+        works = ", ".join(kinds)
+        raise PydanticCustomError(
+            "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": "type"}
+        )
 
-    `default` is the type of an object that tells none.
-    """
+
+def known_types(*kinds: str, default: str | None = None) -> BeforeValidator:
+    """`check_type` for a field, before the object's other fields are looked at."""
 
     def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise PydanticCustomError("shape", "an object")
-        kind = value.get("type", default)
-        if kind is None:
-            raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
-        if kind not in kinds:
-            shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
-            works = ", ".join(kinds)
-            raise PydanticCustomError(
-                "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": "type"}
-            )
+        check_type(value, kinds, default)
         return value
 
     return BeforeValidator(check)

@@ -1,0 +1,128 @@
+"""Responses that can be asked for: those being made, and a bounded memory for each tenant of those that were.
+
+A response is kept with the whole conversation that led to it, so it can be continued after those before it are gone.
+The oldest are dropped when there are too many, when they take too much memory, and when their time is over. Nothing is
+written to disk, and a restart forgets everything. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from app.scope import RequestScope
+from app.settings import Settings
+from protocol.responses.output import ResponseWriter
+
+_OVERHEAD = 512  # bytes of an entry beside its texts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """The response object and the items before it, as JSON. `expires` is in seconds of `time.monotonic()`."""
+
+    body: bytes
+    context: bytes
+    expires: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.context) + _OVERHEAD
+
+    def context_items(self) -> list[dict[str, Any]]:
+        """The items that the response was made from, instructions not among them."""
+        items: list[dict[str, Any]] = orjson.loads(self.context)
+        return items
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items that a next response continues: those before this one, and its output."""
+        return [*self.context_items(), *orjson.loads(self.body)["output"]]
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One tenant's responses, the oldest first."""
+
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+    def drop(self, response_id: str) -> None:
+        self.num_bytes -= self.responses.pop(response_id).num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunningResponse:
+    """A response that is being made: by which request, and how far it is."""
+
+    request: RequestScope
+    writer: ResponseWriter
+
+
+class ResponseStore:
+    """The responses of all tenants; nobody finds another's."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_count = settings.response_store_size
+        self._max_bytes = settings.response_store_bytes
+        self._max_age = settings.response_store_age
+        self._shelves: dict[str, _Shelf] = {}
+        self._running: dict[tuple[str, str], RunningResponse] = {}
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever kept."""
+        return self._max_count == 0
+
+    def keep(self, tenant: str, response_id: str, body: bytes, context: bytes) -> None:
+        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept."""
+        now = time.monotonic()
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        if response_id in shelf.responses:
+            shelf.drop(response_id)
+        response = StoredResponse(body, context, now + self._max_age)
+        shelf.responses[response_id] = response
+        shelf.num_bytes += response.num_bytes
+        while len(shelf.responses) > self._max_count or shelf.num_bytes > self._max_bytes:
+            shelf.drop(next(iter(shelf.responses)))
+
+    def find(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """A response of this tenant's, unless it is gone."""
+        self.expire(time.monotonic())
+        shelf = self._shelves.get(tenant)
+        return shelf.responses.get(response_id) if shelf is not None else None
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Forget a response. Returns whether there was one."""
+        if self.find(tenant, response_id) is None:
+            return False
+        self._shelves[tenant].drop(response_id)
+        return True
+
+    @contextmanager
+    def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
+        """Lets a response be found while it is made."""
+        key = (response.request.tenant.name, response_id)
+        self._running[key] = response
+        try:
+            yield
+        finally:
+            if self._running.get(key) is response:  # a client may use an id twice
+                del self._running[key]
+
+    def find_running(self, tenant: str, response_id: str) -> RunningResponse | None:
+        """A response of this tenant's that is being made."""
+        return self._running.get((tenant, response_id))
+
+    def expire(self, now: float) -> None:
+        """Drop what is too old. Called every so often, so that the memory of a tenant who is gone comes back."""
+        for tenant, shelf in list(self._shelves.items()):
+            while shelf.responses and next(iter(shelf.responses.values())).expires <= now:
+                shelf.drop(next(iter(shelf.responses)))
+            if not shelf.responses:
+                del self._shelves[tenant]

@@ -1,0 +1,190 @@
+"""/v1/responses: create, retrieve, delete, cancel, list the input, count its tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from app.generation import Generation, compute, generate, parse
+from app.response_store import RunningResponse, StoredResponse
+from app.scope import Handler, RequestScope
+from app.server import ServedModel, Server
+from engine.messages import FinishReason
+from protocol.errors import ApiError
+from protocol.message_parts import MessageFormat
+from protocol.openai.logprobs import ChatLogprobs
+from protocol.openai.output import Head
+from protocol.responses.items import Item, listing, stored_items
+from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
+from protocol.responses.request import InputTokensRequest, ResponsesRequest
+
+# Who counts tokens asks whether a conversation is too long, so one that is gets a number.
+COUNTED_CONTEXTS = 4
+MAX_QUERY_FIELDS = 64
+
+_CANCELLED_BY_ANOTHER = ApiError(
+    409, "The response has been cancelled by another request.", code=CANCELLED, headers={"x-should-retry": "false"}
+)
+
+
+def create(server: Server) -> Handler:
+    """The handler of POST /v1/responses."""
+
+    async def handler(request: RequestScope) -> None:
+        body = await parse(ResponsesRequest, request)
+        stores = _stores(server, body)
+        previous = _previous(server, request, body)
+        items = [*previous, *body.items()]
+        chat = await compute(request, lambda: body.to_chat(items))
+        head = Head(f"resp_{request.request_id}", int(time.time()), server.check_model_name(body.model))
+        token_bytes = server.model.llm.vocabulary.token_bytes
+
+        def keep(response: dict[str, Any]) -> None:
+            if stores:
+                context = orjson.dumps([item.listed() for item in items])
+                server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context)
+
+        writer = ResponseWriter(
+            head,
+            MessageFormat().parser(token_bytes),
+            body.echo() | {"store": stores},
+            write_logprobs=ChatLogprobs(token_bytes) if body.wants_logprobs else None,
+            done=keep,
+        )
+
+        async def tokenize(model: ServedModel) -> list[list[int]]:
+            return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
+
+        work = Generation(
+            request_id=head.id,
+            body=chat,
+            num_characters=len(request.body),
+            tokenize=tokenize,
+            event_writer=lambda outputs: writer,
+            body_writer=lambda outputs: ResponseBodyWriter(writer),
+        )
+        with server.responses.running(head.id, RunningResponse(request, writer)):
+            await generate(server, request, work)
+
+    return handler
+
+
+def input_tokens(server: Server) -> Handler:
+    """The handler of POST /v1/responses/input_tokens."""
+
+    async def handler(request: RequestScope) -> None:
+        body = await parse(InputTokensRequest, request)
+        server.check_model_name(body.model)
+        items = [*_previous(server, request, body), *body.items()]
+        chat = await compute(request, lambda: body.to_chat(items))
+        model = server.model
+        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)
+        answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+        await request.send_json(200, orjson.dumps(answer))
+
+    return handler
+
+
+def retrieve(server: Server) -> Handler:
+    """The handler of GET /v1/responses/{id}. A response that is being made is told as far as it is."""
+
+    async def handler(request: RequestScope) -> None:
+        if _query(request).get("stream", "false").lower() != "false":
+            raise ApiError(
+                400, "stream is not supported here: only background responses could be streamed again.", param="stream"
+            )
+        running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+        if running is not None:
+            await request.send_json(200, orjson.dumps(running.writer.response("in_progress")))
+        else:
+            await request.send_json(200, _stored(server, request).body)
+
+    return handler
+
+
+def delete(server: Server) -> Handler:
+    """The handler of DELETE /v1/responses/{id}."""
+
+    async def handler(request: RequestScope) -> None:
+        response_id = request.path_params["id"]
+        if not server.responses.delete(request.tenant.name, response_id):
+            raise _not_found(response_id)
+        answer = {"id": response_id, "object": "response", "deleted": True}
+        await request.send_json(200, orjson.dumps(answer))
+
+    return handler
+
+
+def cancel(server: Server) -> Handler:
+    """The handler of POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it."""
+
+    async def handler(request: RequestScope) -> None:
+        running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+        if running is None:
+            _stored(server, request)
+            raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
+        running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
+        await request.send_json(200, orjson.dumps(running.writer.response("cancelled")))
+
+    return handler
+
+
+def input_items(server: Server) -> Handler:
+    """The handler of GET /v1/responses/{id}/input_items: all items that the response was made from."""
+
+    async def handler(request: RequestScope) -> None:
+        items = _stored(server, request).context_items()
+        await request.send_json(200, listing(items, _query(request)))
+
+    return handler
+
+
+def _stores(server: Server, body: ResponsesRequest) -> bool:
+    """Whether the response is kept: unless the client or the operator does not want it. Raises ApiError 400."""
+    if body.store and server.responses.is_off:
+        raise ApiError(400, "store: true is not possible: this server keeps no responses.", param="store")
+    return body.store is not False and not server.responses.is_off
+
+
+def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> Sequence[Item]:
+    """The conversation that the request continues. Raises ApiError 400 if it is not there."""
+    if body.previous_response_id is None:
+        return ()
+    stored = server.responses.find(request.tenant.name, body.previous_response_id)
+    if stored is None:
+        raise ApiError(
+            400,
+            "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return stored_items(stored.conversation())
+
+
+def _stored(server: Server, request: RequestScope) -> StoredResponse:
+    response_id = request.path_params["id"]
+    stored = server.responses.find(request.tenant.name, response_id)
+    if stored is None:
+        raise _not_found(response_id)
+    return stored
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(
+        404,
+        f"No response {response_id[:80]!r} is kept here (any more).",
+        param="id",
+        code="not_found",
+    )
+
+
+def _query(request: RequestScope) -> Mapping[str, str]:
+    try:
+        pairs = parse_qsl(request.query_string.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS)
+    except ValueError:
+        raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
+    return dict(pairs)

@@ -1,0 +1,6 @@
+"""OpenAI's Responses API, translated to a chat request and back.
+
+request         the request bodies, and the chat requests that they mean
+items           what a conversation is made of, and its way into chat messages
+output          the response object and its events
+"""

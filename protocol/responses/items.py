@@ -1,0 +1,248 @@
+"""Items of a conversation: messages, function calls and their outputs, reasoning; and their way into chat messages.
+
+What one turn of the assistant is in chat (thoughts, text, calls) are several items here, which follow each other.
+Everything that text cannot be is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Discriminator, Field, Tag, TypeAdapter
+
+from protocol.body import ClientModel, at_most, fail_fast
+from protocol.dialect import known_types, type_tag
+from protocol.errors import ApiError
+
+MAX_ITEMS = 16384
+MAX_PARTS = 1024  # of one item
+MAX_LISTED = 100  # on a page
+DEFAULT_LISTED = 20
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+class TextPart(ClientModel):
+    """Text, whoever said it. Annotations are accepted without effect."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class RefusalPart(ClientModel):
+    """The words in which the assistant has refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part_tag(value: Any) -> str:
+    return "$refusal" if type_tag(value) == "$refusal" else "$text"
+
+
+_Part = Annotated[
+    Annotated[TextPart, Tag("$text")] | Annotated[RefusalPart, Tag("$refusal")],
+    Discriminator(_part_tag),
+    known_types("input_text", "output_text", "text", "refusal"),
+]
+
+
+def _string_or_parts(value: Any) -> str | None:
+    return "$string" if isinstance(value, str) else "$parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$parts")],
+    Discriminator(
+        _string_or_parts, custom_error_type="shape", custom_error_message="a string or an array of text parts"
+    ),
+]
+
+
+def _texts(content: str | Sequence[TextPart | RefusalPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+class MessageItem(ClientModel):
+    """What somebody said. `status` and `phase` are accepted without effect."""
+
+    type: Literal["message"] = "message"
+    id: str = Field(default_factory=lambda: _new_id("msg"))
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+    def listed(self) -> dict[str, Any]:
+        """The item as the API lists it."""
+        if self.role == "assistant":
+            parts = [_output_text(text) for text in _texts(self.content)]
+        else:
+            parts = [{"type": "input_text", "text": text} for text in _texts(self.content)]
+        return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": parts}
+
+
+class FunctionCallItem(ClientModel):
+    """A call that the model has made. `arguments` is JSON as text."""
+
+    type: Literal["function_call"]
+    id: str = Field(default_factory=lambda: _new_id("fc"))
+    call_id: str
+    name: str
+    arguments: str
+
+    def listed(self) -> dict[str, Any]:
+        """The item as the API lists it."""
+        return {**self.model_dump(), "status": "completed"}
+
+
+class FunctionCallOutputItem(ClientModel):
+    """What a function has answered."""
+
+    type: Literal["function_call_output"]
+    id: str = Field(default_factory=lambda: _new_id("fco"))
+    call_id: str
+    output: Content
+
+    def listed(self) -> dict[str, Any]:
+        """The item as the API lists it."""
+        return {
+            "id": self.id,
+            "type": "function_call_output",
+            "call_id": self.call_id,
+            "output": "\n".join(_texts(self.output)),
+            "status": "completed",
+        }
+
+
+class _ReasoningText(ClientModel):
+    text: str
+
+
+class ReasoningItem(ClientModel):
+    """What the model thought. `summary` and `encrypted_content` are accepted without effect: ours hold nothing."""
+
+    type: Literal["reasoning"]
+    id: str = Field(default_factory=lambda: _new_id("rs"))
+    content: Annotated[list[_ReasoningText], fail_fast, at_most(MAX_PARTS, "parts")] = Field(default_factory=list)
+
+    def listed(self) -> dict[str, Any]:
+        """The item as the API lists it."""
+        return reasoning_item(self.id, [part.text for part in self.content], "completed")
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+
+def _item_tag(value: Any) -> str | None:
+    return "$message" if isinstance(value, dict) and "type" not in value else type_tag(value)
+
+
+_Item = Annotated[
+    Annotated[MessageItem, Tag("$message")]
+    | Annotated[FunctionCallItem, Tag("$function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("$function_call_output")]
+    | Annotated[ReasoningItem, Tag("$reasoning")],
+    Discriminator(_item_tag),
+    known_types("message", "function_call", "function_call_output", "reasoning", default="message"),
+]
+Items = Annotated[list[_Item], fail_fast, at_most(MAX_ITEMS, "items")]
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Items)
+
+
+def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
+    """Items again of what `listed` made of them, or of a response's output."""
+    return _ITEMS.validate_python(listed)
+
+
+def message_item(item_id: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    """What the assistant says, as an item of a response."""
+    part = _output_text(text, logprobs)
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str, Any]:
+    """What the model thinks, as an item of a response."""
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text} for text in texts],
+        "encrypted_content": None,
+        "status": status,
+    }
+
+
+def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
+    """A page of items: `limit` of them in this `order`, after the item whose id is `after`.
+
+    Raises `ApiError` 400 for a query that is not that.
+    """
+    order, after = query.get("order", "desc"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order must be 'asc' or 'desc'.", param="order")
+    limit = query.get("limit", str(DEFAULT_LISTED))
+    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
+        raise ApiError(400, f"limit must be a whole number from 1 to {MAX_LISTED}.", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    ids = [item["id"] for item in ordered]
+    if after is not None and after not in ids:
+        raise ApiError(400, "after must be the id of one of the items.", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = ordered[start : start + int(limit)]
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": start + len(page) < len(ordered),
+        }
+    )
+
+
+def _output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The conversation as chat messages. Thoughts, a text and calls that follow each other are one message."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        match item:
+            case MessageItem(role="assistant"):
+                message = _assistant_without(messages, "content", "tool_calls")
+                message["content"] = _chat_content(item.content)
+            case MessageItem():
+                messages.append({"role": item.role, "content": _chat_content(item.content)})
+            case ReasoningItem():
+                message = _assistant_without(messages, "reasoning", "content", "tool_calls")
+                message["reasoning"] = "\n".join(part.text for part in item.content)
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                _assistant_without(messages).setdefault("tool_calls", []).append(call)
+            case FunctionCallOutputItem():
+                content = _chat_content(item.output)
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    return messages
+
+
+def _chat_content(content: str | Sequence[TextPart | RefusalPart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [{"type": "text", "text": text} for text in _texts(content)]
+
+
+def _assistant_without(messages: list[dict[str, Any]], *keys: str) -> dict[str, Any]:
+    """The last message, if it is the assistant's and has none of these yet, or else a new one."""
+    if not messages or messages[-1]["role"] != "assistant" or any(key in messages[-1] for key in keys):
+        messages.append({"role": "assistant"})
+    return messages[-1]

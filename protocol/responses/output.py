@@ -1,0 +1,287 @@
+"""The response object and its events.
+
+One `ResponseWriter` serves both kinds of answers: it grows the response item by item from the parts of the message
+(`protocol.message_parts`) and makes the events as it goes. So the items of the last event are those that were streamed,
+and those of an answer that was not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from engine.messages import FinishReason, RequestOutput
+from protocol.errors import ApiError
+from protocol.message_parts import (
+    ContentDelta,
+    MessageParser,
+    MessagePart,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from protocol.openai.logprobs import ChatLogprobs
+from protocol.openai.output import Head, raise_if_failed
+from protocol.responses.items import message_item, reasoning_item
+from protocol.sse import event_frame
+
+_TEXT_DELTA = (
+    b"event: response.output_text.delta\n"
+    b'data: {"type":"response.output_text.delta","sequence_number":%d,"item_id":%b,"output_index":%d,'
+    b'"content_index":0,"delta":%b,"logprobs":%b}\n\n'
+)
+
+CANCELLED = "response_cancelled"
+"""The code of the error that ends a request which another one has cancelled."""
+
+Done = Callable[[dict[str, Any]], None]
+"""Gets the response that has ended, before its client does."""
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    kind: type[MessagePart]  # the parts that it takes
+    id: str
+    index: int
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    call_id: str = ""
+    name: str = ""
+
+    def as_item(self, status: str) -> dict[str, Any]:
+        text = "".join(self.text)
+        if self.kind is ContentDelta:
+            return message_item(self.id, text, status, self.logprobs)
+        if self.kind is ReasoningDelta:
+            return reasoning_item(self.id, [text], status)
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "call_id": self.call_id,
+            "name": self.name,
+            "arguments": text,
+            "status": status,
+        }
+
+
+class ResponseWriter:
+    """Makes the response to one request: `feed` every output, then `end`, or `body` for an answer in one piece.
+
+    `echo` is what the response says about its request. `done` is told when the response has ended, also if it failed.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        parser: MessageParser,
+        echo: Mapping[str, Any],
+        *,
+        write_logprobs: ChatLogprobs | None = None,
+        done: Done = lambda response: None,
+    ) -> None:
+        self._head = head
+        self._parser = parser
+        self._echo = echo
+        self._write_logprobs = write_logprobs
+        self._done = done
+        self._output: list[dict[str, Any]] = []  # the items that are complete
+        self._open: _OpenItem | None = None
+        self._last: RequestOutput | None = None
+        self._events = 0
+        self._logprobs: list[Any] = []  # of tokens whose text has not come yet
+        self._skipped = 0  # log-probabilities of reasoning, which are not shown
+
+    def feed(self, output: RequestOutput) -> bytes:
+        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+        raise_if_failed(output)
+        frames = self._begin() if self._last is None else []
+        self._last = output
+        if self._write_logprobs is not None and output.logprobs:
+            self._logprobs += self._write_logprobs(output.logprobs)["content"]
+        for part in self._parser.read(output):
+            frames += self._part(part)
+        return b"".join(frames)
+
+    def end(self) -> bytes:
+        """The last frames."""
+        frames, response = self._finish()
+        return b"".join([*frames, self._event(f"response.{response['status']}", response=response)])
+
+    def body(self) -> bytes:
+        """The response body."""
+        return orjson.dumps(self._finish()[1])
+
+    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
+        """How the stream ends instead if something goes wrong. `unsent` has been generated and is only counted."""
+        frames = self._begin() if self._last is None else []
+        for output in unsent:
+            self._last = output
+        if self._open is not None:
+            self._output.append(self._open.as_item("incomplete"))
+            self._open = None
+        if error.code == CANCELLED:
+            # The events know no cancelling: the response is incomplete, and its status says why.
+            name, response = "response.incomplete", self.response("cancelled")
+        else:
+            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+            name, response = "response.failed", self.response("failed", error={"code": code, "message": error.message})
+        self._done(response)
+        return b"".join([*frames, self._event(name, response=response)])
+
+    def response(self, status: str, **fields: Any) -> dict[str, Any]:
+        """The response object as it is now, with every key that it can have."""
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._head.model,
+            "output": [*self._output, *([self._open.as_item("in_progress")] if self._open else [])],
+            "usage": None if self._last is None or status == "in_progress" else self._usage(self._last),
+            **self._echo,
+            **fields,
+        }
+
+    def _finish(self) -> tuple[list[bytes], dict[str, Any]]:
+        assert self._last is not None
+        is_whole = self._last.finish_reason is FinishReason.STOP
+        frames = []
+        if self._open is None and not self._output:  # an answer without a word is a message without a word
+            frames += self._begin_item(_OpenItem(ContentDelta, f"msg_{self._suffix(0)}", 0))
+        frames += self._close("completed" if is_whole else "incomplete")
+        if is_whole:
+            response = self.response("completed", completed_at=int(time.time()))
+        else:  # the operator's abort has no word of its own: the answer is cut off
+            response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
+        self._done(response)
+        return frames, response
+
+    # --- items
+
+    def _part(self, part: MessagePart) -> list[bytes]:
+        index = len(self._output) + (self._open is not None)  # of an item that would begin now
+        match part:
+            case ContentDelta(text):
+                frames = self._switch(_OpenItem(ContentDelta, f"msg_{self._suffix(index)}", index))
+                return [*frames, self._text_delta(text)]
+            case ReasoningDelta(text):
+                frames = self._switch(_OpenItem(ReasoningDelta, f"rs_{self._suffix(index)}", index))
+                return [*frames, self._delta("response.reasoning_text.delta", text, content_index=0)]
+            case ToolCallStart(_, call_id, name):
+                call = _OpenItem(ToolCallArguments, f"fc_{self._suffix(index)}", index, call_id=call_id, name=name)
+                return self._close("completed") + self._begin_item(call)
+            case ToolCallArguments(_, fragment):
+                return [self._delta("response.function_call_arguments.delta", fragment)]
+
+    def _suffix(self, index: int) -> str:
+        return f"{self._head.id.removeprefix('resp_')}_{index}"
+
+    def _switch(self, item: _OpenItem) -> list[bytes]:
+        if self._open is not None and self._open.kind is item.kind:
+            return []
+        return self._close("completed") + self._begin_item(item)
+
+    def _begin_item(self, item: _OpenItem) -> list[bytes]:
+        self._open = item
+        empty = item.as_item("in_progress")
+        parts = empty.pop("content", None)
+        if parts is None:
+            return [self._event("response.output_item.added", output_index=item.index, item=empty)]
+        added = self._event("response.output_item.added", output_index=item.index, item={**empty, "content": []})
+        return [added, self._item_event("response.content_part.added", item, content_index=0, part=parts[0])]
+
+    def _close(self, status: str) -> list[bytes]:
+        """End the open item, if there is one."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        if item.kind is ContentDelta:
+            item.logprobs += self._take_logprobs()  # of tokens without text, as the last one
+        text = "".join(item.text)
+        whole = item.as_item(status)
+        self._output.append(whole)
+        if item.kind is ToolCallArguments:
+            name = "response.function_call_arguments.done"
+            frames = [self._item_event(name, item, name=item.name, arguments=text)]
+        else:
+            part = whole["content"][0]
+            if item.kind is ContentDelta:
+                fields = {"text": text, "logprobs": part["logprobs"]}
+                frames = [self._item_event("response.output_text.done", item, content_index=0, **fields)]
+            else:
+                frames = [self._item_event("response.reasoning_text.done", item, content_index=0, text=text)]
+            frames.append(self._item_event("response.content_part.done", item, content_index=0, part=part))
+        return [*frames, self._event("response.output_item.done", output_index=item.index, item=whole)]
+
+    def _text_delta(self, text: str) -> bytes:
+        item = self._open
+        assert item is not None
+        item.text.append(text)
+        logprobs = self._take_logprobs() if self._logprobs else []
+        item.logprobs += logprobs
+        self._events += 1
+        return _TEXT_DELTA % (
+            self._events - 1,
+            orjson.dumps(item.id),
+            item.index,
+            orjson.dumps(text),
+            orjson.dumps(logprobs),
+        )
+
+    def _delta(self, name: str, text: str, **fields: Any) -> bytes:
+        assert self._open is not None
+        self._open.text.append(text)
+        return self._item_event(name, self._open, delta=text, **fields)
+
+    def _take_logprobs(self) -> list[Any]:
+        # Those of the reasoning come first, and all of them have come when the answer begins.
+        hidden = min(len(self._logprobs), (self._parser.num_reasoning_tokens or 0) - self._skipped)
+        self._skipped += hidden
+        taken, self._logprobs = self._logprobs[hidden:], []
+        return taken
+
+    # --- events
+
+    def _begin(self) -> list[bytes]:
+        return [
+            self._event("response.created", response=self.response("in_progress")),
+            self._event("response.in_progress", response=self.response("in_progress")),
+        ]
+
+    def _item_event(self, event_type: str, item: _OpenItem, /, **fields: Any) -> bytes:
+        return self._event(event_type, item_id=item.id, output_index=item.index, **fields)
+
+    def _event(self, event_type: str, /, **fields: Any) -> bytes:
+        self._events += 1
+        return event_frame(event_type, {"type": event_type, "sequence_number": self._events - 1, **fields})
+
+    def _usage(self, output: RequestOutput) -> dict[str, Any]:
+        return {
+            "input_tokens": output.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": output.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens or 0},
+            "total_tokens": output.num_prompt_tokens + output.num_output_tokens,
+        }
+
+
+class ResponseBodyWriter:
+    """A `ResponseWriter` whose answer goes out in one piece."""
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+
+    def feed(self, output: RequestOutput) -> None:
+        """Take in the next part of the answer. Raises `ApiError` if the output failed."""
+        self._writer.feed(output)
+
+    def body(self) -> bytes:
+        """The response body."""
+        return self._writer.body()

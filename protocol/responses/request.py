@@ -1,0 +1,292 @@
+"""POST /v1/responses and /v1/responses/input_tokens: the requests, and the chat requests that they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticCustomError
+
+from engine.errors import InvalidRequest
+from protocol.body import ClientModel, at_most, fail_fast
+from protocol.dialect import DialectRequest, TranslatedChat, check_type, known_types, translated, type_tag
+from protocol.responses.items import Item, Items, MessageItem, chat_messages
+
+MAX_TOOLS = 128
+MAX_METADATA = 16  # entries
+MAX_METADATA_KEY = 64  # characters
+MAX_METADATA_VALUE = 512
+
+LOGPROBS = "message.output_text.logprobs"
+
+_HOSTED_SEARCH = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
+
+
+class ResponsesChat(TranslatedChat):
+    """The chat request that a Responses request means."""
+
+    client_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
+
+
+class FunctionTool(ClientModel):
+    """A function that the client runs."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """The tool in chat's form."""
+        fields = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": fields}
+
+
+def _without_hosted_search(tools: Any) -> Any:
+    """Search that OpenAI runs is an offer which a model need not take: clients that always make it are served."""
+    if not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _HOSTED_SEARCH)]
+
+
+Tools = Annotated[
+    list[Annotated[FunctionTool, known_types("function")]],
+    fail_fast,
+    BeforeValidator(_without_hosted_search),
+    at_most(MAX_TOOLS, "tools"),
+]
+
+
+class NamedFunction(ClientModel):
+    """The function that has to be called, or one of those that may be."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(ClientModel):
+    """Some of the tools; the others are there and not called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[Annotated[NamedFunction, known_types("function")]], fail_fast, at_most(MAX_TOOLS, "tools")
+    ] = Field(min_length=1)
+
+
+def _word_or_type(value: Any) -> str | None:
+    return "$word" if isinstance(value, str) else type_tag(value)
+
+
+def _known_choice(value: Any) -> Any:
+    if not isinstance(value, str):
+        check_type(value, ("function", "allowed_tools"))
+    return value
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("$word")]
+    | Annotated[NamedFunction, Tag("$function")]
+    | Annotated[AllowedTools, Tag("$allowed_tools")],
+    Discriminator(_word_or_type),
+    BeforeValidator(_known_choice),
+]
+
+
+class PlainText(ClientModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(ClientModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(ClientModel):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+Format = Annotated[
+    Annotated[PlainText, Tag("$text")]
+    | Annotated[JsonObject, Tag("$json_object")]
+    | Annotated[JsonSchema, Tag("$json_schema")],
+    Discriminator(type_tag),
+    known_types("text", "json_object", "json_schema"),
+]
+
+
+class TextConfig(ClientModel):
+    """What the answer's text is to be. `verbosity` is accepted without effect."""
+
+    format: Format = PlainText(type="text")
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class Reasoning(ClientModel):
+    """How much the model thinks. `summary` is accepted without effect: thoughts are given as they are."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+def _string_or_items(value: Any) -> str | None:
+    return "$string" if isinstance(value, str) else "$items" if isinstance(value, list) else None
+
+
+class InputTokensRequest(DialectRequest):
+    """The body of POST /v1/responses/input_tokens: what of a request makes its prompt."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "context_management": ([],),
+        "moderation": (),
+    }
+
+    input: Annotated[
+        Annotated[str, Tag("$string")] | Annotated[Items, Tag("$items")],
+        Discriminator(
+            _string_or_items, custom_error_type="shape", custom_error_message="a string or an array of items"
+        ),
+    ]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Field(default_factory=Reasoning)
+    text: TextConfig = Field(default_factory=TextConfig)
+
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
+
+    def to_chat(self, items: Sequence[Item]) -> ResponsesChat:
+        """The chat request that this means. `items` is the whole conversation, without instructions.
+
+        Raises `ApiError` 400 and `InvalidRequest`.
+        """
+        if not items:
+            raise InvalidRequest("input must have at least one item.", param="input")
+        messages = chat_messages(items)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        return translated(ResponsesChat, {**self.chat_fields(), "messages": messages})
+
+    def chat_fields(self) -> dict[str, Any]:
+        """This request's fields as chat's."""
+        fields = {**super().chat_fields(), **self._tool_fields(), "reasoning_effort": self.reasoning.effort}
+        match self.text.format:
+            case JsonObject():
+                fields["response_format"] = {"type": "json_object"}
+            case JsonSchema() as form:
+                schema = form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
+
+    def _tool_fields(self) -> dict[str, Any]:
+        choice, tools = self.tool_choice, self.tools
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.name for tool in choice.tools}
+            if unknown := sorted(allowed - {tool.name for tool in tools}):
+                raise InvalidRequest(
+                    f"tool_choice.tools names {unknown[0][:64]!r}, which is none of tools.", param="tool_choice.tools"
+                )
+
+            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
+        if not tools:
+            if choice not in ("none", "auto"):
+                raise InvalidRequest("tool_choice needs tools; send some or leave it out.", param="tool_choice")
+            return {}
+        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+        return {
+            "tools": [tool.for_chat() for tool in tools],
+            "tool_choice": named,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+
+class ResponsesRequest(InputTokensRequest):
+    """The body of POST /v1/responses.
+
+    `service_tier`, `max_tool_calls` (it counts tools that OpenAI runs), `prompt_cache_key`, `safety_identifier` and
+    `user` are accepted without effect and come back in the response, as does `metadata`.
+    """
+
+    max_output_tokens: int | None = None
+    top_logprobs: int = 0
+    include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
+    store: bool | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA, "entries")] = Field(default_factory=dict)
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+    @field_validator("metadata")
+    @classmethod
+    def _metadata_is_short(cls, metadata: dict[str, str]) -> dict[str, str]:
+        for key, value in metadata.items():
+            if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
+                limits = f"keys of at most {MAX_METADATA_KEY} and values of at most {MAX_METADATA_VALUE} characters"
+                raise PydanticCustomError("rule", f"takes {limits}")
+        return metadata
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer's text comes with log-probabilities."""
+        return LOGPROBS in self.include or self.top_logprobs > 0
+
+    def chat_fields(self) -> dict[str, Any]:
+        """This request's fields as chat's."""
+        return {
+            **super().chat_fields(),
+            "max_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
+        }
+
+    def echo(self) -> dict[str, Any]:
+        """What the response object says about the request it answers: every key, null where nothing was asked for."""
+        return {
+            "background": False,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": self.reasoning.model_dump(),
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            "tools": [tool.model_dump() for tool in self.tools],
+            "top_logprobs": self.top_logprobs,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+            "user": self.user,
+        }

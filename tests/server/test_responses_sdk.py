@@ -1,0 +1,249 @@
+"""The `openai` package against /v1/responses, synchronous and not; every body and event is strictly its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import orjson
+import pytest
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.raw_client import sse_events
+
+QUESTION = "What is the capital of France?"
+GREEDY = {"model": MODEL, "input": QUESTION, "temperature": 0}
+EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+def test_response_and_its_stream_helper(sdk: openai.OpenAI) -> None:
+    whole = sdk.responses.create(**GREEDY, max_output_tokens=32)
+    assert "Paris" in whole.output_text
+    assert whole.status == "completed"
+    with sdk.responses.stream(**GREEDY, max_output_tokens=32) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text
+    assert final.usage is not None
+    assert whole.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_async_stream(server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as sdk:
+        stream = await sdk.responses.create(**GREEDY, max_output_tokens=32, stream=True)
+        events = [event async for event in stream]
+    assert events[-1].type == "response.completed"
+    assert "Paris" in events[-1].response.output_text
+
+
+def test_body_is_strictly_a_response_and_tells_its_request(server: Server) -> None:
+    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "max_output_tokens": 3, "top_p": 0.5}
+    body = server.post("/v1/responses", {**GREEDY, **fields, "prompt_cache_key": "k"}).content
+    response = Response.model_validate_json(body, strict=True)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert orjson.loads(body).items() >= {**fields, "prompt_cache_key": "k", "store": True, "error": None}.items()
+
+
+def test_events_come_in_order_and_are_strictly_their_types(server: Server) -> None:
+    body = {**GREEDY, "max_output_tokens": 32, "stream": True}
+    events = list(sse_events([server.post("/v1/responses", body).content]))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_json(orjson.dumps(event), strict=True)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+
+
+def test_items_and_instructions_are_the_conversation_that_chat_has(server: Server) -> None:
+    messages = [
+        {"role": "system", "content": "You are a pirate."},
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "A pirate."},
+        {"role": "user", "content": "And I?"},
+    ]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0}).json()
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Who are you?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A pirate."}], "id": "m"},
+        {"type": "message", "role": "user", "content": "And I?"},
+    ]
+    for spelled in (
+        {"instructions": messages[0]["content"], "input": items},
+        {"input": [{"role": "developer", "content": messages[0]["content"]}, *items]},
+    ):
+        body = {**GREEDY, **spelled, "max_output_tokens": 12}
+        response = server.post("/v1/responses", body).json()
+        assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+        count = server.post("/v1/responses/input_tokens", body).json()
+        assert count == {"object": "response.input_tokens", "input_tokens": chat["usage"]["prompt_tokens"]}
+        assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+def test_logprobs_come_with_their_text(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.create(
+        **GREEDY, max_output_tokens=4, include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    content = response.output[0].content[0]
+    assert len(content.logprobs) == 4
+    assert "".join(entry.token for entry in content.logprobs) == content.text
+    assert all(len(entry.top_logprobs) == 2 for entry in content.logprobs)
+
+
+# --- responses that are kept
+
+
+def test_a_response_is_continued_retrieved_listed_and_deleted(sdk: openai.OpenAI, server: Server) -> None:
+    first = sdk.responses.create(**GREEDY, max_output_tokens=16)
+    assert sdk.responses.retrieve(first.id) == first
+    second = sdk.responses.create(
+        model=MODEL, input="Say it again.", temperature=0, max_output_tokens=8, previous_response_id=first.id
+    )
+    assert second.previous_response_id == first.id
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Say it again."},
+    ]
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert second.output_text == chat["choices"][0]["message"]["content"]
+
+    listed = sdk.responses.input_items.list(second.id, order="asc", limit=2)
+    ResponseItemList.model_validate_json(
+        server.client.get(f"/v1/responses/{second.id}/input_items").content, strict=True
+    )
+    assert [item.role for item in listed] == ["user", "assistant", "user"]  # the SDK turns the page
+    assert sdk.responses.input_items.list(second.id).data[0].content[0].text == "Say it again."
+
+    sdk.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as gone:
+        sdk.responses.create(**GREEDY, previous_response_id=first.id)
+    assert gone.value.code == "previous_response_not_found"
+    # The second one has the conversation of its own.
+    sdk.responses.create(**GREEDY, max_output_tokens=1, previous_response_id=second.id)
+
+
+def test_a_response_that_shall_not_be_kept_is_not(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.create(**GREEDY, max_output_tokens=1, store=False)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve(response.id)
+
+
+def test_a_running_response_can_be_seen_and_cancelled(sdk: openai.OpenAI, server: Server) -> None:
+    before = server.wait_idle()
+    extra = {"ignore_eos": True}
+    with sdk.responses.create(**GREEDY, max_output_tokens=4000, stream=True, extra_body=extra) as stream:
+        created = next(stream)
+        assert created.type == "response.created"
+        running = sdk.responses.retrieve(created.response.id)
+        assert running.status == "in_progress"
+        assert sdk.responses.cancel(created.response.id).status == "cancelled"
+        *_, last = stream
+    assert last.type == "response.incomplete"
+    assert last.response.status == "cancelled"
+    after = server.wait_idle()
+    assert after.aborted == before.aborted + 1
+    assert sdk.responses.retrieve(created.response.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError):
+        sdk.responses.cancel(created.response.id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.cancel("resp_nothing")
+
+
+# --- what goes wrong
+
+# Each: fields beside a good request's, the param that the error names, and words of its message.
+BAD: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"input": None}, "input", "required"),
+    ({"input": []}, "input", "at least one"),
+    ({"input": 5}, "input", "a string or an array"),
+    ({"input": [{"role": "robot", "content": "a"}]}, "input.0.role", "robot"),
+    ({"input": [{"role": "user"}]}, "input.0.content", "required"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "input_image"),
+    ({"input": [{"type": "computer_call"}]}, "input.0.type", "computer_call"),
+    ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input.0.call_id", "required"),
+    ({"input": "word " * 5000}, "input", "maximum context length"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be in"),
+    ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length"),
+    ({"temperature": 3}, "temperature", "[0.0, 2.0]"),
+    ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be in"),
+    ({"background": True}, "background", "not supported"),
+    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"conversation": "conv_1"}, "conversation", "not supported"),
+    ({"prompt": {"id": "p"}}, "prompt", "not supported"),
+    ({"tools": [{"type": "file_search"}]}, "tools.0.type", "file_search"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+    ({"metadata": {"a": 1}}, "metadata.a", "a string"),
+    ({"metadata": {"a": "b" * 513}}, "metadata", "512"),
+    ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "lots"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id", "not the id"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD)
+def test_bad_request_names_the_field(server: Server, fields: dict[str, Any], param: str | None, words: str) -> None:
+    answer = server.post("/v1/responses", {**GREEDY, "stream": True, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_a_query_that_cannot_be_honoured_is_refused(server: Server) -> None:
+    kept = server.post("/v1/responses", {**GREEDY, "max_output_tokens": 1}).json()["id"]
+    for path, param in [
+        ("?stream=true", "stream"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=x", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_x", "after"),
+    ]:
+        answer = server.client.get(f"/v1/responses/{kept}{path}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+
+
+def test_search_that_others_run_is_an_offer_that_is_not_taken(server: Server) -> None:
+    body = {**GREEDY, "max_output_tokens": 1, "tools": [{"type": "web_search"}]}
+    response = server.post("/v1/responses", body).json()
+    assert response["tools"] == []
+    assert server.post("/v1/responses", {**body, "tool_choice": "required"}).status_code == 400
+
+
+def test_a_failure_in_mid_stream_is_the_last_event(sdk: openai.OpenAI, server: Server) -> None:
+    extra = {"ignore_eos": True, "timeout": 2.5}
+    events = list(sdk.responses.create(**GREEDY, max_output_tokens=4000, stream=True, extra_body=extra))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error is not None
+    assert events[-1].response.error.code == "server_error"
+    server.wait_idle()
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_slot(server: Server) -> None:
+    before = server.wait_idle()
+    with server.connect() as client:
+        client.post("/v1/responses", {**GREEDY, "max_output_tokens": 4000, "ignore_eos": True, "stream": True})
+        assert client.read_head().status_code == 200
+        created = next(sse_events(client.chunks()))
+        client.leave_with_rst()
+    after = server.wait_idle()
+    assert after.aborted == before.aborted + 1
+    assert server.client.get(f"/v1/responses/{created['response']['id']}").status_code == 404

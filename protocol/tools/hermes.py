@@ -1,0 +1,25 @@
+"""Hermes' syntax, which Qwen and many others share: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+
+from protocol.message_parts import ToolReader
+from protocol.structured import JsonSchema, Tag
+from protocol.tools.call_object import CallObject
+from protocol.tools.reader import BlockReader, NewCallId
+
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+TAGS = (OPENING, CLOSING)
+
+
+def new_reader(new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader:
+    """Reads one choice. A function that was not offered is still a call, since it is plainly meant as one."""
+    return BlockReader(CallObject, new_call_id, opening=OPENING, closing=CLOSING, hidden=hidden)
+
+
+def tag(name: str, schema: JsonSchema) -> Tag:
+    """A call as a grammar writes it."""
+    return Tag(f'{OPENING}\n{{"name": {json.dumps(name)}, "arguments": ', schema, f"}}\n{CLOSING}")

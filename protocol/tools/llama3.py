@@ -1,0 +1,30 @@
+"""Llama 3's syntax: the whole answer is ``{"name": ..., "parameters": {...}}``, or such objects after `<|python_tag|>`.
+
+Several calls are parted by semicolons. Since nothing but its look tells a bare object from an answer in JSON, it is a
+call only if it names a function that was offered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Sequence
+from functools import partial
+
+from protocol.message_parts import ToolReader
+from protocol.structured import JsonSchema, Tag
+from protocol.tools.call_object import CallObject
+from protocol.tools.reader import BlockReader, NewCallId
+
+OPENING = "<|python_tag|>"
+TAGS = (OPENING,)
+
+
+def new_reader(new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader:
+    """Reads one choice."""
+    new_block = partial(CallObject, names=names)
+    return BlockReader(new_block, new_call_id, opening=OPENING, bare="{", separators=";", hidden=hidden)
+
+
+def tag(name: str, schema: JsonSchema) -> Tag:
+    """A call as a grammar writes it."""
+    return Tag(f'{{"name": {json.dumps(name)}, "parameters": ', schema, "}")

@@ -1,0 +1,197 @@
+"""Tool calls in the text of a choice, whatever their family's syntax: prose around blocks of calls.
+
+`BlockReader` tells prose from blocks; what a block looks like inside is for the family's `Block` to know. A block ends
+by itself, or breaks where it is no call any more. What has not become a call by then is content, tags included.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from protocol.message_parts import ContentDelta, MessagePart, ToolCallArguments, ToolCallStart
+from protocol.tags import Padding, find_tag, unfinished_tag
+
+NewCallId = Callable[[], str]
+
+_SPACE = " \t\r\n"
+_BETWEEN_CALLS = _SPACE + ",;[]"  # it says nothing
+
+
+class CallSink:
+    """Where blocks put their calls: it numbers them and gives them ids. One call at a time."""
+
+    def __init__(self, new_call_id: NewCallId) -> None:
+        self.parts: list[MessagePart] = []
+        self.is_open = False
+        self.num_calls = 0
+        self._new_call_id = new_call_id
+
+    def start(self, name: str) -> None:
+        """A call begins: from now on it is one, whatever follows."""
+        self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(), name))
+        self.num_calls += 1
+        self.is_open = True
+
+    def arguments(self, fragment: str) -> None:
+        """More of the call's arguments."""
+        if fragment:
+            self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
+
+    def end(self) -> None:
+        """The call is complete, or will get no further."""
+        self.is_open = False
+
+
+class BlockState(enum.Enum):
+    """How a block stands after a step."""
+
+    MORE = enum.auto()
+    DONE = enum.auto()
+    BROKEN = enum.auto()
+
+
+class Block(Protocol):
+    """The inside of one block: what follows an opening tag."""
+
+    state: BlockState
+
+    def step(self, text: str) -> int:
+        """Read some of `text` and return how much, 0 if more text is needed first. A step ends where a call ends."""
+        ...
+
+
+class BlockReader:
+    """Reads the text of one choice (a `ToolReader`).
+
+    `opening` begins a block, `closing` is dropped after one. With `bare`, a block may also begin without the tag, at
+    the start of the text or right after another block, by this character; `separators` are dropped in between.
+    `hidden` are tags that never reach the client as text.
+    """
+
+    def __init__(
+        self,
+        new_block: Callable[[CallSink], Block],
+        new_call_id: NewCallId,
+        *,
+        opening: str,
+        closing: str | None = None,
+        bare: str | None = None,
+        separators: str = "",
+        hidden: Sequence[str] = (),
+    ) -> None:
+        self._new_block = new_block
+        self._sink = CallSink(new_call_id)
+        self._opening = opening
+        self._closing = closing
+        self._bare = bare
+        self._separators = _SPACE + separators
+        self._hidden = tuple(hidden)
+        self._block: Block | None = None
+        self._raw: list[str] = []  # the block's text that is in no call
+        self._held = ""
+        self._padding = Padding()
+        self._may_begin_bare = bare is not None
+        self._is_after_block = False  # nothing but what is dropped has come since
+        self._awaits_closing = False
+
+    def feed(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        self._held += text
+        while self._held and (self._in_prose() if self._block is None else self._in_block(self._block)):
+            pass
+        return self._take()
+
+    def finish(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        held, self._held = self._held, ""
+        if self._block is None:
+            if not self._is_after_block:  # else it is a part of the closing tag
+                self._say(self._padding.take() + held)
+        elif not self._sink.is_open:
+            self._raw.append(held)
+            self._give_back()
+            self._say(self._padding.take())
+        return self._take()
+
+    def _in_prose(self) -> bool:
+        """Take what can be decided outside of a block. Returns whether there may be more to do."""
+        text = self._held
+        if self._is_after_block:
+            text = self._held = text.lstrip(self._separators)
+        if self._may_begin_bare:
+            start = text.lstrip()
+            if not start:
+                return False
+            if start[0] == self._bare:
+                self._open_block(text[: len(text) - len(start)], start)
+                return True
+        if not text:
+            return False
+        tags = (self._opening, *self._hidden, *((self._closing,) if self._awaits_closing and self._closing else ()))
+        found = find_tag(text, tags)
+        if found is None:
+            length = unfinished_tag(text, tags)
+            self._prose(text[: len(text) - length])
+            self._held = text[len(text) - length :]
+            return False
+        position, tag = found
+        self._prose(text[:position])
+        rest = text[position + len(tag) :]
+        if tag == self._opening:
+            self._open_block(self._padding.take() + tag, rest)
+        else:
+            self._held = rest
+            if tag == self._closing:
+                self._awaits_closing, self._is_after_block = False, True
+        return True
+
+    def _prose(self, text: str) -> None:
+        if text:
+            self._may_begin_bare = self._is_after_block = False
+            self._say(self._padding.feed(text))
+
+    def _open_block(self, raw: str, rest: str) -> None:
+        self._block = self._new_block(self._sink)
+        self._raw = [raw]
+        self._held = rest
+        self._may_begin_bare = self._is_after_block = self._awaits_closing = False
+
+    def _in_block(self, block: Block) -> bool:
+        """Take what can be decided inside of a block. Returns whether there may be more to do."""
+        num_parts, was_open = len(self._sink.parts), self._sink.is_open
+        size = block.step(self._held)
+        read, self._held = self._held[:size], self._held[size:]
+        if was_open or len(self._sink.parts) > num_parts:
+            self._raw = []  # it belongs to a call
+        else:
+            self._raw.append(read)
+        if block.state is BlockState.MORE:
+            return size > 0
+        self._block = None
+        if self._sink.is_open:  # broken in its arguments: what was sent stays, the rest is content
+            self._sink.end()
+            self._awaits_closing = True
+        elif block.state is BlockState.BROKEN:
+            self._give_back()
+        else:
+            self._awaits_closing = self._is_after_block = True
+            self._may_begin_bare = self._bare is not None
+        return True
+
+    def _give_back(self) -> None:
+        """What was taken for a block and has not become a call is content."""
+        raw, self._raw = "".join(self._raw), []
+        for tag in self._hidden:
+            raw = raw.replace(tag, "")
+        if raw.strip(_BETWEEN_CALLS):
+            self._say(self._padding.feed(raw))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._sink.parts.append(ContentDelta(text))
+
+    def _take(self) -> list[MessagePart]:
+        parts, self._sink.parts = self._sink.parts, []
+        return parts

@@ -24,6 +24,9 @@ from engine.messages import EngineCoreRequest, RequestOutput
 from engine.output_processor import RequestStream
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
+from protocol.message_parts import MessageFormat
+from protocol.message_syntax import PROMPT_TAIL
+from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import MAX_PRIORITY, GenerationRequest
 
 # Parsing and checking a body of 64 KiB takes about a millisecond.
@@ -92,6 +95,14 @@ async def compute(request: RequestScope, function: Callable[[], T]) -> T:
     return await to_thread.run_sync(function)
 
 
+def message_format(model: ServedModel, body: GenerationRequest, outputs: RequestStream) -> MessageFormat:
+    """How the answer to `body` is read into parts. A completion is text and nothing else."""
+    if not isinstance(body, ChatCompletionRequest):
+        return MessageFormat()
+    prompt_end = b"".join(map(model.llm.vocabulary.token_bytes, outputs.prompts[0][-PROMPT_TAIL:]))
+    return body.message_format(model.prompts.syntax, prompt_end)
+
+
 async def generate(server: Server, request: RequestScope, work: Generation) -> None:
     """Queue, tokenize, open the engine's stream, answer from it.
 
@@ -107,6 +118,8 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
     model = server.model
     body = work.body
     sampling = body.to_sampling_params(model.measures.vocab_size)
+    if isinstance(body, ChatCompletionRequest):
+        sampling = body.with_syntax(sampling, model.prompts.syntax)
     deadline, first_token_deadline = _deadlines(server, request, body)
     patience = min(deadline, first_token_deadline) - time.monotonic()
     priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)

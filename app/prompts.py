@@ -11,12 +11,14 @@ from functools import cached_property
 from typing import TypeVar
 
 import anyio
+import orjson
 from anyio import to_thread
 from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest
 from gpu.weights import ModelFiles
 from protocol.chat_template import CHATML, ChatTemplate, encode_segments
+from protocol.message_syntax import MessageSyntax, ReasoningParser, ToolParser
 from protocol.openai.chat import ChatCompletionRequest
 
 T = TypeVar("T")
@@ -32,22 +34,32 @@ CHARACTERS_PER_MESSAGE = 64
 class PromptEncoder:
     """Tokenizer and chat template of the served model. Used on the event loop."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(
+        self, files: ModelFiles, *, tool_parser: ToolParser = "auto", reasoning_parser: ReasoningParser = "auto"
+    ) -> None:
         self._tokenizer = files.tokenizer
-        added = files.tokenizer.get_added_tokens_decoder().values()
-        self._template = ChatTemplate(
-            files.chat_template or CHATML,
-            files.special_tokens,
-            control_tokens=[token.content for token in added if token.special],
+        added = files.tokenizer.get_added_tokens_decoder()
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        source = files.chat_template or CHATML
+        self._template = ChatTemplate(source, files.special_tokens, control_tokens=special)
+        self.syntax = MessageSyntax(
+            source,
+            special,
+            knows_tools=self._template.knows_tools,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
         )
         self._longest_token = max(map(len, files.tokenizer.get_vocab()))
         self._threads = anyio.CapacityLimiter(TOKENIZER_THREADS)
 
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
-        messages = body.messages_for_template()
-        num_characters = sum(len(text) for message in messages for text in message.values())
-        size = num_characters + CHARACTERS_PER_MESSAGE * len(messages)
+        messages, tools = self.syntax.for_template(body.messages_for_template(), body.tool_use)
+        num_characters = sum(len(message["content"]) for message in messages)
+        # What a template makes of tools and their calls is longer than their JSON.
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        num_beside = len(orjson.dumps([tools, calls])) if tools or calls else 0
+        size = num_characters + num_beside + CHARACTERS_PER_MESSAGE * len(messages)
         if body.documents:
             size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
         self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
@@ -57,6 +69,7 @@ class PromptEncoder:
                 messages,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=body.continue_final_message,
+                tools=tools,
                 documents=body.documents,
                 variables=body.template_variables(),
             )

@@ -225,7 +225,10 @@ class Server:
 
     async def _load_and_serve(self) -> None:
         files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
-        prompts = await to_thread.run_sync(PromptEncoder, files)
+        settings = self.settings
+        prompts = await to_thread.run_sync(
+            lambda: PromptEncoder(files, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser)
+        )
         client = make_client(self.settings, files, self.start_up.report)
         llm = AsyncLLM(client, files.tokenizer, observer=self.metrics, seed=self.settings.seed)
         await to_thread.run_sync(lambda: llm.vocabulary.bytes_of)  # built now, not by the first request

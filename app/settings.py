@@ -28,6 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from engine.errors import HeadraceError
+from protocol.message_syntax import ReasoningParser, ToolParser
 
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -84,6 +85,16 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and activations. auto: what suits model and device."
+    )
+    tool_parser: ToolParser = Field(
+        "auto",
+        description="Syntax of the tool calls that the model writes. auto: what its chat template teaches, else the "
+        "model is told of tools in words. none: calls are looked for only where a request demands one.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        "auto",
+        description="Tags around the reasoning that the model writes. auto: those in its chat template. "
+        "think: <think>. none: reasoning is part of the answer.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
     seed: int = Field(

@@ -54,18 +54,18 @@ class Vocabulary:
         """The bytes of one token; b"" for an id that the model can produce but the tokenizer does not know."""
         return self.bytes_of[token_id] if token_id < len(self.bytes_of) else b""
 
-    def decoder(self, *, skip_special_tokens: bool) -> TokenDecoder:
-        if self.is_byte_level:
-            return _ByteLevelDecoder(self, skip_special_tokens)
-        return _WindowDecoder(self, skip_special_tokens)
+    def decoder(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> TokenDecoder:
+        """A decoder of one sequence. Without special tokens those in `shown` are text all the same."""
+        skipped = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
+        return _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped)
 
 
 class _ByteLevelDecoder:
     __slots__ = ("_bytes_of", "_skipped", "_utf8")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._bytes_of = vocabulary.bytes_of
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         # Replaces what can never become valid, as the tokenizers library does, and keeps what still may.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -81,9 +81,9 @@ class _WindowDecoder:
 
     __slots__ = ("_pending", "_shown", "_skipped", "_tokenizer")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._tokenizer = vocabulary.tokenizer
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = skipped
         self._shown: list[int] = []
         self._pending: list[int] = []
 

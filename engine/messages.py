@@ -89,6 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same
     structured_output: StructuredOutput | None = None
     prompt_logprobs: int | None = None
 

@@ -270,7 +270,9 @@ class _Choice:
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []  # not yet handed over
-        self._decoder = vocabulary.decoder(skip_special_tokens=sampling.skip_special_tokens)
+        self._decoder = vocabulary.decoder(
+            skip_special_tokens=sampling.skip_special_tokens, shown=sampling.shown_special_tokens
+        )
         self._stops = (
             StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output) if sampling.stop else None
         )

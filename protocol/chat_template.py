@@ -69,7 +69,8 @@ class ChatTemplate:
 
     `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
     strings that the tokenizer turns into control tokens; user text that spells one stays text.
-    Raises `ChatTemplateError` if `source` does not parse.
+    `knows_tools` says whether the template does anything with tools. Raises `ChatTemplateError` if `source` does not
+    parse.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
@@ -77,6 +78,8 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
         self._control = _runs_of({*control_tokens, *special_tokens.values()} - {""})
         try:
+            names = _ENVIRONMENT.parse(source).find_all(nodes.Name)
+            self.knows_tools = any(node.name == "tools" for node in names)
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise ChatTemplateError(f"The chat template does not parse: {exc.message} (line {exc.lineno}).") from exc

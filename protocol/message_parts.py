@@ -82,13 +82,15 @@ class MessageFormat:
     """How the text of one request's choices is to be read.
 
     `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
-    false drops it. `new_tool_reader` None means that the text holds no calls.
+    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_named` says that the client has
+    asked for this very call, which some wire formats then do not count as the model's decision.
     """
 
     reasoning: ReasoningTags | None = None
     reasoning_is_open: bool = False
     show_reasoning: bool = True
     new_tool_reader: Callable[[], ToolReader] | None = None
+    call_is_named: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -104,6 +106,7 @@ class MessageParser:
     """Takes the outputs of one choice in order, gives the parts of its message."""
 
     def __init__(self, message_format: MessageFormat, token_bytes: TokenBytes) -> None:
+        self.message_format = message_format
         self.num_tool_calls = 0
         self._shows_reasoning = message_format.show_reasoning
         self._splitter: ReasoningSplitter | None = None
@@ -153,15 +156,6 @@ class MessageParser:
     def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
         return parts
-
-
-@dataclass(slots=True)
-class ToolCall:
-    """A whole call. `arguments` is JSON text as the model wrote it."""
-
-    call_id: str
-    name: str
-    arguments: str = ""
 
 
 def join(parts: Iterable[MessagePart]) -> list[MessagePart]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-from app.generation import Generation, Tokenize, generate, parse
+from app.generation import Generation, Tokenize, generate, message_format, parse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.output_processor import RequestStream
+from protocol.message_parts import MessageFormat
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import CompletionRequest
@@ -67,10 +68,14 @@ async def _generate(
     if body.request_id is not None and "x-request-id" not in request.headers:
         request.request_id = body.request_id
     head = Head(f"{kind}-{request.request_id}", int(time.time()), server.check_model_name(body.model))
-    token_bytes, decode = server.model.llm.vocabulary.token_bytes, server.model.prompts.decode
+    model = server.model
+    token_bytes, decode = model.llm.vocabulary.token_bytes, model.prompts.decode
 
     def parts(outputs: RequestStream) -> PromptParts | None:
         return body.prompt_parts(outputs.prompts, decode)
+
+    def form(outputs: RequestStream) -> MessageFormat:
+        return message_format(model, body, outputs)
 
     work = Generation(
         request_id=head.id,
@@ -78,7 +83,9 @@ async def _generate(
         num_prompts=num_prompts,
         num_characters=len(request.body),
         tokenize=tokenize,
-        event_writer=lambda outputs: body.chunk_stream(head, token_bytes, outputs.prompt_lengths, parts(outputs)),
-        body_writer=lambda outputs: body.collector(head, token_bytes, parts(outputs)),
+        event_writer=lambda outputs: body.chunk_stream(
+            head, token_bytes, outputs.prompt_lengths, parts(outputs), message_format=form(outputs)
+        ),
+        body_writer=lambda outputs: body.collector(head, token_bytes, parts(outputs), message_format=form(outputs)),
     )
     await generate(server, request, work)

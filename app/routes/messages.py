@@ -7,13 +7,14 @@ from typing import TypeVar
 
 import orjson
 
-from app.generation import Generation, compute, generate
+from app.generation import Generation, compute, generate, message_format
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
+from engine.output_processor import RequestStream
 from protocol.anthropic.messages import CountTokensRequest, MessagesChat, MessagesRequest
 from protocol.anthropic.output import MessageEvents, MessageWriter
 from protocol.body import parse_body
-from protocol.message_parts import MessageFormat
+from protocol.message_parts import MessageParser
 from protocol.openai.output import Head
 
 # Who counts tokens asks whether a conversation is too long, so one that is gets a number.
@@ -30,7 +31,10 @@ def messages(server: Server) -> Handler:
         body, chat = await compute(request, lambda: _translate(MessagesRequest, request.body))
         head = Head(f"msg_{request.request_id}", int(time.time()), server.check_model_name(body.model))
         token_bytes = server.model.llm.vocabulary.token_bytes
-        message_format = MessageFormat()
+        model = server.model
+
+        def parser(outputs: RequestStream) -> MessageParser:
+            return message_format(model, chat, outputs).parser(token_bytes)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
             return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
@@ -42,9 +46,9 @@ def messages(server: Server) -> Handler:
             num_characters=len(request.body),
             tokenize=tokenize,
             event_writer=lambda outputs: MessageEvents(
-                head, message_format.parser(token_bytes), request_id=request.request_id, show_thinking=shown
+                head, parser(outputs), request_id=request.request_id, show_thinking=shown
             ),
-            body_writer=lambda outputs: MessageWriter(head, message_format.parser(token_bytes), show_thinking=shown),
+            body_writer=lambda outputs: MessageWriter(head, parser(outputs), show_thinking=shown),
         )
         await generate(server, request, work)
 

@@ -7,18 +7,25 @@ chat templates of text models want one string.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
+from msgspec import structs
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
+from engine.messages import SamplingParams
 from protocol.body import ClientModel, at_most, fail_fast
 from protocol.chat_template import RESERVED_VARIABLES
+from protocol.message_parts import MessageFormat
+from protocol.message_syntax import MessageSyntax
 from protocol.openai.common import GenerationRequest
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import WireFormat
+from protocol.openai.tools import CalledTools, ToolChoice, Tools, check_tool_choice, tool_use
+from protocol.tools.functions import ToolUse
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
@@ -59,12 +66,15 @@ Content = Annotated[
 class ChatMessage(ClientModel):
     """One turn of the conversation. Only the assistant's may lack content."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"function_call": (), "audio": ()}
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: CalledTools | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the same under its older name
 
     @field_validator("content")
     @classmethod
@@ -74,14 +84,28 @@ class ChatMessage(ClientModel):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
         return content
 
+    @field_validator("tool_calls", "reasoning", "reasoning_content")
+    @classmethod
+    def _only_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role", "assistant") != "assistant":
+            raise PydanticCustomError("rule", "is only allowed in messages of the assistant")
+        return value
+
     def text(self) -> str:
         """The content as one string."""
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: content is one string, absent keys are absent."""
-        extras = {"name": self.name, "tool_call_id": self.tool_call_id}
+        thought = self.reasoning or self.reasoning_content
+        extras = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "reasoning": thought,
+            "reasoning_content": thought,
+        }
         return {"role": self.role, "content": self.text()} | {
             key: value for key, value in extras.items() if value is not None
         }
@@ -125,15 +149,12 @@ class ChatCompletionRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "messages"
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationRequest.unsupported,
-        "tools": (),
-        "tool_choice": ("none",),
         "functions": (),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
         "chat_template": (),
-        "include_reasoning": (True,),
         "thinking_token_budget": (-1,),
     }
 
@@ -142,6 +163,10 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int = 0
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
     add_generation_prompt: bool | None = None  # unless the final message is continued
@@ -152,6 +177,11 @@ class ChatCompletionRequest(GenerationRequest):
     def _top_logprobs_need_logprobs(self) -> Self:
         if self.top_logprobs != 0 and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed with logprobs: true.", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _tool_choice_can_be_met(self) -> Self:
+        check_tool_choice(self.tools, self.tool_choice)
         return self
 
     @model_validator(mode="after")
@@ -194,7 +224,32 @@ class ChatCompletionRequest(GenerationRequest):
         last = self.messages[-1]
         return [last.text() if last.role == "assistant" else ""]
 
-    def messages_for_template(self) -> list[dict[str, str]]:
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """What may and must be called; None if nothing."""
+        return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax) -> SamplingParams:
+        """`sampling`, with what the served model's syntax adds: a call that is required is a grammar.
+
+        It replaces that of a response format, which is for answers in words.
+        """
+        shown = syntax.shown_special_tokens(self.tool_use)
+        grammar = syntax.grammar(self.tool_use, thinks=self.template_variables().get("enable_thinking") is not False)
+        if grammar is None or (sampling.structured_output and self.tool_use and self.tool_use.choice == "auto"):
+            grammar = sampling.structured_output
+        return structs.replace(sampling, structured_output=grammar, shown_special_tokens=shown)
+
+    def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
+        """How the answer is read, if the prompt ends with `prompt_end`."""
+        return syntax.message_format(
+            self.tool_use,
+            prompt_end=prompt_end,
+            show_reasoning=self.include_reasoning,
+            hide_special_tokens=self.skip_special_tokens,
+        )
+
+    def messages_for_template(self) -> list[dict[str, Any]]:
         """The conversation as `ChatTemplate` takes it."""
         return [message.for_template() for message in self.messages]
 

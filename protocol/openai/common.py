@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 from protocol.body import ClientModel, at_most, fail_fast
+from protocol.message_parts import MessageFormat
 from protocol.openai.logprobs import TokenBytes
 from protocol.openai.output import ChunkStream, Collector, Head, WireFormat
 from protocol.openai.prompt_parts import PromptParts
@@ -188,6 +189,8 @@ class GenerationRequest(ClientModel):
         token_bytes: TokenBytes,
         prompt_tokens: Sequence[int] = (),
         parts: PromptParts | None = None,
+        *,
+        message_format: MessageFormat | None = None,
     ) -> ChunkStream:
         """What turns this request's outputs into its event stream. `prompt_tokens` are the lengths of its prompts."""
         options = self.stream_options or StreamOptions()
@@ -201,12 +204,26 @@ class GenerationRequest(ClientModel):
             continuous_usage=options.include_usage and options.continuous_usage_stats,
             parts=parts,
             as_token_ids=self.return_tokens_as_token_ids,
+            message_format=message_format,
         )
 
-    def collector(self, head: Head, token_bytes: TokenBytes, parts: PromptParts | None = None) -> Collector:
+    def collector(
+        self,
+        head: Head,
+        token_bytes: TokenBytes,
+        parts: PromptParts | None = None,
+        *,
+        message_format: MessageFormat | None = None,
+    ) -> Collector:
         """What turns this request's outputs into its one response body."""
         return Collector(
-            self.wire, head, token_bytes, n=self.n, parts=parts, as_token_ids=self.return_tokens_as_token_ids
+            self.wire,
+            head,
+            token_bytes,
+            n=self.n,
+            parts=parts,
+            as_token_ids=self.return_tokens_as_token_ids,
+            message_format=message_format,
         )
 
     def to_sampling_params(self, vocab_size: int) -> SamplingParams:

@@ -18,7 +18,9 @@ import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
 from protocol.errors import ApiError, deadline_exceeded
+from protocol.message_parts import MessageFormat, MessageParser, MessagePart, join
 from protocol.openai.logprobs import LogprobsWriter, TokenBytes
+from protocol.openai.message import delta, message_fields
 from protocol.openai.prompt_parts import PromptParts
 from protocol.sse import DONE, data_frame
 
@@ -68,6 +70,7 @@ class UsageMeter:
         self._prompt = dict(enumerate(prompt_tokens))
         self._cached: dict[int, int] = {}
         self._completion: dict[int, int] = {}
+        self._reasoning: dict[int, int] = {}
 
     def add(self, output: RequestOutput) -> None:
         """Take in the running totals of `output`; they replace the choice's earlier ones."""
@@ -77,6 +80,11 @@ class UsageMeter:
         self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
         self._completion[output.index] = output.num_output_tokens
 
+    def add_reasoning(self, index: int, num_tokens: int | None) -> None:
+        """Of a choice's tokens, how many are reasoning so far. None if that is not told apart."""
+        if num_tokens is not None:
+            self._reasoning[index] = num_tokens
+
     def usage(self) -> dict[str, Any]:
         """The `usage` object."""
         prompt, completion = sum(self._prompt.values()), sum(self._completion.values())
@@ -85,7 +93,9 @@ class UsageMeter:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
-            "completion_tokens_details": None,
+            "completion_tokens_details": (
+                {"reasoning_tokens": sum(self._reasoning.values())} if self._reasoning else None
+            ),
         }
 
 
@@ -93,7 +103,8 @@ class ChunkStream:
     """Makes the event stream of one request: `feed` every output, then `end`.
 
     Each choice gets its opening chunk with its first output, one chunk per output that brings text or logprobs, and
-    one chunk with the finish reason and no text.
+    one chunk with the finish reason and no text. With a `message_format` that is not plain, text is read into the parts
+    of a message and each part is a chunk.
     """
 
     def __init__(
@@ -108,12 +119,14 @@ class ChunkStream:
         continuous_usage: bool = False,
         parts: PromptParts | None = None,
         as_token_ids: bool = False,
+        message_format: MessageFormat | None = None,
     ) -> None:
         self._wire = wire
         self._n = n
         self._parts = parts
         self._as_token_ids = as_token_ids
         self._has_token_ids = parts is not None and parts.return_token_ids
+        self._message_format = _unless_plain(message_format)
         self._head = head
         self._token_bytes = token_bytes
         self._include_usage = include_usage
@@ -136,14 +149,17 @@ class ChunkStream:
             if self._parts is not None:
                 output = self._parts.begin(output, index // self._n, self._token_bytes)
                 prompt_token_ids = self._parts.token_ids[index // self._n]
-        if output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
+        if choice.parser is not None:
+            frames += self._message_parts(choice, choice.parser, output, prompt_token_ids)
+        elif output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
             logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
             token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
             frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs, token_ids=token_ids))
         elif output.text:
             frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
         if output.finish_reason is not None:
-            finish = {"finish_reason": FINISH_REASONS[output.finish_reason], "stop_reason": output.stop_reason}
+            finish_reason = api_finish_reason(output.finish_reason, choice.parser)
+            finish = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
             frames.append(self._frame(index, self._wire.closing, finish=finish))
         return b"".join(frames)
 
@@ -162,11 +178,29 @@ class ChunkStream:
             self._meter.add(output)
         return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
+    def _message_parts(
+        self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput, prompt_token_ids: list[int] | None
+    ) -> list[bytes]:
+        """A frame for each part of the message that `output` brings, the first one with its logprobs and token ids."""
+        deltas = [delta(part) for part in join(parser.read(output))]
+        self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
+        if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
+            deltas = [{"content": ""}]
+        logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
+        token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
+        frames = []
+        for each in deltas:
+            frames.append(self._frame(output.index, {"delta": each}, logprobs, token_ids=token_ids))
+            logprobs = token_ids = None
+        return frames
+
     def _open(self, index: int) -> _StreamedChoice:
         # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
         hole = "\0"
         prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
-        return _StreamedChoice(prefix, suffix, self._wire.logprobs(self._token_bytes, self._as_token_ids))
+        parser = self._message_format.parser(self._token_bytes) if self._message_format else None
+        write_logprobs = self._wire.logprobs(self._token_bytes, self._as_token_ids)
+        return _StreamedChoice(prefix, suffix, write_logprobs, parser)
 
     def _frame(
         self,
@@ -209,11 +243,13 @@ class Collector:
         n: int = 1,
         parts: PromptParts | None = None,
         as_token_ids: bool = False,
+        message_format: MessageFormat | None = None,
     ) -> None:
         self._wire = wire
         self._n = n
         self._parts = parts
         self._as_token_ids = as_token_ids
+        self._message_format = _unless_plain(message_format)
         self._head = head
         self._token_bytes = token_bytes
         self._meter = UsageMeter(n)
@@ -225,18 +261,23 @@ class Collector:
         self._meter.add(output)
         choice = self._choices.get(output.index)
         if choice is None:
-            choice = self._choices[output.index] = _CollectedChoice()
+            parser = self._message_format.parser(self._token_bytes) if self._message_format else None
+            choice = self._choices[output.index] = _CollectedChoice(parser)
             if self._parts is not None:
                 output = self._parts.begin(output, output.index // self._n, self._token_bytes)
                 choice.prompt_logprobs = output.prompt_logprobs
-        choice.text.append(output.text)
+        if choice.parser is not None:
+            choice.parts += choice.parser.read(output)
+            self._meter.add_reasoning(output.index, choice.parser.num_reasoning_tokens)
+        else:
+            choice.text.append(output.text)
         choice.token_ids += output.token_ids
         if output.logprobs is not None:
             if choice.logprobs is None:
                 choice.logprobs = []
             choice.logprobs.extend(output.logprobs)
         if output.finish_reason is not None:
-            choice.finish_reason = FINISH_REASONS[output.finish_reason]
+            choice.finish_reason = api_finish_reason(output.finish_reason, choice.parser)
             choice.stop_reason = output.stop_reason
 
     def body(self) -> bytes:
@@ -257,9 +298,12 @@ class Collector:
 
     def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
         write_logprobs = self._wire.logprobs(self._token_bytes, self._as_token_ids)
+        text = self._wire.full_text("".join(choice.text))
+        if choice.parser is not None:
+            text["message"] |= message_fields(choice.parts)
         body = {
             "index": index,
-            **self._wire.full_text("".join(choice.text)),
+            **text,
             "logprobs": None if choice.logprobs is None else write_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
@@ -281,6 +325,17 @@ class Collector:
         return found
 
 
+def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
+    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call."""
+    if reason is FinishReason.STOP and parser and parser.num_tool_calls and not parser.message_format.call_is_named:
+        return "tool_calls"
+    return FINISH_REASONS[reason]
+
+
+def _unless_plain(message_format: MessageFormat | None) -> MessageFormat | None:
+    return None if message_format is None or message_format.is_plain else message_format
+
+
 def raise_if_failed(output: RequestOutput) -> None:
     """Raise the `ApiError` of an output that ended in failure. `output.error` is for the log and stays out of it."""
     if output.finish_reason is FinishReason.TIMEOUT:
@@ -293,10 +348,13 @@ class _StreamedChoice(NamedTuple):
     prefix: bytes  # of a frame with text only: everything before the text's JSON
     suffix: bytes
     write_logprobs: LogprobsWriter
+    parser: MessageParser | None  # None: the text is content
 
 
 @dataclass(slots=True)
 class _CollectedChoice:
+    parser: MessageParser | None
+    parts: list[MessagePart] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None

@@ -9,6 +9,7 @@ from protocol.body import parse_body
 from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.completions import CompletionRequest
+from protocol.tools.functions import Function, ToolUse
 
 VOCAB = 1000
 SECRET = "the treasure lies under the third oak"
@@ -106,6 +107,12 @@ BAD_FOR_BOTH = [
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
+
+
+def tool(name, **fields):
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
 BAD_CHATS = [
     ({"messages": None}, "messages", "messages is required"),
     ({"messages": []}, "messages", "at least 1"),
@@ -131,9 +138,15 @@ BAD_CHATS = [
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-        "messages.0.tool_calls",
-        "messages.0.tool_calls is not supported",
+        "messages.0.tool_calls.0.function",
+        "messages.0.tool_calls.0.function is required",
     ),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "messages.0.tool_calls",
+        "only allowed in messages of the assistant",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "reasoning": SECRET}]}, "messages.0.reasoning", "only allowed"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be in [1, 2147483647], got 0"),
     ({"max_completion_tokens": -1, "max_tokens": 5}, "max_completion_tokens", "got -1"),
     ({"max_completion_tokens": 4, "min_tokens": 6}, "min_tokens", "at most max_completion_tokens (4)"),
@@ -142,9 +155,22 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "got -1"),
     ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs", "must be an integer"),
-    ({"tools": []}, "tools", "not supported"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+    ({"tools": []}, "tools", "at least 1"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is required"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "must be 'function', got 'custom'"),
+    ({"tools": [tool("")]}, "tools.0.function.name", ""),
+    ({"tools": [tool("a b")]}, "tools.0.function.name", ""),
+    ({"tools": [tool("f"), tool("f")]}, "tools", "'f' comes twice"),
+    ({"tools": [tool("f")] * 129}, "tools", "at most 128 functions"),
+    ({"tools": [tool("f", description="a" * 65536, parameters=[])]}, "tools.0.function.parameters", "an object"),
+    ({"tools": [tool("f", parameters={"a": "b" * 65536})]}, "tools.0.function.parameters", "65536 bytes"),
+    ({"tool_choice": "auto"}, "tool_choice", "only allowed with tools"),
+    ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
+    ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be 'function'"),
+    ({"tools": [tool("f")], "tool_choice": 5}, "tool_choice", "none, auto, required or"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude each other"),
@@ -255,7 +281,6 @@ def test_fields_without_effect_are_taken_in_silence():
         "prompt_cache_retention": "24h",
         "verbosity": "low",
         "prediction": {"type": "content", "content": "x"},
-        "parallel_tool_calls": False,
         "moderation": {},
         "a_field_of_next_year": 1,
     }
@@ -265,7 +290,8 @@ def test_fields_without_effect_are_taken_in_silence():
 
 def test_the_neutral_value_of_an_unsupported_field_is_taken():
     neutral = {"response_format": {"type": "text"}, "echo": False, "use_beam_search": False}
-    assert chat(**neutral, tool_choice="none", modalities=["text"]) == chat()
+    assert chat(**neutral, modalities=["text"]) == chat()
+    assert chat(tool_choice="none", parallel_tool_calls=False).tool_use is None
     assert completion(**neutral, suffix="", best_of=None) == completion()
 
 
@@ -342,6 +368,41 @@ def test_messages_reach_the_template_as_plain_strings():
         {"role": "tool", "content": "42", "tool_call_id": "call_1"},
         {"role": "function", "content": "", "name": "f"},
     ]
+
+
+def test_tools_are_what_may_and_must_be_called():
+    tools = [tool("f", description="d", parameters={"type": "object"}, strict=True), tool("g")]
+    functions = (
+        Function(name="f", description="d", parameters={"type": "object"}, strict=True),
+        Function(name="g"),
+    )
+    assert chat(tools=tools).tool_use == ToolUse(functions=functions)
+    assert chat(tools=tools, tool_choice="none").tool_use is None
+    assert chat(tools=tools, tool_choice="required", parallel_tool_calls=False).tool_use == ToolUse(
+        functions=functions, choice="required", parallel=False
+    )
+    named = chat(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}).tool_use
+    assert named == ToolUse(functions=functions, choice="required", named="g")
+    assert named.callable_functions == functions[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [('{"a": [1]}', {"a": [1]}), ("", {}), ("{broken", "{broken"), ("5", "5"), ('{"a":' * 400 + "1" + "}" * 400, None)],
+)
+def test_calls_and_reasoning_of_earlier_turns_reach_the_template(arguments, read):
+    called = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = chat(
+        messages=[{"role": "assistant", "content": None, "tool_calls": [called], "reasoning_content": "hm"}]
+    ).messages_for_template()
+    assert message["tool_calls"] == [
+        {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "f", "arguments": arguments if read is None else read},
+        }
+    ]
+    assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("", "hm", "hm")
 
 
 def test_reasoning_effort_and_template_kwargs_reach_the_template():

@@ -420,9 +420,10 @@ def test_cve_2025_48942_to_48944_and_2026_55574_no_grammar_is_compiled(
         assert "not supported" in refused(server, path, field, **{field: value})
 
 
-def test_ghsa_j828_28rj_hfhp_and_cve_2025_9141_no_tool_call_is_parsed(server: Server) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "(a+)+b"}}}
-    assert "not supported" in refused(server, CHAT, "tools", tools=[tool])
+def test_ghsa_j828_28rj_hfhp_and_cve_2025_9141_a_schema_is_text_unless_a_call_is_demanded(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "(a+)+b", "default": "exit()"}}}
+    answer = server.chat("Say yes.", tools=[tool], max_tokens=2)
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
 
 
 def test_cve_2025_62164_tensors_are_not_accepted(server: Server) -> None:

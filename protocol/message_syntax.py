@@ -1,0 +1,101 @@
+"""How the served model writes reasoning and tool calls, and how it is told of tools. One per model.
+
+Which family a model belongs to is told by its chat template, or by the operator. Everything that depends on it is
+asked here: what the template gets, what the grammar is, which special tokens are text, and how answers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from engine.messages import StructuredOutput
+from protocol.message_parts import MessageFormat
+from protocol.reasoning import BRACKETS, THINK, ReasoningTags
+from protocol.tools.fallback import without_tools
+from protocol.tools.formats import FORMATS, ToolFormat, format_of_template
+from protocol.tools.functions import ToolUse
+
+ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
+
+PROMPT_TAIL = 16
+"""Tokens of a prompt's end that tell whether it opens the reasoning."""
+
+
+class MessageSyntax:
+    """The served model's way of writing. Immutable.
+
+    `template` is the source of its chat template, `knows_tools` whether that takes tools, and `special_tokens` the ids
+    of the tokens that are left out of text. A template that knows tools of an unknown syntax counts as knowing none:
+    the model is told of them in words.
+    """
+
+    def __init__(
+        self,
+        template: str,
+        special_tokens: Mapping[str, int],
+        *,
+        knows_tools: bool,
+        tool_parser: ToolParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
+    ) -> None:
+        self._special_tokens = special_tokens
+        detected = format_of_template(template) if knows_tools else None
+        chosen = FORMATS.get(tool_parser, detected)
+        self._tools: ToolFormat = chosen or FORMATS["hermes"]
+        self._reads_calls = tool_parser != "none"
+        self._uses_fallback = not knows_tools or (tool_parser == "auto" and chosen is None)
+        self._reasoning = _reasoning_tags(template, reasoning_parser)
+
+    def for_template(
+        self, messages: Sequence[dict[str, Any]], tools: ToolUse | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and the tools that the chat template gets."""
+        functions = tools.functions if tools else ()
+        if self._uses_fallback:
+            return without_tools(messages, functions, self._tools), None
+        return list(messages), [function.for_template() for function in functions] or None
+
+    def grammar(self, tools: ToolUse | None, *, thinks: bool = True) -> StructuredOutput | None:
+        """What the text has to follow on account of the tools. `thinks` false: the client has turned reasoning off."""
+        if tools is None or (tools.choice == "auto" and not self._reads_calls):
+            return None
+        return self._tools.grammar(tools, text_before=thinks and self._reasoning is not None)
+
+    def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
+        """Special tokens that have to be in the text although special tokens are left out: tags that are read."""
+        return tuple(self._special_tokens[tag] for tag in self._tags(tools) if tag in self._special_tokens)
+
+    def message_format(
+        self,
+        tools: ToolUse | None,
+        *,
+        prompt_end: bytes,
+        show_reasoning: bool = True,
+        hide_special_tokens: bool = True,
+    ) -> MessageFormat:
+        """How the answer is read. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens."""
+        hidden = [tag for tag in self._tags(tools) if tag in self._special_tokens] if hide_special_tokens else []
+        opening = self._reasoning.opening.encode() if self._reasoning else b""
+        return MessageFormat(
+            reasoning=self._reasoning,
+            reasoning_is_open=bool(opening) and prompt_end.rstrip().endswith(opening),
+            show_reasoning=show_reasoning,
+            new_tool_reader=self._tools.reader(tools, hidden) if tools and self._reads(tools) else None,
+            call_is_named=tools is not None and tools.named is not None,
+        )
+
+    def _reads(self, tools: ToolUse) -> bool:
+        return self._reads_calls or tools.choice == "required"
+
+    def _tags(self, tools: ToolUse | None) -> tuple[str, ...]:
+        return (*(self._reasoning or ()), *(self._tools.tags if tools and self._reads(tools) else ()))
+
+
+def _reasoning_tags(template: str, parser: ReasoningParser) -> ReasoningTags | None:
+    if parser == "think":
+        return THINK
+    if parser == "none":
+        return None
+    return next((tags for tags in (THINK, BRACKETS) if tags.closing in template), None)

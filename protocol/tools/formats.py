@@ -1,0 +1,126 @@
+"""The families' syntaxes for tool calls, and which of them a chat template was made for."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from engine.messages import StructuredOutput
+from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolReader
+from protocol.structured import JsonSchema, Tag, tagged_json
+from protocol.tools import hermes, llama3, mistral
+from protocol.tools.functions import ANY_OBJECT, ToolUse
+from protocol.tools.reader import NewCallId
+
+
+class _NewReader(Protocol):
+    def __call__(self, new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFormat:
+    """How one family writes calls.
+
+    `tags` are what its reader has to see in the text, special tokens or not. `opening` is where a grammar may take
+    over from free text, None if that cannot be told from an answer.
+    """
+
+    tags: tuple[str, ...]
+    new_reader: _NewReader
+    tag: Callable[[str, JsonSchema], Tag]
+    opening: str | None
+    separator: str
+    new_call_id: NewCallId
+
+    def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
+        """What makes a reader for a choice of such a request. `hidden` are tags that no client may see."""
+        names = frozenset(function.name for function in tools.functions)
+        new_reader = partial(self.new_reader, self.new_call_id, names, tuple(hidden))
+        return new_reader if tools.parallel else lambda: _FirstCallOnly(new_reader())
+
+    def grammar(self, tools: ToolUse, *, text_before: bool) -> StructuredOutput | None:
+        """What makes the model call as the request demands; None if that leaves it free.
+
+        Where a call is required, `text_before` lets reasoning come first. Where it is not, arguments are held to
+        their schema if a function is strict.
+        """
+        if tools.choice == "required":
+            tags = [self.tag(function.name, function.schema) for function in tools.callable_functions]
+            repeat = tools.parallel and tools.named is None
+            return tagged_json(tags, text=text_before, required=True, repeat=repeat, separator=self.separator)
+        if self.opening is None or not any(function.strict for function in tools.functions):
+            return None
+        tags = [
+            self.tag(function.name, function.schema if function.strict else ANY_OBJECT) for function in tools.functions
+        ]
+        return tagged_json(tags, triggers=[self.opening])
+
+
+def _new_openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _new_mistral_id() -> str:
+    # The family's templates refuse a conversation with ids of another form.
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+FORMATS = {
+    "hermes": ToolFormat(
+        tags=hermes.TAGS,
+        new_reader=hermes.new_reader,
+        tag=hermes.tag,
+        opening=hermes.OPENING,
+        separator="\n",
+        new_call_id=_new_openai_id,
+    ),
+    "llama3": ToolFormat(
+        tags=llama3.TAGS,
+        new_reader=llama3.new_reader,
+        tag=llama3.tag,
+        opening=None,
+        separator="; ",
+        new_call_id=_new_openai_id,
+    ),
+    "mistral": ToolFormat(
+        tags=mistral.TAGS,
+        new_reader=mistral.new_reader,
+        tag=mistral.tag,
+        opening=mistral.OPENING,
+        separator="",
+        new_call_id=_new_mistral_id,
+    ),
+}
+
+
+def format_of_template(source: str) -> ToolFormat | None:
+    """The syntax that a chat template teaches; None if it is none of ours."""
+    if mistral.OPENING in source:
+        return FORMATS["mistral"]
+    # Qwen 3 Coder uses the same tags around something else.
+    if hermes.OPENING in source and "<function=" not in source:
+        return FORMATS["hermes"]
+    if llama3.OPENING in source or ("ipython" in source and '"parameters"' in source):
+        return FORMATS["llama3"]
+    return None
+
+
+class _FirstCallOnly:
+    """A reader of which only the first call is kept, for clients that cannot handle more."""
+
+    def __init__(self, reader: ToolReader) -> None:
+        self._reader = reader
+
+    def feed(self, text: str) -> list[MessagePart]:
+        return self._kept(self._reader.feed(text))
+
+    def finish(self) -> list[MessagePart]:
+        return self._kept(self._reader.finish())
+
+    @staticmethod
+    def _kept(parts: Iterable[MessagePart]) -> list[MessagePart]:
+        return [part for part in parts if isinstance(part, ContentDelta | ReasoningDelta) or part.index == 0]

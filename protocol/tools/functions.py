@@ -1,0 +1,47 @@
+"""What a request says about tools, in no wire format's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function that the model may call. `parameters` is a JSON Schema; None stands for a function without any."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """What arguments have to fit."""
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates take it."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
+        return {"type": "function", "function": {**function, "parameters": self.schema}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """Which functions a request offers, and whether the model must call one.
+
+    `named` is the one that it must call, with `choice` "required". Without `parallel` it may call one only.
+    """
+
+    functions: tuple[Function, ...]
+    choice: Literal["auto", "required"] = "auto"
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def callable_functions(self) -> tuple[Function, ...]:
+        """The functions that the answer may call."""
+        return tuple(function for function in self.functions if self.named in (None, function.name))

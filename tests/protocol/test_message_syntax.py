@@ -1,0 +1,182 @@
+"""What is asked of the served model's syntax: which family it is, what its template gets, what its grammar is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from protocol.chat_template import CHATML, ChatTemplate, segments_text
+from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
+from protocol.message_syntax import MessageSyntax
+from protocol.tools.functions import Function, ToolUse
+from tests.protocol.wire_helpers import token_bytes
+
+# What tells the families apart, in as few words as a template can have.
+QWEN = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools> Use <tool_call></tool_call>. "
+    "{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ call.function.arguments.city }}</tool_call>{% endfor %}{% endfor %}</think>"
+)
+LLAMA = 'Environment: ipython {% if tools %}{"name": function name, "parameters": {}}{% endif %}'
+MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]"
+UNKNOWN = "{% if tools %}<function=NAME>{% endif %}<tool_call>"
+
+WEATHER = Function(name="weather", description="It rains?", parameters={"type": "object", "required": ["city"]})
+TIME = Function(name="time")
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+CONVERSATION = [
+    {"role": "user", "content": "Weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "Rain.", "tool_call_id": "c"},
+]
+
+
+def syntax_of(template, special_tokens=(), **parsers):
+    ids = {token: number for number, token in enumerate(special_tokens)}
+    return MessageSyntax(template, ids, knows_tools=ChatTemplate(template, {}).knows_tools, **parsers)
+
+
+def read(syntax, text, tools, **options):
+    parser = syntax.message_format(tools, prompt_end=b"", **options).parser(token_bytes)
+    parts = join([*parser.feed(text), *parser.finish()])
+    return [(part.index, part.name) if isinstance(part, ToolCallStart) else part for part in parts]
+
+
+CALLED = [(0, "weather"), ToolCallArguments(0, '{"a": 1}')]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>',
+    "llama3": '{"name": "weather", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"a": 1}}]',
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [(QWEN, "hermes"), (LLAMA, "llama3"), (MISTRAL, "mistral"), (UNKNOWN, "hermes"), (CHATML, "hermes")],
+)
+def test_the_family_is_told_by_the_template(template, family):
+    tools = ToolUse(functions=(WEATHER,))
+    for written_in, text in WRITTEN.items():
+        parts = read(syntax_of(template), text, tools)
+        assert parts == (CALLED if written_in == family else [ContentDelta(text)])
+        assert read(syntax_of(template, tool_parser=written_in), text, tools) == CALLED
+        assert read(syntax_of(template, tool_parser="none"), text, tools) == [ContentDelta(text)]
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
+def test_what_a_grammar_writes_is_read_as_a_call(template):
+    tools = ToolUse(functions=(WEATHER, TIME), choice="required")
+    for parser in ("auto", "none"):
+        syntax = syntax_of(template, tool_parser=parser, reasoning_parser="none")
+        grammar = json.loads(syntax.grammar(tools).value)
+        assert (grammar["required"], grammar["repeat"], grammar["text"]) == (True, True, False)
+        written = grammar["separator"].join(f"{tag['begin']}{{}}{tag['end']}" for tag in grammar["tags"])
+        assert read(syntax, written, tools) == [
+            (0, "weather"),
+            ToolCallArguments(0, "{}"),
+            (1, "time"),
+            ToolCallArguments(1, "{}"),
+        ]
+
+
+def test_the_grammar_is_as_narrow_as_the_choice():
+    syntax = syntax_of(QWEN)
+    assert syntax.grammar(None) is None
+    assert syntax.grammar(ToolUse(functions=(WEATHER,))) is None
+    named = json.loads(syntax.grammar(ToolUse(functions=(WEATHER, TIME), choice="required", named="time")).value)
+    assert [tag["begin"] for tag in named["tags"]] == ['<tool_call>\n{"name": "time", "arguments": ']
+    assert named["tags"][0]["schema"] == {"type": "object", "properties": {}}
+    assert named["repeat"] is False
+    assert named["text"] is True  # the model may think before it calls
+    one = syntax.grammar(ToolUse(functions=(WEATHER,), choice="required", parallel=False), thinks=False)
+    assert (json.loads(one.value)["repeat"], json.loads(one.value)["text"]) == (False, False)
+
+
+def test_strict_functions_are_held_to_their_schema_where_a_call_can_be_told_from_text():
+    strict = Function(name="f", parameters={"type": "object", "maxProperties": 1}, strict=True)
+    tools = ToolUse(functions=(strict, WEATHER))
+    grammar = json.loads(syntax_of(QWEN).grammar(tools).value)
+    assert [tag["schema"] for tag in grammar["tags"]] == [strict.parameters, {"type": "object"}]
+    assert (grammar["triggers"], grammar["text"], grammar["required"]) == (["<tool_call>"], True, False)
+    assert syntax_of(LLAMA).grammar(tools) is None
+    assert syntax_of(QWEN, tool_parser="none").grammar(tools) is None
+
+
+def test_without_parallel_calls_the_first_one_is_kept():
+    tools = ToolUse(functions=(WEATHER,), parallel=False)
+    text = f"A. {WRITTEN['hermes']}\n{WRITTEN['hermes']} B."
+    assert read(syntax_of(QWEN, reasoning_parser="none"), text, tools) == [
+        ContentDelta("A."),
+        *CALLED,
+        ContentDelta("B."),
+    ]
+
+
+def test_tags_that_are_special_tokens_are_shown_to_the_reader_and_to_nobody_else():
+    syntax = syntax_of(MISTRAL, special_tokens=["</s>", "[TOOL_CALLS]", "[ARGS]"])
+    tools = ToolUse(functions=(WEATHER,))
+    assert syntax.shown_special_tokens(None) == ()
+    assert syntax.shown_special_tokens(tools) == (1, 2)
+    broken = "[TOOL_CALLS]oh no[ARGS], well [ARGS]."
+    assert read(syntax, broken, tools) == [ContentDelta("oh no, well .")]
+    assert read(syntax, broken, tools, hide_special_tokens=False) == [ContentDelta(broken)]
+
+
+def test_ids_have_the_form_that_the_familys_templates_ask_for():
+    tools = ToolUse(functions=(WEATHER,))
+    for template, family, length in ((QWEN, "hermes", 29), (MISTRAL, "mistral", 9)):
+        parser = syntax_of(template).message_format(tools, prompt_end=b"").parser(token_bytes)
+        ids = [part.call_id for part in parser.feed(WRITTEN[family] * 2) if isinstance(part, ToolCallStart)]
+        assert len(set(ids)) == 2
+        assert {len(call_id) for call_id in ids} == {length}
+
+
+def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects():
+    messages, tools = syntax_of(QWEN).for_template(CONVERSATION, ToolUse(functions=(WEATHER,)))
+    rendered = segments_text(ChatTemplate(QWEN, {}).render(messages, tools=tools))
+    assert '{"type": "function", "function": {"name": "weather", "description": "It rains?"' in rendered
+    assert "assistant: <tool_call>Ulm</tool_call>" in rendered
+    assert "tool: Rain." in rendered
+    assert syntax_of(QWEN).for_template(CONVERSATION, None) == (CONVERSATION, None)
+
+
+@pytest.mark.parametrize("template", [CHATML, UNKNOWN])
+def test_other_templates_are_told_of_tools_in_words(template):
+    syntax = syntax_of(template)
+    messages, tools = syntax.for_template([{"role": "system", "content": "Be brief."}, *CONVERSATION], None)
+    assert tools is None
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert messages[0]["content"] == "Be brief."
+    assert messages[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    assert messages[3]["content"] == "<tool_response>\nRain.\n</tool_response>"
+    for conversation in (CONVERSATION, [{"role": "system", "content": "Be brief."}, *CONVERSATION]):
+        offered, tools = syntax.for_template(conversation, ToolUse(functions=(WEATHER, TIME)))
+        assert tools is None
+        assert offered[0]["role"] == "system"
+        assert '"name": "weather", "description": "It rains?"' in offered[0]["content"]
+        assert '{"name": "NAME", "arguments": {ARGUMENTS}}' in offered[0]["content"]
+        assert ("Be brief." in offered[0]["content"]) == (conversation is not CONVERSATION)
+        assert offered[1:] == messages[1:]
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "prompt_end", "parts"),
+    [
+        (QWEN, "auto", b"\n", [ReasoningDelta("a"), ContentDelta("b")]),
+        (QWEN, "none", b"\n", [ContentDelta("<think>a</think>b")]),
+        (LLAMA, "auto", b"\n", [ContentDelta("<think>a</think>b")]),
+        (LLAMA, "think", b"\n", [ReasoningDelta("a"), ContentDelta("b")]),
+    ],
+)
+def test_reasoning_is_looked_for_where_the_template_or_the_operator_says(template, parser, prompt_end, parts):
+    syntax = syntax_of(template, reasoning_parser=parser)
+    assert read(syntax, "<think>a</think>b", None) == parts
+
+
+def test_reasoning_that_the_prompt_has_opened_needs_no_tag():
+    syntax = syntax_of(QWEN)
+    opened = syntax.message_format(None, prompt_end=b"assistant\n<think>\n").parser(token_bytes)
+    assert join(opened.feed("a</think>b")) == [ReasoningDelta("a"), ContentDelta("b")]
+    closed = syntax.message_format(None, prompt_end=b"<think>\n\n</think>\n\n").parser(token_bytes)
+    assert join(closed.feed("a")) == [ContentDelta("a")]

@@ -105,6 +105,7 @@ def core_factory(settings: Settings, files: ModelFiles, kv_cache_share: float = 
             max_num_batched_tokens=settings.max_num_batched_tokens,
             target_inter_token_latency=settings.target_inter_token_latency,
             enable_prefix_caching=settings.enable_prefix_caching,
+            pipeline_depth=settings.pipeline_depth or executor.pipeline_depth,
             eos_token_ids=files.config.eos_token_ids,
         )
         return EngineCore(config, executor)

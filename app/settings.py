@@ -126,6 +126,13 @@ class Settings(BaseSettings):
         ge=1,
         le=2**20,
     )
+    pipeline_depth: int | None = Field(
+        None,
+        description="Steps on their way at once; with 2 one is planned while another runs. Default: 2 on CUDA, else 1.",
+        ge=1,
+        le=2,
+        examples=[1],
+    )
     target_inter_token_latency: float = Field(
         0.08,
         description="Seconds between two tokens of a stream to aim at: prefill beside running streams is cut to fit.",

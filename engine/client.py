@@ -134,7 +134,7 @@ def live(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
 def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
     while True:
-        idle = not core.has_work
+        idle = not core.has_work and not core.prepare()
         if idle:
             core.heartbeat.sleep()
         messages = channel.receive(wait=idle)

@@ -15,7 +15,7 @@ from functools import partial
 
 from engine.config import EngineConfig
 from engine.errors import EngineDead, StepAbandoned
-from engine.executor import Executor, StepHandle
+from engine.executor import Executor, Prepares, StepHandle
 from engine.heartbeat import Heartbeat
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.plan import ModelRunnerOutput, SchedulerOutput
@@ -116,6 +116,13 @@ class EngineCore:
         return EngineCoreOutputs(
             outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.heartbeat.last_progress
         )
+
+    def prepare(self) -> bool:
+        """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there
+        is more of it."""
+        has_more = isinstance(self.executor, Prepares) and self.executor.prepare()
+        self.heartbeat.beat()
+        return has_more
 
     def _plan_ahead(self, is_abandoned: IsAbandoned) -> None:
         """Make plans and submit them until `pipeline_depth` steps are in flight, at least one."""

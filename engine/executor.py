@@ -6,7 +6,7 @@ The application chooses an executor and hands it to the engine; a simulated one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -46,4 +46,14 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """An executor that can use the time while nobody wants anything."""
+
+    def prepare(self) -> bool:
+        """Do a piece of what makes later steps faster, a tenth of a second's worth or so. Returns whether there is
+        more of it."""
         ...

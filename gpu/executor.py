@@ -10,10 +10,11 @@ from collections.abc import Callable
 import torch
 
 from engine.errors import EngineDead
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.executor import StepHandle
+from engine.plan import SchedulerOutput
 from gpu.host import usable_cores
 from gpu.weights import ModelFiles
-from gpu.worker import Worker, WorkerOptions
+from gpu.worker import FinishedStep, Worker, WorkerOptions
 
 
 def load_executor(
@@ -29,38 +30,30 @@ def load_executor(
 
 
 class UniProcExecutor:
-    """An `engine.executor.Executor` whose steps have run when `submit` returns."""
+    """An `engine.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
 
     def __init__(self, worker: Worker, vocab_size: int) -> None:
         self.num_blocks = worker.kv_cache_size.num_blocks
         self.block_size = worker.kv_cache_size.block_size
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
+        self.pipeline_depth = worker.pipeline_depth  # what suits the device
         dtype = str(worker.dtype).removeprefix("torch.")
         self.summary = f"{worker.device}, {dtype}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
         self._worker: Worker | None = worker
 
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:
             return FinishedStep(EngineDead("the executor has been shut down"))
         try:
-            return FinishedStep(self._worker.execute(plan, abandoned))
+            return self._worker.submit(plan, abandoned)
         except Exception as error:
             return FinishedStep(error)
+
+    def prepare(self) -> bool:
+        return self._worker is not None and self._worker.prepare()
 
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
-
-
-class FinishedStep:
-    """The handle of a step that is over, well or badly."""
-
-    def __init__(self, outcome: ModelRunnerOutput | Exception) -> None:
-        self._outcome = outcome
-
-    def result(self) -> ModelRunnerOutput:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome

@@ -82,7 +82,7 @@ class ModelRunner:
             self._to_device(inputs.positions),
             self._attention_metadata(inputs),
             self._kv_caches,
-            None if abandoned is None else partial(_stop_if, abandoned),
+            None if abandoned is None else partial(stop_if, abandoned),
         )
         sampled = self._sample(hidden, inputs)
         self.input_batch.advance(inputs, sampled.token_ids)
@@ -139,6 +139,7 @@ def _in_plan_order(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOut
     return ModelRunnerOutput(sampled_token_ids=token_ids.tolist(), logprobs=logprobs, not_finite=not_finite)
 
 
-def _stop_if(abandoned: Callable[[], bool]) -> None:
+def stop_if(abandoned: Callable[[], bool]) -> None:
+    """The checkpoint of a step that can be broken off."""
     if abandoned():
         raise StepAbandoned("every request of this step has been aborted")

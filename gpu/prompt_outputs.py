@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,8 +15,23 @@ from numpy.typing import NDArray
 
 from engine.messages import Pooling, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from gpu.input_batch import StepInputs
 from gpu.sampling.logprobs import token_logprobs
+
+
+class StepLayout(Protocol):
+    """Where the requests of a step lie among its tokens; see `gpu.input_batch.StepInputs`."""
+
+    @property
+    def order(self) -> NDArray[np.int64]: ...
+
+    @property
+    def query_lens(self) -> NDArray[np.int32]: ...
+
+    @property
+    def seq_lens(self) -> NDArray[np.int32]: ...
+
+    @property
+    def query_start_loc(self) -> NDArray[np.int32]: ...
 
 
 @dataclass
@@ -48,8 +64,13 @@ class PromptOutputs:
             if request.sampling.prompt_logprobs is not None or request.pooling is not None:
                 self._asking[request.request_id] = _prompt(request)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether anybody is here that asks."""
+        return bool(self._asking)
+
     def add_to(
-        self, output: ModelRunnerOutput, plan: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor
+        self, output: ModelRunnerOutput, plan: SchedulerOutput, inputs: StepLayout, hidden: torch.Tensor
     ) -> None:
         """Put what this step gives to those who ask into its `output`. `hidden` is the step's, [T, hidden]."""
         if not self._asking:

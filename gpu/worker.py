@@ -8,15 +8,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 from engine.errors import ConfigError
+from engine.executor import StepHandle
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionBackend, AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
+from gpu.attention.triton_backend import TritonAttention
 from gpu.config import ModelConfig
+from gpu.device import CudaGraphs, DeviceRunner
 from gpu.host import available_memory, has_bfloat16_instructions
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
 from gpu.model_runner import ModelRunner
@@ -39,6 +43,8 @@ class WorkerOptions:
     kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
     kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
+    # Where the batch is kept (see `gpu.device`): "auto" is on the device if that is a card, and else on the host.
+    runner: Literal["auto", "host", "device"] = "auto"
 
 
 class Worker:
@@ -50,7 +56,8 @@ class Worker:
         self.device = resolve_device(options.device)
         self.dtype = resolve_dtype(options.dtype, config, self.device)
         longest = check_max_model_len(config, options.max_model_len)
-        attention = TorchAttention(
+        backend = TritonAttention if self.device.type == "cuda" else TorchAttention
+        attention = backend(
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -71,27 +78,55 @@ class Worker:
             budget=self._kv_cache_budget(model, attention, config, options),
             kv_cache_memory=options.kv_cache_memory,
         )
-        self._runner: ModelRunner | None = ModelRunner(
-            model,
-            attention.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device),
-            device=self.device,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=self.kv_cache_size.max_model_len,
-            block_size=options.block_size,
-        )
+        self._runner: ModelRunner | DeviceRunner | None = self._make_runner(model, attention, config, options)
+        # How many steps should be on their way at once: more than one where a step runs on by itself.
+        self.pipeline_depth = 2 if self.device.type == "cuda" else 1
 
-    def execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> ModelRunnerOutput:
-        """Run one step to its end. Raises StepAbandoned if `abandoned` says that nobody wants it any more."""
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        """Start one step; on a CPU it has run when this returns. See `engine.executor.Executor.submit`."""
+        if isinstance(self._runner, DeviceRunner):
+            return self._runner.submit(plan, abandoned)
         if self._runner is None:
             raise RuntimeError("the worker has been shut down")
-        return self._runner.execute(plan, abandoned)
+        return FinishedStep(self._runner.execute(plan, abandoned))
+
+    def prepare(self) -> bool:
+        """Do a piece of what makes later steps faster. Returns whether there is more of it."""
+        return isinstance(self._runner, DeviceRunner) and self._runner.prepare()
 
     def shutdown(self) -> None:
-        """Give model and cache back. Idempotent."""
+        """Give model and cache back, when the steps in flight are over. Idempotent."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._runner = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _make_runner(
+        self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
+    ) -> ModelRunner | DeviceRunner:
+        on_cuda = self.device.type == "cuda"
+        kv_caches = attention.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device)
+        if options.runner == "host" or (options.runner == "auto" and not on_cuda):
+            return ModelRunner(
+                model,
+                kv_caches,
+                device=self.device,
+                max_num_seqs=options.max_num_seqs,
+                max_model_len=self.kv_cache_size.max_model_len,
+                block_size=options.block_size,
+            )
+        return DeviceRunner(
+            model,
+            kv_caches,
+            device=self.device,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=self.kv_cache_size.max_model_len,
+            block_size=options.block_size,
+            vocab_size=config.vocab_size,
+            graphs=CudaGraphs(self.device) if on_cuda else None,
+        )
 
     def _kv_cache_budget(
         self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
@@ -113,6 +148,18 @@ class Worker:
 
     def _free_memory(self) -> int:
         return available_memory() if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
+
+
+class FinishedStep:
+    """The handle of a step that is over, well or badly."""
+
+    def __init__(self, outcome: ModelRunnerOutput | Exception) -> None:
+        self._outcome = outcome
+
+    def result(self) -> ModelRunnerOutput:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
 
 def resolve_device(name: str) -> torch.device:

@@ -132,11 +132,22 @@ class SamplingState:
             seed=self._seed[rows],
             position=num_tokens.astype(np.int64),
             num_logprobs=self._num_logprobs[rows],
-            bias=self._select_bias(rows, num_tokens),
+            bias=self.select_bias(rows, num_tokens),
             penalties=self._select_penalties(rows),
         )
 
-    def _select_bias(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int32]) -> SparseBias | None:
+    def columns(self, row: int) -> dict[str, float]:
+        """The parameters of one row that are a number each, for who keeps them elsewhere."""
+        return {
+            "temperature": float(self._temperature[row]),
+            "top_k": int(self._top_k[row]),
+            "top_p": float(self._top_p[row]),
+            "min_p": float(self._min_p[row]),
+            "seed": int(self._seed[row]),
+        }
+
+    def select_bias(self, rows: NDArray[np.int64], num_tokens: NDArray[np.int32]) -> SparseBias | None:
+        """What is added to the logits of rows that sample, given how many tokens each holds."""
         parts = [(i, *self._bias[int(rows[i])]) for i in np.flatnonzero(self._biased[rows]).tolist()]
         for i in np.flatnonzero(num_tokens < self._may_stop_at[rows]).tolist():
             stops = self._stop_token_ids[int(rows[i])]

@@ -92,6 +92,7 @@ class SimulatedExecutor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.step_seconds = step_seconds
         self.before_step = before_step
+        self.pipeline_depth = 1
         self.plans: list[SchedulerOutput] = []
         self.computed: Counter[str] = Counter()
         self.is_shut_down = False

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 
+import anyio
 import pytest
+from anyio import to_thread
 
+from engine.channel import Close, RequestChannel
+from engine.client import run_until_closed
 from engine.config import EngineConfig
 from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead, StepAbandoned
@@ -20,7 +24,7 @@ from engine.messages import (
     StructuredOutputKind,
 )
 from engine.plan import ModelRunnerOutput, SchedulerOutput
-from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
+from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of, until
 from tests.engine.simulated import expected_output
 from tests.engine.simulated_ahead import QueueingExecutor
 
@@ -261,3 +265,25 @@ def test_what_a_grammar_has_to_read_first_is_not_planned_ahead() -> None:
     assert [plan.request_ids for plan in queue_of(core).plans] == [["free", "bound"], ["free"]]
     run_to_end(core)
     assert queue_of(core).computed == {"free": 16, "bound": 16}
+
+
+@pytest.mark.anyio
+async def test_an_idle_engine_lets_its_executor_prepare_and_serves_who_comes_meanwhile() -> None:
+    class Preparing(QueueingExecutor):
+        num_pieces = 5
+
+        def prepare(self) -> bool:
+            self.num_pieces -= 1
+            return self.num_pieces > 0
+
+    executor = Preparing(64, 4, VOCAB_SIZE)
+    core = EngineCore(EngineConfig(max_model_len=MAX_MODEL_LEN, pipeline_depth=2), executor)
+    received: list[object] = []
+    channel = RequestChannel(received.extend)
+    channel.put(make_request(range(5), "a", max_tokens=3))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(to_thread.run_sync, run_until_closed, core, channel)
+        await until(lambda: executor.num_pieces == 0 and not core.has_work and core.heartbeat.is_asleep)
+        channel.put(Close())
+    tokens = [token for step in received for output in step.outputs for token in output.new_token_ids]
+    assert tokens == expected_tokens(make_request(range(5), max_tokens=3))

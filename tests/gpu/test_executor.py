@@ -199,3 +199,15 @@ def test_bfloat16_and_float16_run_on_a_cpu():
         options = WorkerOptions(dtype=dtype, device="cpu", max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE)
         executor = UniProcExecutor(Worker(CONFIG, random_weights(), options), CONFIG.vocab_size)
         assert all(len(t) == 3 for t in generate(executor, prompts(), chunk=9, num_tokens=3).values())
+
+
+def test_a_batch_that_is_kept_on_the_device_says_the_same():
+    greedy = [request for request in prompts() if request.sampling.greedy]
+    expected = generate(UniProcExecutor(Worker(CONFIG, random_weights(), OPTIONS), CONFIG.vocab_size), greedy, chunk=6)
+    worker = Worker(CONFIG, random_weights(), replace(OPTIONS, runner="device"))
+    executor = UniProcExecutor(worker, CONFIG.vocab_size)
+    assert generate(executor, greedy, chunk=6) == expected
+    assert executor.pipeline_depth == 1  # on a CPU a step does not run on by itself
+    assert not executor.prepare()
+    executor.shutdown()
+    assert not executor.prepare()

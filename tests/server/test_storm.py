@@ -33,7 +33,9 @@ KEPT_TIMELINES = 1000  # ended requests that the server remembers, before its me
 
 @pytest.fixture
 def storm_server() -> Iterator[Server]:
-    with tiny_server(max_num_seqs=8, max_num_batched_tokens=64, timeline_size=KEPT_TIMELINES) as server:
+    with tiny_server(
+        max_num_seqs=8, max_num_batched_tokens=64, timeline_size=KEPT_TIMELINES, pipeline_depth=2
+    ) as server:
         yield server.wait_ready()
 
 

@@ -1,0 +1,16 @@
+"""The runner of a device that computes while the host goes on: what a request is lives there, in stable rows.
+
+`gpu.model_runner` keeps the batch on the host, gathers a step's inputs and waits for its tokens; that suits a CPU. Here
+the device keeps the batch, makes a step's inputs, samples, and feeds the token back to its own row. The host sends the
+diffs of a plan, in one copy, and starts the step: it neither needs the tokens of the step before nor waits for them.
+A step in which everybody decodes is one CUDA graph. All of it runs on a CPU too, without graphs and pinned memory,
+which is how it is tested against the other runner.
+
+Reading order: `tables` (the rows), `upload` (the one copy), `rows` (what the host knows of them), `inputs` (of a step),
+`sampling`, `graphs`, `download` (the way of the tokens back), `runner`.
+"""
+
+from gpu.device.graphs import CudaGraphs
+from gpu.device.runner import DeviceRunner
+
+__all__ = ["CudaGraphs", "DeviceRunner"]

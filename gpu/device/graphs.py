@@ -1,0 +1,94 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds. Used by the runner.
+
+A graph is for one number of rows; a step takes the next larger one and pads. The larger a graph, the more memory it
+needs, so the largest is captured first and all others fit into what it left. No step waits for its graph: until that is
+captured it runs eagerly, by the same kernels.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+LARGEST = 512  # rows; the more there are, the less the launches matter
+
+Replay = Callable[[], None]
+Kind = Literal["step", "hidden"]  # all of a step with its tokens, or as far as the hidden states
+
+
+class Graphs(Protocol):
+    """How a function that starts work on the device becomes one that starts it at once."""
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """`run` is called, and its work done, at least once; it leaves no trace that matters."""
+        ...
+
+
+class CudaGraphs:
+    """Graphs of one CUDA device that share their memory, because no two of them run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        # What is compiled, loaded and tuned on first use must be so before the capture, which allows none of it.
+        run()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache of the allocator each time.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that graphs are captured for, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of
+    32 from 256 on. Padding costs an eighth or so of the rows at most where rows are what costs."""
+    sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, LARGEST + 1, 32)]
+    largest = min(max_num_seqs, LARGEST)
+    return [size for size in sizes if size < largest] + [largest]
+
+
+class DecodeGraphs:
+    """The ladder of one runner. `run` does the work of a step of that kind and size, on padding alone."""
+
+    def __init__(self, graphs: Graphs, max_num_seqs: int, run: Callable[[Kind, int], None]) -> None:
+        self._graphs = graphs
+        self._run = run
+        self._sizes = ladder(max_num_seqs)
+        self._captured: dict[tuple[Kind, int], Replay] = {}
+        kinds: tuple[Kind, ...] = ("step", "hidden")
+        self._missing = [(kind, size) for kind in kinds for size in reversed(self._sizes)]
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    def give_up(self) -> None:
+        """Capture no more."""
+        self._missing.clear()
+
+    def find(self, kind: Kind, num_rows: int) -> tuple[int, Replay] | None:
+        """The smallest graph for this many rows, and its size; None while there is none, or where there never is."""
+        place = bisect.bisect_left(self._sizes, num_rows)
+        if place == len(self._sizes):
+            return None
+        size = self._sizes[place]
+        replay = self._captured.get((kind, size))
+        return None if replay is None else (size, replay)
+
+    def capture_next(self) -> None:
+        """Capture one more, if any is missing. Work that was started before is waited for."""
+        if self._missing:
+            kind, size = self._missing.pop(0)
+            self._captured[kind, size] = self._graphs.capture(lambda: self._run(kind, size))

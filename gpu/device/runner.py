@@ -1,0 +1,169 @@
+"""The device runner: one plan in, one step started.
+
+Owned by the worker and used by its thread alone, in place of `gpu.model_runner.ModelRunner` and with the same promises,
+but for one: it does not wait. `submit` returns when the step has been started, and the next may be submitted before it
+has ended; the device runs them one after the other, on one stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from gpu.device.download import DeviceStep, pack, start_download
+from gpu.device.graphs import DecodeGraphs, Graphs, Kind, Replay
+from gpu.device.inputs import StepInputs, advance, decode_inputs, mixed_inputs
+from gpu.device.rows import Rows, StepShape
+from gpu.device.sampling import DeviceSampler
+from gpu.device.tables import DeviceTables
+from gpu.device.upload import Upload
+from gpu.model_runner import LanguageModel, stop_if
+from gpu.prompt_outputs import PromptOutputs
+
+logger = logging.getLogger(__name__)
+
+# A busy runner captures a graph that it lacks once in this many steps, so that a stream stumbles seldom.
+STEPS_BETWEEN_CAPTURES = 32
+
+
+class DeviceRunner:
+    """Runs plans in the order given. Not thread-safe.
+
+    `graphs` makes graphs of decode steps and wants an attention backend that takes padding (`TritonAttention`); without
+    it every step runs eagerly, on any backend.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv_caches: list[torch.Tensor],
+        *,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._tables = DeviceTables(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            vocab_size=vocab_size,
+            device=device,
+        )
+        self.rows = Rows(self._tables, max_num_seqs)
+        self._upload = Upload(self._tables.arena)
+        self._sampler = DeviceSampler(self._tables, self.rows, model.compute_logits)
+        self._prompt_outputs = PromptOutputs(model.compute_logits, max_num_seqs)
+        # Where graphs leave what they computed.
+        self._packed = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._hidden: torch.Tensor | None = None
+        self._graphs = None if graphs is None else DecodeGraphs(graphs, max_num_seqs, self._decode)
+        self._max_num_seqs = max_num_seqs
+        self._steps_until_capture = STEPS_BETWEEN_CAPTURES
+
+    @torch.inference_mode()
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> DeviceStep:
+        """Start one step; a plan may hold nothing but diffs. Its handle waits for it.
+
+        If this raises, no request has advanced. It raises StepAbandoned between two layers that it starts if
+        `abandoned` says that nobody wants the step any more. What a card reports late is raised by the handle.
+        """
+        self._capture_in_passing()
+        try:
+            self.rows.apply(plan, self._upload)
+            self._prompt_outputs.apply(plan)
+            if not plan.request_ids:
+                return DeviceStep(0, None)
+            shape = self.rows.shape(plan)
+            step = self._start(plan, shape, abandoned)
+        except BaseException:
+            self._upload.discard()
+            self.rows.forget_sent()
+            raise
+        self.rows.advance(shape)
+        return step
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture one graph, if any is missing. Returns whether more are."""
+        if self._graphs is None or not self._graphs.num_missing:
+            return False
+        # It runs for once, and must do so for nobody.
+        self._upload.write(self._tables.offset("batch_rows"), [self._tables.padding_row] * self._max_num_seqs)
+        self._upload.send()
+        self.rows.forget_sent()
+        try:
+            self._graphs.capture_next()
+        except Exception:  # graphs only save time: where they cannot be had, every step runs as the first ones do
+            logger.warning("no more CUDA graphs are captured: %d are missing", self._graphs.num_missing, exc_info=True)
+            self._graphs.give_up()
+        return self._graphs.num_missing > 0
+
+    def _capture_in_passing(self) -> None:
+        self._steps_until_capture -= 1
+        if not self._steps_until_capture:
+            self._steps_until_capture = STEPS_BETWEEN_CAPTURES
+            self.prepare()
+
+    def _start(self, plan: SchedulerOutput, shape: StepShape, abandoned: Callable[[], bool] | None) -> DeviceStep:
+        wishes = self._sampler.wishes(plan, shape)
+        wants_prompts = self._prompt_outputs.is_asked
+        kind: Kind = "step" if wishes.are_none else "hidden"
+        found = None if wants_prompts else self._find_graph(kind, shape)
+        self.rows.send_shape(shape, found[0] if found is not None else 0, self._upload)
+        self._upload.send()
+
+        logprobs = None
+        prompt_outputs = None
+        if found is not None and kind == "step":
+            found[1]()
+            packed = self._packed[: len(shape.rows)]
+        else:
+            if found is not None:
+                found[1]()
+                inputs = decode_inputs(self._tables, len(shape.rows))
+                assert self._hidden is not None
+                hidden = self._hidden[: len(shape.rows)]
+            else:
+                inputs = mixed_inputs(self._tables, shape)
+                hidden = self._forward(inputs, None if abandoned is None else partial(stop_if, abandoned))
+            if wants_prompts:
+                # Few ask, and what they get is read at once, which means that this step is waited for.
+                prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
+                self._prompt_outputs.add_to(prompt_outputs, plan, shape, hidden)
+            token_ids, finite, logprobs = self._sampler.sample(hidden, inputs, wishes)
+            advance(self._tables, inputs, token_ids)
+            packed = pack(token_ids, finite)
+        num_logprobs = self.rows.num_logprobs[shape.sampling_rows]
+        step = start_download(len(plan.request_ids), shape, packed, wishes, num_logprobs, logprobs)
+        step.prompt_outputs = prompt_outputs
+        return step
+
+    def _find_graph(self, kind: Kind, shape: StepShape) -> tuple[int, Replay] | None:
+        if self._graphs is None or not shape.is_decode:
+            return None
+        return self._graphs.find(kind, len(shape.rows))
+
+    def _decode(self, kind: Kind, size: int) -> None:
+        """What a graph of this kind and size holds."""
+        inputs = decode_inputs(self._tables, size)
+        hidden = self._forward(inputs, None)
+        if kind == "hidden":
+            if self._hidden is None:
+                self._hidden = hidden.new_empty((self._max_num_seqs, *hidden.shape[1:]))
+            self._hidden[:size].copy_(hidden)
+            return
+        token_ids, finite = self._sampler.sample_plainly(hidden, inputs)
+        advance(self._tables, inputs, token_ids)
+        self._packed[:size].copy_(pack(token_ids, finite))
+
+    def _forward(self, inputs: StepInputs, checkpoint: Callable[[], None] | None) -> torch.Tensor:
+        return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata, self._kv_caches, checkpoint)

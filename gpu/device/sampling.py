@@ -1,0 +1,110 @@
+"""From hidden states to tokens on the device. Used by the runner.
+
+The order of operations is that of `gpu.sampling.sampler`; what a seed means is told in `gpu.kernels.sample`. Most steps
+are plain: nothing changes the logits and nobody asks for log-probabilities. Those are sampled within a graph; for the
+others the host looks up what is wanted, and the same kernels are started one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.plan import SchedulerOutput
+from gpu.device.inputs import StepInputs, next_positions
+from gpu.device.rows import Rows, StepShape
+from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables
+from gpu.device.upload import on_device
+from gpu.kernels import (
+    LogprobTensors,
+    add_bias,
+    apply_bitmask,
+    apply_penalties,
+    compute_logprobs,
+    gather_rows,
+    sample_tokens,
+)
+from gpu.sampling.state import SparseBias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the rows that sample in one step want besides a token. Places are among these rows."""
+
+    bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
+    penalized: NDArray[np.int64]  # places
+    masks: tuple[NDArray[np.int64], NDArray[np.uint32]] | None  # mask of each place, -1 for none; and the masks' bits
+    asking: NDArray[np.int64]  # places whose log-probabilities are wanted
+    num_top: int  # how many of the most likely tokens at most, by any of them
+
+    @property
+    def are_none(self) -> bool:
+        return self.bias is None and self.masks is None and not len(self.penalized) and not len(self.asking)
+
+
+class DeviceSampler:
+    """Makes logits and draws from them."""
+
+    def __init__(
+        self, tables: DeviceTables, rows: Rows, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._tables = tables
+        self._rows = rows
+        self._compute_logits = compute_logits
+
+    def wishes(self, plan: SchedulerOutput, shape: StepShape) -> Wishes:
+        rows = shape.sampling_rows
+        num_logprobs = self._rows.num_logprobs[rows]
+        asking = np.flatnonzero(num_logprobs >= 0)
+        return Wishes(
+            bias=self._rows.sampling.select_bias(rows, shape.num_tokens),
+            penalized=np.flatnonzero(self._rows.is_penalized[rows]),
+            masks=None,
+            asking=asking,
+            num_top=int(num_logprobs[asking].max(initial=0)),
+        )
+
+    def sample_plainly(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """For rows without wishes: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be captured.
+
+        `hidden` is [T, hidden].
+        """
+        return self._draw(self._logits(hidden, inputs), inputs)
+
+    def sample(
+        self, hidden: torch.Tensor, inputs: StepInputs, wishes: Wishes
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None]:
+        """For any rows; the last is of those that ask."""
+        logits = self._logits(hidden, inputs)
+        device = logits.device
+        if wishes.masks is not None:
+            mask_rows, bits = wishes.masks
+            apply_bitmask(logits, on_device(bits.view(np.int32), device), on_device(mask_rows, device))
+        asking = on_device(wishes.asking, device) if len(wishes.asking) else None
+        raw = None if asking is None else gather_rows(logits, asking)
+        if wishes.bias is not None or len(wishes.penalized):
+            logits = logits.float()
+        if wishes.bias is not None:
+            bias = wishes.bias
+            add_bias(logits, *(on_device(part, device) for part in (bias.rows, bias.token_ids, bias.values)))
+        for start in range(0, len(wishes.penalized), PENALIZED_TOGETHER):
+            places = on_device(wishes.penalized[start : start + PENALIZED_TOGETHER], device)
+            part = gather_rows(logits, places)
+            apply_penalties(part, self._tables.penalties, inputs.sampling_rows[places])
+            logits.index_copy_(0, places, part)
+        token_ids, finite = self._draw(logits, inputs)
+        if raw is None or asking is None:
+            return token_ids, finite, None
+        return token_ids, finite, compute_logprobs(raw, token_ids[asking], wishes.num_top)
+
+    def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+        rows = hidden if inputs.logits_indices is None else gather_rows(hidden, inputs.logits_indices)
+        return self._compute_logits(rows)
+
+    def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = next_positions(self._tables, inputs)
+        return sample_tokens(logits, self._tables.sampling, inputs.sampling_rows, positions)

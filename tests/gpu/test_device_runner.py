@@ -1,0 +1,376 @@
+"""The runner that keeps its batch on the device says what the one on the host says, and never waits for itself.
+
+Both run a small random Llama under the real engine: chunked prefill, prefix cache, preemption by a small cache, mixed
+batches. The device here is the CPU, so nothing is pinned and a graph is a function that is called again; what is the
+same is every table, gather, scatter and the order of the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import StepAbandoned
+from engine.executor import StepHandle
+from engine.messages import EngineCoreRequest, FinishReason, Pooling, SamplingParams
+from engine.plan import SchedulerOutput
+from gpu.attention.torch_backend import TorchAttention
+from gpu.attention.triton_backend import TritonAttention
+from gpu.device import DeviceRunner
+from gpu.device.graphs import LARGEST, DecodeGraphs, Replay, ladder
+from gpu.device.tables import DeviceTables
+from gpu.device.upload import Upload
+from gpu.model_runner import ModelRunner
+from gpu.models import build_model
+from gpu.worker import FinishedStep
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_executor import CONFIG, random_weights
+from tests.gpu.test_input_batch import plan_of
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS = 4, 40, 64, 6
+VOCAB_SIZE = CONFIG.vocab_size
+
+
+class Again:
+    """Graphs of a device without graphs."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.num_replayed = 0
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        run()
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            run()
+
+        return replay
+
+
+class RunnerExecutor:
+    """An `engine.executor.Executor` around a runner of either kind."""
+
+    num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
+
+    def __init__(self, runner: ModelRunner | DeviceRunner) -> None:
+        self.runner = runner
+        self.plans: list[SchedulerOutput] = []
+
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        self.plans.append(plan)
+        if isinstance(self.runner, DeviceRunner):
+            return self.runner.submit(plan, abandoned)
+        return FinishedStep(self.runner.execute(plan, abandoned))
+
+    def shutdown(self) -> None: ...
+
+
+def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
+    backend = TorchAttention if graphs is None else TritonAttention
+    attention = backend(
+        num_layers=CONFIG.num_hidden_layers,
+        num_heads=CONFIG.num_attention_heads,
+        num_kv_heads=CONFIG.num_key_value_heads,
+        head_dim=CONFIG.head_dim,
+        block_size=BLOCK_SIZE,
+    )
+    model = build_model(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
+    model.load_weights(random_weights())
+    kv_caches = attention.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
+    limits = {"device": CPU, "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE}
+    if kind == "host":
+        return RunnerExecutor(ModelRunner(model, kv_caches, **limits))
+    return RunnerExecutor(DeviceRunner(model, kv_caches, vocab_size=VOCAB_SIZE, graphs=graphs, **limits))
+
+
+def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS) -> EngineCore:
+    executor.num_blocks = num_blocks
+    config = EngineConfig(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=14,
+        eos_token_ids=(7,),
+        pipeline_depth=pipeline_depth,
+    )
+    return EngineCore(config, executor)
+
+
+def crowd(seed: int, *, greedy: bool = True, edits: bool = True) -> list[EngineCoreRequest]:
+    """Twenty requests of all kinds; every third begins as another one does."""
+    draw = random.Random(seed)
+    requests = []
+    shared = [draw.randrange(VOCAB_SIZE) for _ in range(24)]
+    for number in range(20):
+        prompt = shared[: draw.randrange(24)] if number % 3 == 0 else []
+        prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 20))]
+        max_tokens = draw.randint(1, 18)
+        options: dict[str, object] = draw.choice(
+            [
+                {},
+                {"ignore_eos": True},
+                {"stop_token_ids": tuple(draw.sample(range(VOCAB_SIZE), 40)), "min_tokens": max_tokens // 2},
+                {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+                {"presence_penalty": 1.5},
+                {"logit_bias": {draw.randrange(VOCAB_SIZE): 8.0, draw.randrange(VOCAB_SIZE): -100.0}},
+                {"logprobs": draw.randrange(4)},
+            ]
+            if edits
+            else [{}, {"ignore_eos": True}]
+        )
+        if not greedy:
+            options = {
+                "temperature": 0.9,
+                **draw.choice([{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}]),
+                **options,
+            }
+        requests.append(
+            EngineCoreRequest(
+                request_id=f"r{number}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "seed": number, **options}),
+                arrival_time=0.0,
+            )
+        )
+    return requests
+
+
+def drive(core: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tuple[list[int], FinishReason | None]]:
+    """Two requests arrive with each step; the fifth leaves in the middle."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    ends: dict[str, FinishReason | None] = dict.fromkeys(tokens)
+    logprobs: dict[str, list[object]] = {request.request_id: [] for request in requests}
+    waiting = list(requests)
+    num_preemptions = num_hits = 0
+    for number in itertools.count():
+        for request in waiting[:2]:
+            core.add(request)
+        del waiting[:2]
+        if number == 7:
+            core.finish("r4", FinishReason.ABORT)
+        if not (core.has_work or waiting):
+            break
+        batch = core.step()
+        core.scheduler.check_integrity()
+        num_preemptions += batch.stats.num_preemptions
+        num_hits += batch.stats.prefix_cache_hits
+        for output in batch.outputs:
+            assert output.error is None
+            tokens[output.request_id] += output.new_token_ids
+            logprobs[output.request_id] += output.logprobs or []
+            ends[output.request_id] = output.finish_reason
+    assert num_preemptions > 0
+    assert num_hits > 0
+    for request in requests:
+        if request.sampling.logprobs is not None and request.request_id != "r4":
+            assert len(logprobs[request.request_id]) == len(tokens[request.request_id])
+    del tokens["r4"], ends["r4"]
+    return {name: (tokens[name], ends[name]) for name in tokens}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_greedy_requests_get_the_same_from_either_runner_at_either_depth(seed: int) -> None:
+    requests = crowd(seed)
+    expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
+    assert len({tuple(tokens) for tokens, _ in expected.values()}) > 10
+    device = make_executor("device")
+    for executor, depth in ((make_executor("host"), 2), (device, 1), (device, 2)):
+        assert drive(make_core(executor, depth, num_blocks=20), requests) == expected
+    assert isinstance(device.runner, DeviceRunner)
+    assert len(device.runner.rows) == 0
+
+
+def test_graphs_and_padding_change_nothing() -> None:
+    requests = crowd(3)
+    expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
+    graphs = Again()
+    executor = make_executor("device", graphs)
+    assert isinstance(executor.runner, DeviceRunner)
+    while executor.runner.prepare():
+        pass
+    assert graphs.num_captured == 2 * len(ladder(MAX_NUM_SEQS))
+    assert drive(make_core(executor, 2, num_blocks=20), requests) == expected
+    assert graphs.num_replayed > 30
+
+
+def test_graphs_that_are_captured_while_requests_run_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.device.runner.STEPS_BETWEEN_CAPTURES", 3)
+    requests = crowd(4, edits=False)
+    expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
+    graphs = Again()
+    assert drive(make_core(make_executor("device", graphs), 2, num_blocks=20), requests) == expected
+    assert graphs.num_replayed > 0
+
+
+def test_a_seed_means_the_same_at_either_depth_and_within_a_graph() -> None:
+    requests = crowd(5, greedy=False)
+    executor = make_executor("device")
+    expected = drive(make_core(executor, 1, num_blocks=20), requests)
+    assert drive(make_core(executor, 2, num_blocks=20), requests) == expected
+    graphs = Again()
+    replaying = make_executor("device", graphs)
+    assert isinstance(replaying.runner, DeviceRunner)
+    while replaying.runner.prepare():
+        pass
+    assert drive(make_core(replaying, 2, num_blocks=20), requests) == expected
+    assert graphs.num_replayed > 0
+
+
+def test_a_steady_decode_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    original = Upload.send
+
+    def counting(self: Upload) -> None:
+        sent.append(sum(len(part) for part in self._parts))
+        original(self)
+
+    monkeypatch.setattr(Upload, "send", counting)
+    executor = make_executor("device", Again())
+    assert isinstance(executor.runner, DeviceRunner)
+    while executor.runner.prepare():
+        pass
+    everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(3)]
+    executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
+    sent.clear()
+    decodes = {r.request_id: 1 for r in everyone}
+    executor.submit(plan_of(decodes)).result()
+    executor.submit(plan_of(decodes, new_blocks={"r0": [9], "r1": [10], "r2": [11]})).result()
+    executor.submit(plan_of(decodes)).result()
+    assert sent == [4, 3, 0]  # who is in the step, padded to a graph's size; three blocks; nothing
+
+
+def test_log_probabilities_are_those_of_the_other_runner() -> None:
+    request = new_request("a", [5, 6, 7], block_ids=[1, 2, 3], temperature=0.0, logprobs=3, frequency_penalty=1.0)
+    plans = [plan_of({"a": 3}, new=[request]), plan_of({"a": 1}), plan_of({"a": 1})]
+    found = []
+    for kind in ("host", "device"):
+        executor = make_executor(kind)
+        found.append([executor.submit(plan).result().logprobs[0] for plan in plans])
+    for host, device in zip(*found, strict=True):
+        assert (device.token_id, device.rank) == (host.token_id, host.rank)
+        assert device.logprob == pytest.approx(host.logprob, abs=1e-4)
+        assert [token_id for token_id, _ in device.top] == [token_id for token_id, _ in host.top]
+        assert [p for _, p in device.top] == pytest.approx([p for _, p in host.top], abs=1e-4)
+
+
+def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:
+    asking = [
+        new_request("logprobs", range(9), block_ids=[0, 1, 2], temperature=0.0, prompt_logprobs=1),
+        new_request("mean", range(20, 31), block_ids=[3, 4, 5], temperature=0.0, max_tokens=0),
+    ]
+    asking[1].pooling = Pooling.MEAN
+    plans = [plan_of({"logprobs": 5, "mean": 4}, new=asking), plan_of({"logprobs": 4, "mean": 7})]
+    outputs = []
+    for kind in ("host", "device"):
+        executor = make_executor(kind)
+        outputs.append([executor.submit(plan).result() for plan in plans])
+    for host, device in zip(*outputs, strict=True):
+        assert device.sampled_token_ids == host.sampled_token_ids
+        (found,), (expected,) = device.prompt_logprobs.values(), host.prompt_logprobs.values()
+        assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
+    vectors = [np.frombuffer(steps[1].embeddings[1], dtype=np.float32) for steps in outputs]
+    np.testing.assert_allclose(*vectors, atol=1e-4)
+
+
+def test_a_step_that_fails_or_is_broken_off_advances_nobody() -> None:
+    executor = make_executor("device")
+    assert isinstance(executor.runner, DeviceRunner)
+    everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(2)]
+    executor.submit(plan_of({"r0": 3, "r1": 3}, new=everyone)).result()
+    with pytest.raises(StepAbandoned):
+        executor.submit(plan_of({"r0": 1, "r1": 1}), lambda: True)
+    with pytest.raises(KeyError):
+        executor.submit(plan_of({"r0": 1, "nobody": 1}))
+    going_on = executor.submit(plan_of({"r0": 1, "r1": 1})).result()
+    undisturbed = make_executor("device")
+    undisturbed.submit(plan_of({"r0": 3, "r1": 3}, new=everyone)).result()
+    assert going_on == undisturbed.submit(plan_of({"r0": 1, "r1": 1})).result()
+
+
+def test_numbers_that_are_not_finite_are_told() -> None:
+    executor = make_executor("device")
+    logits = executor.runner._model.compute_logits
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        return logits(hidden).index_fill_(0, torch.tensor([1]), float("nan"))
+
+    executor.runner._sampler._compute_logits = broken  # type: ignore[union-attr]
+    everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(3)]
+    output = executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
+    assert output.not_finite == [1]
+    assert all(0 <= token_id < VOCAB_SIZE for token_id in output.sampled_token_ids)
+
+
+def test_an_upload_writes_every_word_where_it_belongs() -> None:
+    draw = random.Random(0)
+    arena = torch.zeros(1000, dtype=torch.int32)
+    expected = arena.tolist()
+    upload = Upload(arena)
+    for _ in range(20):
+        places = sorted(draw.sample(range(100), 12))
+        for place in places:
+            values = [draw.randrange(-(2**31), 2**31) for _ in range(draw.randrange(11))]
+            upload.write(10 * place, values)
+            expected[10 * place : 10 * place + len(values)] = values
+        upload.send()
+        assert arena.tolist() == expected
+    upload.write(0, [-1])
+    upload.discard()
+    upload.send()
+    assert arena.tolist() == expected
+
+
+def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
+    tables = DeviceTables(max_num_seqs=5, max_model_len=9, block_size=4, vocab_size=11, device=CPU)
+    upload = Upload(tables.arena)
+    upload.write(tables.offset("seed", 3), np.array([2**64 - 5], dtype=np.uint64).view(np.int32))
+    upload.write(tables.offset("top_p", 4), np.array([0.25], dtype=np.float32).view(np.int32))
+    upload.write(tables.offset("block_table", 2, 1), [8, 9])
+    upload.write(tables.offset("token_ids", 5, 9), [77])
+    upload.send()
+    assert tables.sampling.seed.tolist() == [0, 0, 0, -5, 0, 0]
+    assert tables.sampling.top_p.tolist() == [0, 0, 0, 0, 0.25, 0]
+    assert tables.block_table.tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
+    assert tables.token_ids[5].tolist() == [0] * 9 + [77]
+    assert int((tables.arena != 0).sum()) == 2 + 1 + 2 + 1 + 6  # and the padding row in every place of the batch
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000])
+def test_the_ladder_has_a_size_for_every_batch_up_to_its_largest(max_num_seqs: int) -> None:
+    sizes = ladder(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_num_seqs, LARGEST)
+    assert len(sizes) <= 30
+    order: list[tuple[str, int]] = []
+    graphs = DecodeGraphs(Again(), max_num_seqs, lambda kind, size: order.append((kind, size)))
+    assert graphs.find("step", 1) is None
+    while graphs.num_missing:
+        graphs.capture_next()
+    graphs.capture_next()
+    assert order == [(kind, size) for kind in ("step", "hidden") for size in reversed(sizes)]  # largest first
+    for num_rows in range(1, sizes[-1] + 1):
+        found = graphs.find("step", num_rows)
+        assert found is not None
+        assert num_rows <= found[0] < num_rows + max(32, num_rows // 4 + 4)
+    assert graphs.find("step", sizes[-1] + 1) is None
+
+
+def test_graphs_that_cannot_be_had_are_done_without() -> None:
+    class Refusing(Again):
+        def capture(self, run: Callable[[], None]) -> Replay:
+            raise RuntimeError("out of memory")
+
+    executor = make_executor("device", Refusing())
+    assert isinstance(executor.runner, DeviceRunner)
+    assert not executor.runner.prepare()
+    request = new_request("a", [1, 2], block_ids=[0], temperature=0.0)
+    assert executor.submit(plan_of({"a": 2}, new=[request])).result().sampled_token_ids[0] >= 0

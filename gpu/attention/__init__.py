@@ -7,7 +7,7 @@ writes the keys and values to their slots and attends over everything the block 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -47,4 +47,22 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """Store key and value, attend causally, return [T, num_heads, head_dim]."""
+        ...
+
+
+@runtime_checkable
+class FusedAttention(Protocol):
+    """A backend that takes the merged projection as it is, where a kernel rotates and stores in one pass."""
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,  # [T, num_heads + 2 * num_kv_heads, head_dim], queries first; may be overwritten
+        positions: torch.Tensor,  # int64 [T]
+        rotary_table: torch.Tensor,  # [2, max_positions, head_dim], cosines and signed sines
+        qk_norm: torch.Tensor | None,  # [2, head_dim], RMSNorm weights of query and key heads
+        eps: float,  # of these norms
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, then as `AttentionBackend.forward`: [T, num_heads, head_dim]."""
         ...

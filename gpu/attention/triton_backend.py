@@ -9,8 +9,9 @@ from gpu.kernels import paged_decode, paged_prefill, rope_and_cache, store_kv
 
 
 class TritonAttention:
-    """An `AttentionBackend`. One layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first.
+    """An `AttentionBackend` and a `FusedAttention`.
 
+    One layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`.
     `sliding_window` is how many tokens a query sees, itself included; None is all. `scale` multiplies the scores,
     1 / sqrt(head_dim) by default. Of the metadata only tensors and `num_decodes` are used, never the lists of the
     host: a step of decodes alone may be captured in a graph. Its padding has `slot_mapping` -1 and `seq_lens` 0.
@@ -60,8 +61,6 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """`forward` from the merged projection on, with head norms and rotary embedding in the pass that stores keys
-        and values; see `gpu.kernels.rope_and_cache` for the arguments. Returns [T, num_heads, head_dim]."""
         query = rope_and_cache(
             qkv,
             positions,

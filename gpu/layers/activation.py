@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from gpu import kernels
+from gpu.kernels.dispatch import on_triton
+
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """SwiGLU without its matrices (Shazeer, arXiv:2002.05202): [T, 2 * n], gate first -> silu(gate) * up, [T, n]"""
+    if on_triton(gate_up):
+        return kernels.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.kernels import gather_rows
+from gpu.kernels.dispatch import on_triton
 from gpu.layers.packed import pack, packed_linear
 from gpu.layers.weights import WeightSlot, empty_parameter
 
@@ -21,6 +23,8 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
+        if on_triton(self.weight):
+            return gather_rows(self.weight, input_ids)
         return F.embedding(input_ids, self.weight)
 
     def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.kernels import add_rms_norm
+from gpu.kernels.dispatch import on_triton
 from gpu.layers.weights import WeightSlot, empty_parameter, sibling
 
 
@@ -25,6 +27,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
+        if on_triton(residual):
+            return add_rms_norm(residual, delta, self.weight, self.eps)
         if delta is not None:
             residual.add_(delta)
         return F.rms_norm(residual, self.shape, self.weight, self.eps)

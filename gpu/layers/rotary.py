@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al., arXiv:2104.09864) with the frequency scalings of long-context checkpoints.
 
-Imported by gpu.models. Angles depend on positions only, so a step looks them up once and all layers share them. Pairs
+Imported by gpu.models. Angles depend on positions only, so all layers of a step share them. Pairs
 are (i, i + head_dim / 2), the half-split order of Hugging Face checkpoints.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -44,9 +46,22 @@ class RotaryEmbedding(nn.Module):
         table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
         self.register_buffer("table", table.to(dtype), persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [T] -> cosines and signed sines for `rotate_`, each [T, 1, head_dim]"""
-        cos, sin = self.table.index_select(1, positions).unsqueeze(2).unbind()
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of tokens at these positions, int64 [T]."""
+        return Rotation(positions, self.table)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Of the T tokens of a step, for all layers."""
+
+    positions: torch.Tensor  # int64 [T]
+    table: torch.Tensor  # [2, max_positions, head_dim], cosines and signed sines
+
+    @cached_property
+    def angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines for `rotate_`, each [T, 1, head_dim]; looked up once, and only if they are used."""
+        cos, sin = self.table.index_select(1, self.positions).unsqueeze(2).unbind()
         return cos, sin
 
 

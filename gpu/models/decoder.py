@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from gpu.attention import AttentionBackend, AttentionMetadata
+from gpu.attention import AttentionBackend, AttentionMetadata, FusedAttention
 from gpu.config import ModelConfig
 from gpu.layers.activation import silu_and_mul
 from gpu.layers.embedding import Embedding, LMHead
 from gpu.layers.linear import Linear
 from gpu.layers.norm import QKNorm, RMSNorm
-from gpu.layers.rotary import RotaryEmbedding, rotate_
+from gpu.layers.rotary import RotaryEmbedding, Rotation, rotate_
 from gpu.models.loading import load_weights
-
-Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the step's positions
 
 
 class CausalLM(nn.Module):
@@ -103,12 +101,12 @@ class Decoder(nn.Module):
         checkpoint: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         residual = self.embed_tokens(input_ids)
-        angles = self.rotary(positions)
+        rotation = self.rotary(positions)
         delta = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             if checkpoint is not None:
                 checkpoint()
-            delta = layer(residual, delta, angles, metadata, kv_cache)
+            delta = layer(residual, delta, rotation, metadata, kv_cache)
         return self.norm(residual, delta)
 
 
@@ -129,13 +127,13 @@ class DecoderLayer(nn.Module):
         self,
         residual: torch.Tensor,
         delta: torch.Tensor | None,
-        angles: Angles,
+        rotation: Rotation,
         metadata: AttentionMetadata,
         kv_cache: torch.Tensor,
     ) -> torch.Tensor:
         """`residual` [T, hidden] is updated in place and lacks one contribution: `delta`, of the layer before. The
         contribution of this layer is returned, so that the next norm adds and normalizes in one pass."""
-        delta = self.self_attn(self.input_layernorm(residual, delta), angles, metadata, kv_cache)
+        delta = self.self_attn(self.input_layernorm(residual, delta), rotation, metadata, kv_cache)
         return self.mlp(self.post_attention_layernorm(residual, delta))
 
 
@@ -150,6 +148,7 @@ class SelfAttention(nn.Module):
         self.num_qk_heads = config.num_attention_heads + config.num_key_value_heads
         self.head_dim = config.head_dim
         self.attention = attention
+        self.fused = attention if isinstance(attention, FusedAttention) else None
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         self.qkv_proj = Linear(
@@ -174,14 +173,18 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, dtype=dtype, device=device)
 
     def forward(
-        self, hidden: torch.Tensor, angles: Angles, metadata: AttentionMetadata, kv_cache: torch.Tensor
+        self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
     ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        if self.fused is not None:
+            norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+            output = self.fused.forward_fused(heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata)
+            return self.o_proj(output.flatten(1))
         qk, value = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        rotate_(qk, *angles)
+        rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
         output = self.attention.forward(query, key, value, kv_cache, metadata)
         return self.o_proj(output.flatten(1))

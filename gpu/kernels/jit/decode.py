@@ -38,7 +38,7 @@ def paged_decode(
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     if num_requests == 0:
         return
-    block_dim = triton.next_power_of_2(head_dim)
+    block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     tile = 64 if block_dim * query.element_size() <= 256 else 32
     if num_splits is None:
         max_tokens = block_table.shape[1] * block_size if window is None else window

@@ -33,7 +33,7 @@ def paged_prefill(
     if num_tokens == 0 or num_requests == 0:
         return
     group = num_heads // num_kv_heads
-    block_dim = triton.next_power_of_2(head_dim)
+    block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     row_bytes = block_dim * query.element_size()
     # As large as registers allow, but rows no more than the chunks have on average: a step of short chunks would
     # compute mostly padding. float32 has no matrix instructions that are exact, and keeps its operands in registers.

@@ -1,0 +1,81 @@
+"""A whole model on the kernels, beside the same model on plain torch: what is wired is what was tested."""
+
+import pytest
+import torch
+
+from gpu.attention.torch_backend import TorchAttention
+from gpu.attention.triton_backend import TritonAttention
+from gpu.config import ModelConfig
+from gpu.kernels.dispatch import on_triton
+from gpu.models import CausalLM, build_model
+from gpu.weights.tensors import tensor_shapes
+from tests.gpu.paging import Span, make_metadata, positions_of
+
+BLOCK_SIZE = 4
+
+
+def config_of(architecture: str, **more: object) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=120,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        **more,
+    )
+
+
+def build(config: ModelConfig, backend: type) -> CausalLM:
+    attention = backend(2, 4, 2, 16, BLOCK_SIZE, config.sliding_window)
+    model = build_model(config, dtype=torch.float32, device="cpu", max_model_len=128, attention=attention)
+    generator = torch.Generator().manual_seed(0)
+    model.load_weights(
+        (name, torch.randn(size, generator=generator) * 0.3) for name, size in tensor_shapes(config).items()
+    )
+    return model
+
+
+STEPS = [
+    [Span(11, 11, [3, 1, 7])],
+    [Span(1, 12, [3, 1, 7]), Span(6, 6, [0, 5])],
+    [Span(1, 13, [3, 1, 7, 2]), Span(1, 7, [0, 5]), Span(5, 5, [4, 6])],
+]
+
+
+@torch.inference_mode()
+def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
+    attention = model.model.layers[0].self_attn.attention
+    caches = attention.allocate_kv_cache(8, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for spans in STEPS:
+        tokens = torch.randint(0, 120, (sum(span.query_len for span in spans),), generator=generator)
+        assert on_triton(tokens) == kernels_expected
+        hidden = model(tokens, positions_of(spans), make_metadata(spans, BLOCK_SIZE), caches)
+        results.append(model.compute_logits(hidden))
+    return results
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """Logits on plain torch, made before any test has turned kernels on."""
+    return {name: logits_of(build(config, TorchAttention), kernels_expected=False) for name, config in CONFIGS.items()}
+
+
+CONFIGS = {
+    "llama": config_of("LlamaForCausalLM", tie_word_embeddings=True),
+    "mistral": config_of("MistralForCausalLM", sliding_window=7),
+    "qwen2": config_of("Qwen2ForCausalLM", attention_bias=True),
+    "qwen3": config_of("Qwen3ForCausalLM", qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(name, wanted, form):
+    model = build(CONFIGS[name], TritonAttention)
+    for actual, expected in zip(logits_of(model, kernels_expected=form == "kernel"), wanted[name], strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)

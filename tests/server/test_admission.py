@@ -82,6 +82,16 @@ def check_refused(server: Server, body: dict[str, Any], reason: str) -> None:
     assert after.samples["vllm:prompt_tokens_total"] == before.samples["vllm:prompt_tokens_total"]
 
 
+def check_refused_in_dialects(server: Server) -> None:
+    answer = server.post("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+    assert answer.status_code == 429
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+    assert int(answer.headers["retry-after"]) >= 1
+    answer = server.post("/v1/responses", {"input": "Hi", "stream": True})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+
+
 def test_a_full_queue_refuses_the_surplus_and_finishes_those_it_has_accepted(server: Server) -> None:
     with ExitStack() as stack:
         with all_seats_taken(server):
@@ -93,6 +103,7 @@ def test_a_full_queue_refuses_the_surplus_and_finishes_those_it_has_accepted(ser
             for _ in range(3):
                 check_refused(server, SHORT, "max_queued_requests")
             check_refused(server, SHORT | {"stream": True}, "max_queued_requests")
+            check_refused_in_dialects(server)
         check_finished(clients)
     assert server.client.get("/readyz").status_code == 200
     assert server.complete("Short", max_tokens=1)["choices"]

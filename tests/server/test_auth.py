@@ -29,6 +29,8 @@ def test_probes_need_no_key(locked_server: Server, path: str) -> None:
     [
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("GET", "/v1/responses/resp_1"),
         ("GET", "/v1/models"),
         ("GET", f"/v1/models/{MODEL}"),
         ("GET", "/metrics"),
@@ -64,6 +66,18 @@ def test_every_other_route_is_401_without_a_right_key(
     error = answer.json()["error"]
     assert error["type"] == "authentication_error"
     assert error["code"] == "invalid_api_key"
+    assert KEY not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages?beta=true", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("headers", [{}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}], ids=str)
+def test_without_a_right_key_anthropics_routes_answer_in_its_envelope(
+    locked_server: Server, path: str, headers: dict[str, str]
+) -> None:
+    answer = locked_server.client.post(path, json={}, headers=headers)
+    assert answer.status_code == 401
+    body = answer.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
     assert KEY not in answer.text
 
 

@@ -64,6 +64,22 @@ def test_every_key_of_every_source_opens_the_door_and_no_other_does(server: Serv
         assert ask(server, key).status_code == 401
 
 
+def test_a_kept_response_is_found_by_all_keys_of_its_tenant_and_by_no_others(server: Server) -> None:
+    def post(key: str, **fields: Any) -> Any:
+        return server.post("/v1/responses", {"input": "Hi", **fields}, authorization=f"Bearer {key}")
+
+    def get(key: str, path: str = "") -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return server.client.get(f"/v1/responses/{kept}{path}", headers=headers).status_code
+
+    kept = post("flood-secret-1", max_output_tokens=1).json()["id"]
+    assert get("flood-secret-2") == get("flood-secret-2", "/input_items") == 200
+    assert get("guest-secret") == get("guest-secret", "/input_items") == 404
+    continued = {"previous_response_id": kept, "max_output_tokens": 1}
+    assert post("flood-secret-2", **continued).status_code == 200
+    assert post("guest-secret", **continued).json()["error"]["code"] == "previous_response_not_found"
+
+
 def test_the_keys_of_a_tenant_are_one_tenant_and_others_are_another(server: Server) -> None:
     prompt = "What belongs to a tenant is seen by all of its keys and by no others. " * 4
 

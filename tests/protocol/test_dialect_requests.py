@@ -1,0 +1,168 @@
+"""Requests of the dialects: what they mean in chat's words, and that nothing a client can write is more than a 400."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidRequest
+from protocol.anthropic.messages import MessagesChat, MessagesRequest
+from protocol.body import parse_body
+from protocol.errors import ApiError
+from protocol.responses.request import ResponsesChat, ResponsesRequest
+
+USER = {"role": "user", "content": "Hi"}
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+
+
+def messages_chat(**fields: Any) -> MessagesChat:
+    body = {"max_tokens": 2048, "messages": [USER], **fields}
+    return parse_body(MessagesRequest, orjson.dumps(body)).to_chat()
+
+
+def responses_chat(**fields: Any) -> ResponsesChat:
+    body = parse_body(ResponsesRequest, orjson.dumps({"input": "Hi", **fields}))
+    return body.to_chat(body.items())
+
+
+def test_messages_say_it_in_chats_words():
+    chat = messages_chat(
+        temperature=0.5,
+        top_k=7,
+        stop_sequences=["a", "b"],
+        seed=3,
+        logit_bias={"5": 1.5},
+        output_config={"effort": "low"},
+    )
+    params = chat.to_sampling_params(1000)
+    assert (params.temperature, params.top_k, params.stop, params.max_tokens) == (0.5, 7, ("a", "b"), 2048)
+    assert (params.seed, params.logit_bias) == (3, {5: 1.5})
+    assert chat.reasoning_effort == "low"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "thinks"),
+    [(None, False), ({"type": "disabled"}, False), ({"type": "adaptive"}, True)],
+)
+def test_thinking_is_on_if_it_was_asked_for(thinking, thinks):
+    assert messages_chat(thinking=thinking).template_variables()["enable_thinking"] is thinks
+
+
+def test_claude_codes_accounting_line_stays_out_of_the_prompt():
+    blocks = ["x-anthropic-billing-header: cc_version=1; cch=2;", "You are Claude Code."]
+    chat = messages_chat(system=[{"type": "text", "text": text} for text in blocks])
+    assert chat.messages_for_template()[0] == {"role": "system", "content": "You are Claude Code."}
+
+
+def test_responses_say_it_in_chats_words():
+    chat = responses_chat(
+        instructions="Be brief.", max_output_tokens=9, top_p=0.5, top_logprobs=2, reasoning={"effort": "none"}
+    )
+    params = chat.to_sampling_params(1000)
+    assert (params.max_tokens, params.top_p, params.logprobs) == (9, 0.5, 2)
+    assert chat.messages_for_template()[0] == {"role": "system", "content": "Be brief."}
+    assert chat.template_variables()["enable_thinking"] is False
+
+
+# --- whatever a client writes
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+MESSAGES: dict[str, Any] = {
+    "max_tokens": 2048,
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "it"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "a wall"}]},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ],
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "tools": [{"name": "look", "description": "Looks.", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "output_config": {"effort": "low"},
+    "stop_sequences": ["END"],
+    "metadata": {"user_id": "u"},
+}
+RESPONSES: dict[str, Any] = {
+    "input": [
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "a wall"},
+        {"role": "user", "content": [{"type": "input_text", "text": "And?"}]},
+    ],
+    "instructions": "Be brief.",
+    "tools": [{"type": "function", "name": "look", "parameters": SCHEMA, "strict": True}, {"type": "web_search"}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "max_output_tokens": 5,
+}
+
+
+@st.composite
+def damaged(draw: st.DrawFn, body: dict[str, Any]) -> dict[str, Any]:
+    """A good body with up to three values, anywhere in it, replaced by anything or left out."""
+    body = orjson.loads(orjson.dumps(body))
+    for _ in range(draw(st.integers(0, 3))):
+        place: Any = body
+        while isinstance(place, dict | list) and place:
+            key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+            inner = place[key]
+            if not isinstance(inner, dict | list) or not inner or draw(st.booleans()):
+                if draw(st.booleans()):
+                    place[key] = draw(json_values)
+                else:
+                    del place[key]
+                break
+            place = inner
+    return body
+
+
+def is_refused_or_taken(make, body: dict[str, Any]) -> None:
+    try:
+        content = orjson.dumps(body)
+    except orjson.JSONEncodeError:  # an integer beyond 64 bits, which some JSON libraries write
+        content = str(body).encode()
+    with suppress(InvalidRequest, ApiError):
+        make(content).to_sampling_params(1000)
+
+
+@settings(deadline=None, max_examples=300)
+@given(body=damaged(MESSAGES))
+def test_no_messages_request_is_more_than_a_400(body):
+    is_refused_or_taken(lambda content: parse_body(MessagesRequest, content).to_chat(), body)
+
+
+@settings(deadline=None, max_examples=300)
+@given(body=damaged(RESPONSES))
+def test_no_responses_request_is_more_than_a_400(body):
+    def make(content: bytes) -> ResponsesChat:
+        request = parse_body(ResponsesRequest, content)
+        assert orjson.dumps({**request.echo(), "context": [item.listed() for item in request.items()]})
+        return request.to_chat(request.items())
+
+    is_refused_or_taken(make, body)

@@ -124,10 +124,12 @@ def json_text(value: Any, param: str) -> str:
 def _in_words_of(names: Mapping[str, str], message: str, param: str | None) -> tuple[str, str | None]:
     if param is None:
         return message, None
-    head, dot, rest = param.partition(".")
+    head, *rest = param.split(".")
+    theirs = names.get(head, head)
+    if head == "messages":
+        rest = []  # one of a dialect's turns may be several of chat's: the number would mislead
     # Chat wraps what a tool is into `function`, dialects do not.
-    ours = names.get(head, head) + dot + re.sub(r"(^|\.)function(\.|$)", r"\1", rest)
-    ours = ours.rstrip(".")
+    theirs = ".".join([theirs, *(names.get(part, part) for part in rest if part != "function")])
     if message.startswith(param):
-        return ours + message[len(param) :], ours
-    return re.sub(rf"\b{re.escape(head)}\b", names.get(head, head), message, count=1), ours
+        return theirs + message[len(param) :], theirs
+    return re.sub(rf"\b{re.escape(head)}\b", names.get(head, head), message, count=1), theirs

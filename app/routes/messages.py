@@ -30,8 +30,8 @@ def messages(server: Server) -> Handler:
     async def handler(request: RequestScope) -> None:
         body, chat = await compute(request, lambda: _translate(MessagesRequest, request.body))
         head = Head(f"msg_{request.request_id}", int(time.time()), server.check_model_name(body.model))
-        token_bytes = server.model.llm.vocabulary.token_bytes
         model = server.model
+        token_bytes = model.llm.vocabulary.token_bytes
 
         def parser(outputs: RequestStream) -> MessageParser:
             return message_format(model, chat, outputs).parser(token_bytes)

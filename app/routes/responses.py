@@ -9,13 +9,13 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from app.generation import Generation, compute, generate, parse
+from app.generation import Generation, compute, generate, message_format, parse
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.messages import FinishReason
+from engine.output_processor import RequestStream
 from protocol.errors import ApiError
-from protocol.message_parts import MessageFormat
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import Head
 from protocol.responses.items import Item, listing, stored_items
@@ -41,7 +41,8 @@ def create(server: Server) -> Handler:
         items = [*previous, *body.items()]
         chat = await compute(request, lambda: body.to_chat(items))
         head = Head(f"resp_{request.request_id}", int(time.time()), server.check_model_name(body.model))
-        token_bytes = server.model.llm.vocabulary.token_bytes
+        model = server.model
+        token_bytes = model.llm.vocabulary.token_bytes
 
         def keep(response: dict[str, Any]) -> None:
             if stores:
@@ -50,11 +51,13 @@ def create(server: Server) -> Handler:
 
         writer = ResponseWriter(
             head,
-            MessageFormat().parser(token_bytes),
             body.echo() | {"store": stores},
             write_logprobs=ChatLogprobs(token_bytes) if body.wants_logprobs else None,
             done=keep,
         )
+
+        def reading(outputs: RequestStream) -> ResponseWriter:
+            return writer.read_with(message_format(model, chat, outputs).parser(token_bytes))
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
             return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
@@ -64,8 +67,8 @@ def create(server: Server) -> Handler:
             body=chat,
             num_characters=len(request.body),
             tokenize=tokenize,
-            event_writer=lambda outputs: writer,
-            body_writer=lambda outputs: ResponseBodyWriter(writer),
+            event_writer=reading,
+            body_writer=lambda outputs: ResponseBodyWriter(reading(outputs)),
         )
         with server.responses.running(head.id, RunningResponse(request, writer)):
             await generate(server, request, work)

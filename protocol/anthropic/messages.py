@@ -34,6 +34,7 @@ class MessagesChat(TranslatedChat):
         "response_format": "output_config.format",
         "thinking_token_budget": "thinking.budget_tokens",
         "continue_final_message": "messages",
+        "parameters": "input_schema",
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -69,7 +69,7 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Makes the response to one request: `feed` every output, then `end`, or `body` for an answer in one piece.
+    """Makes the response to one request: `read_with`, `feed` every output, then `end` or, for one piece, `body`.
 
     `echo` is what the response says about its request. `done` is told when the response has ended, also if it failed.
     """
@@ -77,14 +77,13 @@ class ResponseWriter:
     def __init__(
         self,
         head: Head,
-        parser: MessageParser,
         echo: Mapping[str, Any],
         *,
         write_logprobs: ChatLogprobs | None = None,
         done: Done = lambda response: None,
     ) -> None:
         self._head = head
-        self._parser = parser
+        self._parser: MessageParser | None = None
         self._echo = echo
         self._write_logprobs = write_logprobs
         self._done = done
@@ -95,9 +94,15 @@ class ResponseWriter:
         self._logprobs: list[Any] = []  # of tokens whose text has not come yet
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
+    def read_with(self, parser: MessageParser) -> Self:
+        """Set how the answer is read, which only the end of the prompt tells. Returns this writer."""
+        self._parser = parser
+        return self
+
     def feed(self, output: RequestOutput) -> bytes:
         """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
         raise_if_failed(output)
+        assert self._parser is not None
         frames = self._begin() if self._last is None else []
         self._last = output
         if self._write_logprobs is not None and output.logprobs:
@@ -162,6 +167,10 @@ class ResponseWriter:
             response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
         self._done(response)
         return frames, response
+
+    @property
+    def _num_reasoning_tokens(self) -> int:
+        return (self._parser.num_reasoning_tokens or 0) if self._parser else 0
 
     # --- items
 
@@ -242,7 +251,7 @@ class ResponseWriter:
 
     def _take_logprobs(self) -> list[Any]:
         # Those of the reasoning come first, and all of them have come when the answer begins.
-        hidden = min(len(self._logprobs), (self._parser.num_reasoning_tokens or 0) - self._skipped)
+        hidden = min(len(self._logprobs), self._num_reasoning_tokens - self._skipped)
         self._skipped += hidden
         taken, self._logprobs = self._logprobs[hidden:], []
         return taken
@@ -267,7 +276,7 @@ class ResponseWriter:
             "input_tokens": output.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens or 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": output.num_prompt_tokens + output.num_output_tokens,
         }
 

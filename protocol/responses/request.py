@@ -72,7 +72,7 @@ class NamedFunction(ClientModel):
 
 
 class AllowedTools(ClientModel):
-    """Some of the tools; the others are there and not called."""
+    """Some of the tools; of the others the model is not told."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

@@ -37,7 +37,7 @@ KEYS = {
 
 
 def response_of(script, **ending) -> dict[str, Any]:
-    writer = ResponseBodyWriter(ResponseWriter(HEAD, ScriptedParser(script), ECHO))
+    writer = ResponseBodyWriter(ResponseWriter(HEAD, ECHO).read_with(ScriptedParser(script)))
     for each in outputs_for(script, **ending):
         writer.feed(each)
     body = writer.body()
@@ -46,7 +46,7 @@ def response_of(script, **ending) -> dict[str, Any]:
 
 
 def events_of(script, **ending) -> list[dict[str, Any]]:
-    writer = ResponseWriter(HEAD, ScriptedParser(script), ECHO)
+    writer = ResponseWriter(HEAD, ECHO).read_with(ScriptedParser(script))
     return checked(b"".join([*map(writer.feed, outputs_for(script, **ending)), writer.end()]))
 
 
@@ -173,7 +173,7 @@ def test_a_call_is_an_item_with_its_arguments():
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_stream_that_fails_ends_with_the_response_so_far(error, name, status, begun):
     ended = []
-    writer = ResponseWriter(HEAD, ScriptedParser([[ContentDelta("Hi")]]), ECHO, done=ended.append)
+    writer = ResponseWriter(HEAD, ECHO, done=ended.append).read_with(ScriptedParser([[ContentDelta("Hi")]]))
     frames = writer.feed(output("Hi", num_output_tokens=1)) if begun else b""
     events = checked(frames + writer.fail(error, [output(" you", num_output_tokens=3)]))
     assert events[0]["type"] == "response.created"
@@ -195,7 +195,8 @@ def test_an_output_that_failed_is_an_error_and_not_an_answer(reason):
 def test_logprobs_are_those_of_the_text_and_not_of_the_reasoning():
     vocabulary = [b"<think>", b"Hm", b"</think>", b"Yes", b"."]
     parser = MessageFormat(reasoning=THINK).parser(vocabulary.__getitem__)
-    writer = ResponseWriter(HEAD, parser, ECHO, write_logprobs=ChatLogprobs(vocabulary.__getitem__))
+    writer = ResponseWriter(HEAD, ECHO, write_logprobs=ChatLogprobs(vocabulary.__getitem__))
+    writer.read_with(parser)
     frames = b"".join(
         writer.feed(output(word.decode(), token_ids=[token_id], logprobs=[lp(token_id)]))
         for token_id, word in enumerate(vocabulary)

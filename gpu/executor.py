@@ -14,7 +14,7 @@ from engine.executor import StepHandle
 from engine.plan import SchedulerOutput
 from gpu.host import usable_cores
 from gpu.weights import ModelFiles
-from gpu.worker import FinishedStep, Worker, WorkerOptions
+from gpu.worker import FinishedStep, Worker, WorkerOptions, resolve_device
 
 
 def load_executor(
@@ -26,7 +26,9 @@ def load_executor(
     for each core that this process may use. Raises ConfigError for options that cannot work, ModelError for files.
     """
     torch.set_num_threads(num_threads or usable_cores())
-    return UniProcExecutor(Worker(files.config, files.weights(), options or WorkerOptions()), files.config.vocab_size)
+    options = options or WorkerOptions()
+    weights = files.weights(str(resolve_device(options.device)))
+    return UniProcExecutor(Worker(files.config, weights, options), files.config.vocab_size)
 
 
 class UniProcExecutor:

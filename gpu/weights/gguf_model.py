@@ -76,7 +76,8 @@ def unpermute_rows(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _read_weights(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_weights(file: GGUFFile, config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the file, dequantized on the CPU wherever they are wanted."""
     import torch
 
     permuted_heads: dict[str, int] = {}

@@ -58,12 +58,13 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
     )
 
 
-def _read_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all files: views of the mapped files, which stay mapped as long as the tensors live."""
+def _read_weights(directory: Path, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of all files, wherever they are wanted: views of the mapped files, which stay mapped as long as
+    the tensors live. They come in the order in which they lie, so that a disk reads on."""
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118  safe_open is no mapping
+                for name in file.offset_keys():
                     yield name, file.get_tensor(name)
         except SafetensorError as error:
             raise ModelError(

@@ -32,7 +32,8 @@ class ModelFiles:
     chat_template: str | None  # Jinja source; None for base models
     special_tokens: dict[str, str]  # what templates expect: "bos_token", "eos_token", ... to the token's text
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
-    read_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)  # use `weights()`, which checks
+    # Use `weights()`, which checks. The argument is a device: what is not read from a file is made there.
+    read_weights: Callable[[str], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
     progress: Progress = field(default=no_progress, repr=False)
 
     @cached_property
@@ -44,11 +45,20 @@ class ModelFiles:
         """
         return self.load_tokenizer()
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order.
 
-        Tensors are on the CPU and in the dtype of the file, float32 where the file is quantized. `lm_head.weight`
-        is left out where the embedding is tied. Tensors may share memory with the mapped file: copy them, do not
-        write to them. Raises `ModelError` for a tensor that is missing, unknown, misshapen or of an unsupported type.
+        Tensors are on `device` and in the dtype of the file, float32 where the file is quantized. `lm_head.weight`
+        is left out where the embedding is tied. On the CPU they may share memory with the mapped file: copy them, do
+        not write to them. On another device they come one at a time (`gpu.weights.staging`), so no more than the
+        largest of them is there beside what the caller keeps. Raises `ModelError` for a tensor that is missing,
+        unknown, misshapen or of an unsupported type.
         """
-        return checked_weights(self.read_weights(), self.config, source=self.name, progress=self.progress)
+        weights = checked_weights(self.read_weights(device), self.config, source=self.name, progress=self.progress)
+        if device == "cpu":
+            return weights
+        import torch
+
+        from gpu.weights.staging import to_device
+
+        return to_device(weights, torch.device(device))

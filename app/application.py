@@ -24,7 +24,8 @@ from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
-from app.routes import catalogue, generation, messages, probes, requests, responses
+from app.routes import catalogue, embeddings, generation, messages, probes, requests, responses, tokens
+from app.routes.administration import administration
 from app.scope import Handler
 from app.server import Server
 from app.settings import Settings, SettingsError
@@ -67,6 +68,12 @@ def create_app(settings: Settings) -> Starlette:
 
     application = Starlette(
         routes=[
+            *(administration(route, server) if server.tenants.administered else ()),
+            route("POST", "/v1/embeddings", embeddings.embeddings(server)),
+            route("POST", "/tokenize", tokens.tokenize(server)),
+            route("POST", "/detokenize", tokens.detokenize(server)),
+            route("POST", "/v1/tokenize", tokens.tokenize(server)),
+            route("POST", "/v1/detokenize", tokens.detokenize(server)),
             route("POST", "/v1/chat/completions", generation.chat_completions(server)),
             route("POST", "/v1/completions", generation.completions(server)),
             route("POST", "/v1/responses", responses.create(server)),
@@ -84,6 +91,10 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/readyz", probes.readyz(server), quiet=True),
             route("GET", "/startupz", probes.startupz(server), quiet=True),
             route("GET", "/health", probes.health(server), quiet=True),
+            route("GET", "/ping", probes.health(server), quiet=True),
+            route("POST", "/ping", probes.health(server), quiet=True),
+            route("GET", "/load", probes.load(server), quiet=True),
+            route("GET", "/version", probes.show_version(server), quiet=True),
             route("GET", "/metrics", probes.metrics(server), quiet=True),
         ],
         middleware=[Middleware(HeaderLimit), Middleware(Authentication, tenants=server.tenants)],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from app.events import HEADERS_WITHIN, EventStream
 from app.scope import RequestScope
 from app.server import ServedModel, Server
 from engine.errors import InvalidRequest
-from engine.messages import EngineCoreRequest, RequestOutput
+from engine.messages import EngineCoreRequest, Pooling, RequestOutput
 from engine.output_processor import RequestStream
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
@@ -76,10 +76,11 @@ class Generation:
 
     request_id: str
     body: GenerationRequest
+    pooling: Pooling | None = None
     num_prompts: int = 1
     num_characters: int
     tokenize: Tokenize
-    event_writer: Callable[[RequestStream], EventWriter]
+    event_writer: Callable[[RequestStream], EventWriter] | None = None  # None: its body never asks for a stream
     body_writer: Callable[[RequestStream], BodyWriter]
 
 
@@ -103,6 +104,35 @@ def message_format(model: ServedModel, body: GenerationRequest, outputs: Request
     return body.message_format(model.prompts.syntax, prompt_end)
 
 
+def take_request_id(request: RequestScope, given: str | None) -> str:
+    """The request's id, which a body may give where no header does."""
+    if given is not None and "x-request-id" not in request.headers:
+        request.request_id = given
+    return request.request_id
+
+
+def encode_prompts(
+    prompts: Sequence[str | list[int]],
+    param: str,
+    *,
+    add_special_tokens: bool,
+    truncated: Callable[[list[int], int], list[int]],
+) -> Tokenize:
+    """A `Tokenize` for texts and token ids. `truncated` cuts token ids, given the longest context."""
+
+    async def tokenize(model: ServedModel) -> list[list[int]]:
+        longest = model.measures.max_model_len
+        token_ids = [
+            await model.prompts.encode_text(each, longest, param=param, add_special_tokens=add_special_tokens)
+            if isinstance(each, str)
+            else each
+            for each in prompts
+        ]
+        return [truncated(each, longest) for each in token_ids]
+
+    return tokenize
+
+
 async def generate(server: Server, request: RequestScope, work: Generation) -> None:
     """Queue, tokenize, open the engine's stream, answer from it.
 
@@ -117,6 +147,7 @@ async def generate(server: Server, request: RequestScope, work: Generation) -> N
 async def _generate(server: Server, request: RequestScope, work: Generation) -> None:
     model = server.model
     body = work.body
+    request.generation_id = work.request_id
     sampling = body.to_sampling_params(model.measures.vocab_size)
     if isinstance(body, ChatCompletionRequest):
         sampling = body.with_syntax(sampling, model.prompts.syntax)
@@ -149,6 +180,7 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
                 tenant_weight=tenant.weight,
                 tenant_max_running=tenant.max_running or 0,
                 cache_salt=body.cache_salt or "",
+                pooling=work.pooling,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -174,6 +206,7 @@ async def _send_events(
     server: Server, request: RequestScope, work: Generation, outputs: RequestStream, place: Place
 ) -> None:
     settings = server.settings
+    assert work.event_writer is not None
     writer = work.event_writer(outputs)
     events = EventStream(
         request,

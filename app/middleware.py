@@ -5,11 +5,12 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.dialects import error_body
-from app.tenants import Tenant, Tenants
+from app.tenants import Tenants
 from protocol.errors import ApiError
 
 MAX_HEADERS = 128
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping"})
+ADMIN_PATHS = frozenset({"/server_info", "/reset_prefix_cache", "/abort_requests"})
 
 
 class HeaderLimit:
@@ -27,7 +28,8 @@ class HeaderLimit:
 
 
 class Authentication:
-    """Asks for an API key on every path but the probes', unknown paths included, and names the tenant.
+    """Asks for an API key on every path but the probes', unknown paths included, and names the tenant. Where there are
+    administrators, their paths take their keys and no others.
 
     A key comes as `Authorization: Bearer` or as `x-api-key`. The path is ASGI's `scope["path"]`: anything rebuilt from
     the Host header can be steered by the client (CVE-2026-48746).
@@ -38,21 +40,30 @@ class Authentication:
         self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._tenants.required and scope["path"] not in OPEN_PATHS:
-            tenant = self._tenant_of(scope)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = _key_of(scope)
+        if self._tenants.administered and scope["path"] in ADMIN_PATHS:
+            if key is None or not self._tenants.is_admin(key):
+                await _refuse(scope, send, _NO_KEY)
+                return
+        elif self._tenants.required:
+            tenant = None if key is None else self._tenants.find(key)
             if tenant is None:
                 await _refuse(scope, send, _NO_KEY)
                 return
             scope["headrace.tenant"] = tenant
         await self._app(scope, receive, send)
 
-    def _tenant_of(self, scope: Scope) -> Tenant | None:
-        for name, value in scope["headers"]:
-            if name == b"authorization" and value[:7].lower() == b"bearer ":
-                return self._tenants.find(value[7:].strip())
-            if name == b"x-api-key":
-                return self._tenants.find(value.strip())
-        return None
+
+def _key_of(scope: Scope) -> bytes | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            return value.strip()
+    return None
 
 
 _NO_KEY = ApiError(

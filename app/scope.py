@@ -80,6 +80,7 @@ class RequestScope:
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
+        self.generation_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
         self.generation: RequestStream | None = None
         self.blocked_seconds = 0.0
         self.on_tick: Callable[[float], None] | None = None  # what the answer does every so often

@@ -10,7 +10,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ SHUTTING_DOWN = ApiError(
 )
 
 
+ABORTED = ApiError(
+    503, "The request was ended by the operator.", code="request_aborted", headers={"x-should-retry": "false"}
+)
+
+
 class Phase(enum.StrEnum):
     """STARTING → READY → STOPPING; FAILED from anywhere."""
 
@@ -60,6 +65,7 @@ class ServedModel:
     llm: AsyncLLM
     prompts: PromptEncoder
     root: str  # the weights' own name
+    embedding_size: int
     measures: EngineReady
 
 
@@ -144,6 +150,27 @@ class Server:
         if self.phase is not Phase.READY or self._llm is None:
             return False
         return self._llm.is_available and self.is_alive and not self.admission.is_full
+
+    @property
+    def num_open_requests(self) -> int:
+        """HTTP requests that are being answered, probes not counted."""
+        return len(self._open_requests)
+
+    def abort(self, request_ids: Collection[str], but: RequestScope) -> int:
+        """End the requests of these ids, except `but`; their clients get what there is. Returns how many there were.
+
+        An id is the one in the header x-request-id of the answer, or the one in its body.
+        """
+        ended = 0
+        for request in list(self._open_requests):
+            if request is but or {request.request_id, request.generation_id}.isdisjoint(request_ids):
+                continue
+            ended += 1
+            if request.generation is not None and self._llm is not None:
+                self._llm.abort(request.generation)
+            else:
+                request.end(ABORTED, FinishReason.ABORT)
+        return ended
 
     def status(self) -> dict[str, Any]:
         """For /startupz and /readyz: the phase, what is being done, and for how long."""
@@ -236,7 +263,13 @@ class Server:
             try:
                 self._llm = llm
                 measures = await llm.wait_ready()
-                self._model = ServedModel(llm=llm, prompts=prompts, root=files.name, measures=measures)
+                self._model = ServedModel(
+                    llm=llm,
+                    prompts=prompts,
+                    root=files.name,
+                    embedding_size=files.config.hidden_size,
+                    measures=measures,
+                )
                 self.phase = Phase.READY
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)
                 error = await llm.wait_dead()

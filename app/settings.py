@@ -179,6 +179,15 @@ class Settings(BaseSettings):
         "*: any.",
         examples=["enable_thinking,date_string"],
     )
+    admin_keys: CommaSeparatedSecrets = Field(
+        (),
+        description="Keys for /server_info, /reset_prefix_cache and /abort_requests, comma separated; none: there are "
+        "no such routes. They open no other route.",
+        examples=["admin-key-one"],
+    )
+    embedding_pooling: Literal["mean", "last"] = Field(
+        "mean", description="How /v1/embeddings pools hidden states if a request does not say."
+    )
     max_queued_requests: int = Field(
         512, description="Most choices that wait for their first token; more are refused with 429.", ge=1, le=2**20
     )

@@ -67,6 +67,9 @@ class Tenants:
                 for key in entry.keys:
                     self._add(key, tenant)
         self.required = bool(self._by_digest)
+        self._admin_digests = [_digest(key.get_secret_value().encode()) for key in settings.admin_keys]
+        if not self._by_digest.keys().isdisjoint(self._admin_digests):
+            raise SettingsError("admin_keys: one of them is a client's key, too. Give administrators their own.")
 
     def find(self, key: bytes) -> Tenant | None:
         """Whose key this is. Compares with every key, in a time that tells nothing about how close it came."""
@@ -76,6 +79,16 @@ class Tenants:
             if hmac.compare_digest(given, digest):
                 found = tenant
         return found
+
+    @property
+    def administered(self) -> bool:
+        """Whether there are keys of administrators."""
+        return bool(self._admin_digests)
+
+    def is_admin(self, key: bytes) -> bool:
+        """Whether this is an administrator's key."""
+        given = _digest(key)
+        return sum(hmac.compare_digest(given, digest) for digest in self._admin_digests) > 0
 
     def _add(self, key: SecretStr, tenant: Tenant) -> None:
         digest = _digest(key.get_secret_value().encode())

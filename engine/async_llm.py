@@ -89,6 +89,14 @@ class AsyncLLM:
             if unfinished:
                 self._client.finish(unfinished, stream.leave_reason)
 
+    def abort(self, stream: RequestStream) -> None:
+        """End what a stream still generates; its reader gets what there is, with `FinishReason.ABORT`."""
+        self._client.finish(self._outputs.abort(stream), FinishReason.ABORT)
+
+    def reset_prefix_cache(self) -> None:
+        """Requests opened from now on find nothing that was computed before."""
+        self._client.reset_prefix_cache()
+
     def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
         if self.error is not None:
             raise EngineDead("the engine has ended; restart the server") from self.error

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 from anyio.lowlevel import current_token
 
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests, ResetPrefixCache
 
 
 class Close:
     """Last message of an inbox: the engine ends its loop."""
 
 
-InboxMessage = EngineCoreRequest | FinishRequests | Close
+InboxMessage = EngineCoreRequest | FinishRequests | ResetPrefixCache | Close
 OutboxMessage = EngineReady | EngineCoreOutputs | BaseException
 Deliver = Callable[[list[OutboxMessage]], None]
 """Takes, on the event loop, everything that has come from the engine since the last call, in order."""

@@ -17,7 +17,7 @@ from anyio import to_thread
 from engine.channel import Close, Deliver, EngineChannel, RequestChannel
 from engine.core import EngineCore
 from engine.errors import EngineDead
-from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests
+from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests, ResetPrefixCache
 
 
 class EngineClient(Protocol):
@@ -36,6 +36,10 @@ class EngineClient(Protocol):
         ...
 
     def finish(self, request_ids: list[str], reason: FinishReason) -> None: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Requests added from now on find nothing that was computed before."""
+        ...
 
     @property
     def is_available(self) -> bool:
@@ -94,6 +98,10 @@ class ThreadClient:
         if self._channel is not None:
             self._channel.put(FinishRequests(request_ids, reason))
 
+    def reset_prefix_cache(self) -> None:
+        if self._channel is not None:
+            self._channel.put(ResetPrefixCache())
+
     async def _live_in_thread(self, channel: RequestChannel) -> None:
         # A limiter of its own: the engine must not take a seat from tokenization, nor wait for one.
         await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
@@ -146,6 +154,8 @@ def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
             elif isinstance(message, FinishRequests):
                 for request_id in message.request_ids:
                     core.finish(request_id, message.reason)
+            elif isinstance(message, ResetPrefixCache):
+                core.reset_prefix_cache()
             else:
                 return
         if core.has_work:

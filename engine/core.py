@@ -87,6 +87,10 @@ class EngineCore:
         """End a request from outside. Unknown and finished ids are a no-op."""
         self.scheduler.finish(request_id, _STATUS_OF[reason])
 
+    def reset_prefix_cache(self) -> None:
+        """Let no request find what has been computed before."""
+        self.scheduler.kv.reset()
+
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
 

@@ -97,6 +97,10 @@ class DataParallelClient:
         for index, ids in by_replica.items():
             self.replicas[index].client.finish(ids, reason)
 
+    def reset_prefix_cache(self) -> None:
+        for index in self._alive():
+            self.replicas[index].client.reset_prefix_cache()
+
     # --- replicas
 
     def _alive(self) -> list[int]:

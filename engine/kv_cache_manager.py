@@ -87,6 +87,10 @@ class KVCacheManager:
         """Make nothing of the request findable any more: what it computed cannot be trusted."""
         self.pool.withdraw(request.block_ids)
 
+    def reset(self) -> None:
+        """Make nothing findable any more that is there now."""
+        self.pool.withdraw(range(self.pool.num_blocks))
+
     def free(self, request: Request) -> None:
         """Give back everything the request owns. What was published can still be found until it is overwritten."""
         self.pool.release(request.block_ids)

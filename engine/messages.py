@@ -266,6 +266,10 @@ class FinishRequests(msgspec.Struct, array_like=True, gc=False):
     reason: FinishReason
 
 
+class ResetPrefixCache(msgspec.Struct, array_like=True, gc=False):
+    """Find nothing any more of what has been computed so far. Requests keep the blocks that they hold."""
+
+
 class EngineReady(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """The first thing an engine says: it is loaded, and these are its measures."""
 

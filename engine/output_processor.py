@@ -190,6 +190,16 @@ class OutputProcessor:
         stream.finish_reason = reason
         return unfinished
 
+    def abort(self, stream: RequestStream) -> list[str]:
+        """Finish a stream's choices here and now. Returns the children that the engine has to be told to drop."""
+        now = time.monotonic()
+        unfinished = [child_id for child_id in stream.child_ids if child_id in self._choices]
+        for child_id in unfinished:
+            end = EngineCoreOutput(request_id=child_id, new_token_ids=[], finish_reason=FinishReason.ABORT)
+            self._choices.pop(child_id).process(end, now)
+        stream.hand_over()
+        return unfinished
+
     def process(self, batch: EngineCoreOutputs) -> list[str]:
         """Put a step's tokens into their streams. Returns the children that a stop string has ended.
 

@@ -17,8 +17,8 @@ from engine.channel import Deliver, OutboxMessage
 from engine.child import Child
 from engine.errors import EngineDead
 from engine.heartbeat import Heartbeat
-from engine.messages import EngineCoreRequest, FinishReason, FinishRequests
-from engine.wire import Add, Died, End, Finish, Progress, Ready, Report, Setup, Step
+from engine.messages import EngineCoreRequest, FinishReason, FinishRequests, ResetPrefixCache
+from engine.wire import Add, Died, End, Finish, Progress, Ready, Report, Reset, Setup, Step
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
@@ -94,6 +94,10 @@ class ProcessClient:
     def finish(self, request_ids: list[str], reason: FinishReason) -> None:
         if self._child is not None:
             self._child.send(Finish(FinishRequests(request_ids, reason)))
+
+    def reset_prefix_cache(self) -> None:
+        if self._child is not None:
+            self._child.send(Reset(ResetPrefixCache()))
 
     async def _end(self, child: Child) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""

@@ -31,7 +31,23 @@ from engine.client import live
 from engine.core import EngineCore
 from engine.heartbeat import Heartbeat
 from engine.messages import EngineCoreOutputs, EngineReady
-from engine.wire import DOWN, HEARTBEAT, UP, Add, Died, Down, End, Finish, Progress, Ready, Report, Setup, Step, Up
+from engine.wire import (
+    DOWN,
+    HEARTBEAT,
+    UP,
+    Add,
+    Died,
+    Down,
+    End,
+    Finish,
+    Progress,
+    Ready,
+    Report,
+    Reset,
+    Setup,
+    Step,
+    Up,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +133,8 @@ class ProcessChannel(Inbox):
                         self.put(request)
                 case Finish(finish):
                     self.put(finish)
+                case Reset(reset):
+                    self.put(reset)
                 case End():
                     self.put(Close())
 

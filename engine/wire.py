@@ -1,6 +1,6 @@
 """What crosses between a front end and an engine's process, as msgpack; nothing is ever pickled.
 
-    down   Setup, then Add, Finish and End          ROUTER → DEALER
+    down   Setup, then Add, Finish, Reset and End   ROUTER → DEALER
     up     Progress, then Ready, Step ..., Died     PUSH → PULL
 
 Who imports it: `engine.process_client` and `engine.child` above, `engine.process_core` below.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.errors import EngineDead, HeadraceError
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests, ResetPrefixCache
 
 # Files of the private directory that both sides know.
 DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
@@ -50,11 +50,15 @@ class Finish(msgspec.Struct, tag="finish", array_like=True, gc=False):
     finish: FinishRequests
 
 
+class Reset(msgspec.Struct, tag="reset", array_like=True, gc=False):
+    reset: ResetPrefixCache
+
+
 class End(msgspec.Struct, tag="end", array_like=True, gc=False):
     """Last message down."""
 
 
-Down = Setup | Add | Finish | End
+Down = Setup | Add | Finish | Reset | End
 
 
 class Report(Protocol):

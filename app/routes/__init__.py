@@ -1,1 +1,2 @@
-"""Handlers by what they answer: `generation` (chat, completions), `catalogue` (models), `requests`, `probes`."""
+"""Handlers by what they answer: `generation` (chat, completions), `responses`, `messages`, `embeddings`, `tokens`,
+`catalogue` (models), `requests`, `probes`, `administration`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from app.generation import Generation, Tokenize, generate, message_format, parse
+from app.generation import Generation, Tokenize, encode_prompts, generate, message_format, parse, take_request_id
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.output_processor import RequestStream
@@ -39,18 +39,9 @@ def completions(server: Server) -> Handler:
         body = await parse(CompletionRequest, request)
         prompts = body.prompts(server.model.measures.vocab_size)
 
-        async def tokenize(model: ServedModel) -> list[list[int]]:
-            longest, special = model.measures.max_model_len, body.add_special_tokens
-            return [
-                body.truncated(
-                    await model.prompts.encode_text(prompt, longest, add_special_tokens=special)
-                    if isinstance(prompt, str)
-                    else prompt,
-                    longest,
-                )
-                for prompt in prompts
-            ]
-
+        tokenize = encode_prompts(
+            prompts, "prompt", add_special_tokens=body.add_special_tokens, truncated=body.truncated
+        )
         await _generate(server, request, body, "cmpl", num_prompts=len(prompts), tokenize=tokenize)
 
     return handler
@@ -65,9 +56,9 @@ async def _generate(
     num_prompts: int,
     tokenize: Tokenize,
 ) -> None:
-    if body.request_id is not None and "x-request-id" not in request.headers:
-        request.request_id = body.request_id
-    head = Head(f"{kind}-{request.request_id}", int(time.time()), server.check_model_name(body.model))
+    head = Head(
+        f"{kind}-{take_request_id(request, body.request_id)}", int(time.time()), server.check_model_name(body.model)
+    )
     model = server.model
     token_bytes, decode = model.llm.vocabulary.token_bytes, model.prompts.decode
 

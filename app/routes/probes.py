@@ -1,18 +1,24 @@
-"""/livez, /readyz, /startupz, /health and /metrics. They cost no token and touch nothing but memory.
+"""/livez, /readyz, /startupz, /health, /ping, /load, /version and /metrics. They cost no token and touch nothing but
+memory.
 
 /livez     is the process worth keeping?   503 once the engine has failed: restart it
 /readyz    should it get traffic?          200 while tokens can be made
 /startupz  is it still starting?           200 once the model is loaded; the body says how far it is
-/health    vLLM's name for /readyz, with an empty body
+/health    vLLM's name for /readyz, with an empty body; /ping is SageMaker's, with GET and POST
+/load      how many requests are being answered
 """
 
 from __future__ import annotations
+
+from importlib import metadata
 
 import orjson
 
 from app.metrics import CONTENT_TYPE
 from app.scope import Handler, RequestScope
 from app.server import Phase, Server
+
+VERSION = metadata.version("headrace")
 
 
 def livez(server: Server) -> Handler:
@@ -40,6 +46,20 @@ def startupz(server: Server) -> Handler:
 def health(server: Server) -> Handler:
     async def handler(request: RequestScope) -> None:
         await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
+
+    return handler
+
+
+def load(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_json(200, orjson.dumps({"server_load": server.num_open_requests}))
+
+    return handler
+
+
+def show_version(server: Server) -> Handler:
+    async def handler(request: RequestScope) -> None:
+        await request.send_json(200, orjson.dumps({"version": VERSION}))
 
     return handler
 

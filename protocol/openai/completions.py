@@ -45,6 +45,14 @@ Prompt = Annotated[
     ),
 ]
 
+
+def prompt_list(prompt: Prompt) -> list[str | TokenIds]:
+    """The prompts of a field that takes one or several."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    return cast("list[str | TokenIds]", prompt)
+
+
 COMPLETION = WireFormat(
     chunk_object="text_completion",
     full_object="text_completion",
@@ -104,10 +112,7 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
     def _prompt_list(self) -> list[str | TokenIds]:
-        prompt = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]
-        return cast("list[str | TokenIds]", prompt)
+        return prompt_list(self.prompt)
 
     def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
         whole = self.truncate_prompt_tokens is None

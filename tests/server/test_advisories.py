@@ -442,13 +442,14 @@ def test_cve_2026_24779_and_its_kin_no_address_in_a_message_is_visited(server: S
             trap.accept()
 
 
-def test_cve_2026_71486_there_is_nothing_to_tokenize_or_administer_with(server: Server) -> None:
-    for path in (
-        *("/tokenize", "/detokenize", "/v1/completions/render", "/derender", "/invocations", "/pause", "/sleep"),
-        *("/abort_requests", "/update_weights", "/v1/load_lora_adapter", "/v1/files", "/docs", "/openapi.json"),
-        *("/v1/embeddings", "/rerank", "/collective_rpc", "/server_info", "/reset_prefix_cache"),
-    ):
-        assert server.post(path, {}).status_code == 404
+def test_cve_2026_71486_there_is_nothing_to_administer_with_and_nothing_to_use_without_a_key(server: Server) -> None:
+    absent = (
+        *("/v1/completions/render", "/derender", "/invocations", "/pause", "/sleep", "/abort_requests", "/rerank"),
+        *("/update_weights", "/v1/load_lora_adapter", "/v1/files", "/collective_rpc", "/server_info"),
+        "/reset_prefix_cache",
+    )
+    for path in (*absent, "/tokenize", "/detokenize", "/v1/embeddings", "/load", "/version"):
+        assert (server.post(path, {}).status_code == 404) == (path in absent)
         assert server.client.post(path, headers={"authorization": ""}).status_code == 401
 
 

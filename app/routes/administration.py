@@ -1,0 +1,88 @@
+"""/server_info, /reset_prefix_cache and /abort_requests, for those who hold one of `admin_keys`.
+
+Without such keys these routes do not exist.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Protocol
+
+import orjson
+from pydantic import Field
+from starlette.routing import Route
+
+from app.generation import parse
+from app.routes.probes import VERSION
+from app.scope import Handler, RequestScope
+from app.server import Server
+from protocol.body import ClientModel, at_most, fail_fast
+
+MAX_ABORTED = 1024  # ids of one call
+
+# What a server may say of its settings: no secrets, no paths, no addresses.
+SHOWN_SETTINGS = (
+    *("load_format", "dtype", "device", "seed", "engine", "data_parallel_size", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory", "num_threads"),
+    *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
+    *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
+)
+
+
+class AbortRequest(ClientModel):
+    """The body of POST /abort_requests."""
+
+    request_ids: Annotated[list[str], fail_fast, at_most(MAX_ABORTED, "ids")] = Field(min_length=1)
+
+
+class MakeRoute(Protocol):
+    def __call__(self, method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route: ...
+
+
+def administration(route: MakeRoute, server: Server) -> list[Route]:
+    """All routes of this module."""
+    return [
+        route("GET", "/server_info", server_info(server), quiet=True),
+        route("POST", "/reset_prefix_cache", reset_prefix_cache(server)),
+        route("POST", "/abort_requests", abort_requests(server)),
+    ]
+
+
+def server_info(server: Server) -> Handler:
+    """The handler of GET /server_info: version, model, measures, settings, load."""
+
+    async def handler(request: RequestScope) -> None:
+        model, settings = server.model, server.settings
+        info = {
+            "version": VERSION,
+            "models": list(settings.model_names),
+            "max_model_len": model.measures.max_model_len,
+            "vocab_size": model.measures.vocab_size,
+            "embedding_size": model.embedding_size,
+            "kv_cache": {"num_blocks": model.measures.num_blocks, "block_size": model.measures.block_size},
+            "requests_in_flight": server.num_open_requests,
+            "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
+        }
+        await request.send_json(200, orjson.dumps(info))
+
+    return handler
+
+
+def reset_prefix_cache(server: Server) -> Handler:
+    """The handler of POST /reset_prefix_cache, for measurements that must begin cold."""
+
+    async def handler(request: RequestScope) -> None:
+        server.model.llm.reset_prefix_cache()
+        await request.send_json(200, orjson.dumps({"success": True}))
+
+    return handler
+
+
+def abort_requests(server: Server) -> Handler:
+    """The handler of POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
+
+    async def handler(request: RequestScope) -> None:
+        body = await parse(AbortRequest, request)
+        aborted = server.abort(frozenset(body.request_ids), but=request)
+        await request.send_json(200, orjson.dumps({"aborted": aborted}))
+
+    return handler

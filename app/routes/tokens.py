@@ -1,0 +1,46 @@
+"""POST /tokenize and /detokenize, and the same under /v1. They need the tokenizer and no engine."""
+
+from __future__ import annotations
+
+import orjson
+
+from app.generation import compute
+from app.scope import Handler, RequestScope
+from app.server import Server
+from protocol.body import parse_body
+from protocol.tokens import DetokenizeRequest, TokenizeChatRequest, parse_tokenize
+
+
+def tokenize(server: Server) -> Handler:
+    """The handler of POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
+
+    async def handler(request: RequestScope) -> None:
+        body = await compute(request, lambda: parse_tokenize(request.body))
+        server.check_model_name(body.model)
+        model = server.model
+        longest = model.measures.max_model_len
+        if isinstance(body, TokenizeChatRequest):
+            body.check_template_kwargs(server.settings.template_kwargs)
+            token_ids = await model.prompts.encode_chat(body, longest)
+        else:
+            special = body.add_special_tokens
+            token_ids = await model.prompts.encode_text(body.prompt, longest, add_special_tokens=special)
+        strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None
+        answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": strings}
+        await request.send_json(200, orjson.dumps(answer))
+
+    return handler
+
+
+def detokenize(server: Server) -> Handler:
+    """The handler of POST /detokenize."""
+
+    async def handler(request: RequestScope) -> None:
+        body = await compute(request, lambda: parse_body(DetokenizeRequest, request.body))
+        server.check_model_name(body.model)
+        model = server.model
+        body.check(model.measures.vocab_size)
+        text = await compute(request, lambda: model.prompts.decode(body.tokens))
+        await request.send_json(200, orjson.dumps({"prompt": text}))
+
+    return handler

@@ -1,0 +1,232 @@
+"""The endpoints beside generation: tokens, embeddings, version, load, and what an administrator may do."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from gpu.weights import open_model
+from tests.embedded_model import embedded_gguf
+from tests.golden.oracle import Oracle
+from tests.server.harness import MODEL, PATIENCE, Metrics, Server
+from tests.server.tiny_model import NAME, tiny_server
+
+EMBEDDINGS = "/v1/embeddings"
+SENTENCES = ["The cat sat on the mat.", "A kitten rests on a rug.", "Interest rates rose in March. 水"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return open_model(MODEL).tokenizer
+
+
+@pytest.fixture(scope="module")
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = server.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+# --- tokens
+
+
+def test_text_to_tokens_and_back(server: Server, tokenizer: Tokenizer) -> None:
+    for text in [*SENTENCES, "<|im_start|>user", "👩‍👩‍👧‍👦 " * 500]:
+        ids = tokenizer.encode(text).ids
+        for prefix in ("", "/v1"):
+            answer = server.post(f"{prefix}/tokenize", {"model": MODEL, "prompt": text}).json()
+            assert answer == {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None}
+            assert server.post(f"{prefix}/detokenize", {"tokens": ids}).json() == {"prompt": text}
+    strings = server.post("/tokenize", {"prompt": "The cat", "return_token_strs": True}).json()["token_strs"]
+    assert strings == ["The", "Ġcat"]
+
+
+def test_a_conversation_to_the_tokens_that_chat_computes(server: Server) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    body = server.post("/tokenize", {"messages": messages}).json()
+    chat = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1, "return_token_ids": True})
+    assert body["tokens"] == chat.json()["prompt_token_ids"]
+    without = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()
+    assert body["tokens"][: without["count"]] == without["tokens"]
+
+
+def test_tokens_that_do_not_exist_are_refused(server: Server) -> None:
+    for tokens in ([-1], [49152], [2**40]):
+        assert refusal(server, "/detokenize", {"tokens": tokens})["param"].startswith("tokens")
+    assert refusal(server, "/detokenize", {})["param"] == "tokens"
+    assert refusal(server, "/tokenize", {})["param"] == "prompt"
+    assert refusal(server, "/tokenize", {"messages": []})["param"] == "messages"
+    assert server.post("/tokenize", {"model": "other", "prompt": "a"}).status_code == 404
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+# --- embeddings
+
+
+def test_embeddings_are_the_models_hidden_states(server: Server, sdk: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    oracle = Oracle.from_gguf(embedded_gguf())
+    ids = [tokenizer.encode(text).ids for text in SENTENCES]
+    for pooling, pooled in (("mean", lambda hidden: hidden.mean(0)), ("last", lambda hidden: hidden[-1])):
+        # The SDK asks for base64 by itself.
+        answer = sdk.embeddings.create(model=MODEL, input=SENTENCES, extra_body={"pooling": pooling})
+        assert [item.index for item in answer.data] == [0, 1, 2]
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+        for item, prompt in zip(answer.data, ids, strict=True):
+            with torch.inference_mode():
+                expected = pooled(oracle.model.model(torch.tensor([prompt])).last_hidden_state[0])
+            np.testing.assert_allclose(item.embedding, expected / expected.norm(), atol=2e-4)
+    vectors = np.array([item.embedding for item in sdk.embeddings.create(model=MODEL, input=SENTENCES).data])
+    alike = vectors @ vectors.T
+    assert alike[0, 1] > alike[0, 2]
+
+
+def test_every_shape_of_input_and_of_vector(server: Server, tokenizer: Tokenizer) -> None:
+    def vectors(**fields: Any) -> list[Any]:
+        answer = server.post(EMBEDDINGS, fields)
+        assert answer.status_code == 200, answer.text
+        return [item["embedding"] for item in answer.json()["data"]]
+
+    text, ids = SENTENCES[0], tokenizer.encode(SENTENCES[0]).ids
+    (plain,) = vectors(input=text)
+    for same in ([text], ids, [ids]):
+        np.testing.assert_allclose(vectors(input=same), [plain], atol=1e-5)
+    (encoded,) = vectors(input=text, encoding_format="base64")
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(encoded), "<f4"), plain, atol=1e-5)
+    (short,) = vectors(input=text, dimensions=16)
+    np.testing.assert_allclose(short, np.array(plain[:16]) / np.linalg.norm(plain[:16]), atol=1e-5)
+    (raw,) = vectors(input=text, normalize=False)
+    np.testing.assert_allclose(np.array(raw) / np.linalg.norm(raw), plain, atol=1e-5)
+    (cut,) = vectors(input=ids, truncate_prompt_tokens=2)
+    np.testing.assert_allclose([cut], vectors(input=ids[-2:]), atol=1e-5)
+
+
+def test_embeddings_that_cannot_be_are_refused(server: Server) -> None:
+    for field, value in [
+        ("input", ""),
+        ("input", []),
+        ("input", [49152]),
+        ("input", {"a": 1}),
+        ("dimensions", 0),
+        ("dimensions", 577),
+        ("encoding_format", "int8"),
+        ("pooling", "max"),
+        ("truncate_prompt_tokens", 0),
+    ]:
+        assert refusal(server, EMBEDDINGS, {"input": "a", field: value})["param"].startswith(field)
+    long = refusal(server, EMBEDDINGS, {"input": [1] * 4097})
+    assert (long["param"], long["code"]) == ("input", "context_length_exceeded")
+    assert server.post(EMBEDDINGS, {"input": "a", "model": "other"}).status_code == 404
+
+
+# --- small ones
+
+
+def test_ping_version_and_load(server: Server) -> None:
+    for method in ("GET", "POST"):
+        answer = server.client.request(method, "/ping")
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert server.client.get("/version").json()["version"]
+    assert server.client.get("/load").json() == {"server_load": 0}
+
+
+# --- administration
+
+
+@pytest.fixture(scope="module")
+def governed() -> Iterator[Server]:
+    with tiny_server(api_keys="client", admin_keys="admin", engine="process") as running:
+        yield running.wait_ready()
+
+
+def ask(server: Server, method: str, path: str, body: object = None, key: str = "admin") -> Any:
+    return server.client.request(method, path, json=body, headers={"x-api-key": key})
+
+
+def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
+    for method, path in (("GET", "/server_info"), ("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")):
+        assert ask(governed, method, path, key="client").status_code == 401
+        assert governed.client.request(method, path).status_code == 401
+    assert ask(governed, "GET", "/v1/models").status_code == 401
+    assert ask(governed, "GET", "/v1/models", key="client").status_code == 200
+    assert governed.client.get("/ping").status_code == 200
+
+
+def test_where_nobody_governs_there_is_nothing(server: Server) -> None:
+    assert server.client.get("/server_info").status_code == 404
+    assert server.post("/reset_prefix_cache", {}).status_code == 404
+    assert server.post("/abort_requests", {"request_ids": ["a"]}).status_code == 404
+
+
+def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
+    answer = ask(governed, "GET", "/server_info")
+    info = answer.json()
+    assert info["models"] == [NAME]
+    assert (info["max_model_len"], info["vocab_size"], info["embedding_size"]) == (8192, 49152, 32)
+    assert info["settings"]["max_num_seqs"] == 16
+    for secret in ("client", "admin", "/tmp", "headrace-tiny"):
+        assert secret not in answer.text
+
+
+def test_the_prefix_cache_is_forgotten(governed: Server) -> None:
+    def cached() -> int:
+        body = {"prompt": list(range(100, 164)), "max_tokens": 1}
+        usage = ask(governed, "POST", "/v1/completions", body, key="client").json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert (cached(), cached()) == (0, 48)
+    assert ask(governed, "POST", "/reset_prefix_cache").json() == {"success": True}
+    assert (cached(), cached()) == (0, 48)
+
+
+def test_a_request_is_ended_by_its_id(governed: Server) -> None:
+    """Its client gets what there is; nobody else notices."""
+    body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "temperature": 0}
+    begun = threading.Event()
+
+    def generate() -> tuple[str, str | None]:
+        text, reason = "", None
+        with openai.OpenAI(base_url=f"{governed.base_url}/v1", api_key="client", timeout=PATIENCE) as client:
+            stream = client.completions.create(
+                model=NAME,
+                stream=True,
+                extra_headers={"x-request-id": "endless"},
+                extra_body={"ignore_eos": True},
+                prompt="a",
+                max_tokens=8000,
+            )
+            for chunk in stream:
+                begun.set()
+                text += chunk.choices[0].text
+                reason = chunk.choices[0].finish_reason
+        return text, reason
+
+    with ThreadPoolExecutor(2) as pool:
+        streamed = pool.submit(generate)
+        assert begun.wait(PATIENCE)
+        headers = {"x-request-id": "other"}
+        other = pool.submit(
+            governed.post, "/v1/completions", body | {"max_tokens": 50}, **headers, authorization="Bearer client"
+        )
+        assert ask(governed, "POST", "/abort_requests", {"request_ids": ["cmpl-endless", "unknown"]}).json() == {
+            "aborted": 1
+        }
+        text, reason = streamed.result()
+        assert (bool(text), reason) == (True, "abort")
+        assert other.result().json()["usage"]["completion_tokens"] == 50
+    assert ask(governed, "POST", "/abort_requests", {"request_ids": ["endless"]}).json() == {"aborted": 0}
+    assert ask(governed, "POST", "/abort_requests", {"request_ids": []}).status_code == 400
+    assert Metrics.parse(ask(governed, "GET", "/metrics", key="client").text).aborted == 1

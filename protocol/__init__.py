@@ -9,6 +9,8 @@ The app room parses bodies with this package and sends what it builds. Of the en
     chat_template   messages to the text that the model was trained on
     structured      grammars that an answer has to follow, whoever asks for them
     message_parts   a choice's text as reasoning, content and tool calls: what every dialect streams from
+    message_syntax  how the served model writes those, and how it is told of tools
+    tools           functions, the families' syntaxes for calls, and finding calls in text
     reasoning       finding the reasoning in a text that comes in pieces
     openai          the wire formats of OpenAI: chat, completions, models
     dialect         wire formats that are translated into chat requests

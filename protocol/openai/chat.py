@@ -240,6 +240,19 @@ class ChatCompletionRequest(GenerationRequest):
             grammar = sampling.structured_output
         return structs.replace(sampling, structured_output=grammar, shown_special_tokens=shown)
 
+    def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
+        """The engine's refusal of this request, with the fields called what this client calls them."""
+        if error.param == "structured_output" and self._tools_give_the_grammar:
+            error = InvalidRequest(f"tools: {error}", param="tools", code=error.code)
+        return super().in_client_words(error)
+
+    @property
+    def _tools_give_the_grammar(self) -> bool:
+        tools = self.tool_use
+        return tools is not None and (
+            tools.choice == "required" or any(function.strict for function in tools.functions)
+        )
+
     def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
         """How the answer is read, if the prompt ends with `prompt_end`."""
         return syntax.message_format(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec import structs
+
 from engine.messages import StructuredOutput
 from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolReader
 from protocol.structured import JsonSchema, Tag, tagged_json
@@ -49,15 +51,21 @@ class ToolFormat:
         their schema if a function is strict.
         """
         if tools.choice == "required":
-            tags = [self.tag(function.name, function.schema) for function in tools.callable_functions]
+            tags = [self.tag(function.name, function.closed_schema) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
-            return tagged_json(tags, text=text_before, required=True, repeat=repeat, separator=self.separator)
+            return _compact(tagged_json(tags, text=text_before, required=True, repeat=repeat, separator=self.separator))
         if self.opening is None or not any(function.strict for function in tools.functions):
             return None
         tags = [
-            self.tag(function.name, function.schema if function.strict else ANY_OBJECT) for function in tools.functions
+            self.tag(function.name, function.closed_schema if function.strict else ANY_OBJECT)
+            for function in tools.functions
         ]
-        return tagged_json(tags, triggers=[self.opening])
+        return _compact(tagged_json(tags, triggers=[self.opening]))
+
+
+def _compact(grammar: StructuredOutput) -> StructuredOutput:
+    # Arguments are for programs: line breaks and indents would only cost tokens.
+    return structs.replace(grammar, any_whitespace=False)
 
 
 def _new_openai_id() -> str:

@@ -86,7 +86,7 @@ def test_the_grammar_is_as_narrow_as_the_choice():
     assert syntax.grammar(ToolUse(functions=(WEATHER,))) is None
     named = json.loads(syntax.grammar(ToolUse(functions=(WEATHER, TIME), choice="required", named="time")).value)
     assert [tag["begin"] for tag in named["tags"]] == ['<tool_call>\n{"name": "time", "arguments": ']
-    assert named["tags"][0]["schema"] == {"type": "object", "properties": {}}
+    assert named["tags"][0]["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert named["repeat"] is False
     assert named["text"] is True  # the model may think before it calls
     one = syntax.grammar(ToolUse(functions=(WEATHER,), choice="required", parallel=False), thinks=False)

@@ -17,9 +17,11 @@ from engine.client import EngineClient, ThreadClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.data_parallel import DataParallelClient
+from engine.detokenizer import Vocabulary
 from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.process_client import ProcessClient
+from engine.structured import GrammarCompiler
 from gpu.host import cuda_devices, usable_cores
 from gpu.weights import ModelFiles, Progress, open_model
 
@@ -36,10 +38,22 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     return open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress)
 
 
-def make_client(settings: Settings, files: ModelFiles, progress: Progress) -> EngineClient:
-    """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError."""
+def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
+    """What compiles grammars for a model, at the front door and in the engine."""
+    return GrammarCompiler(
+        Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=files.config.eos_token_ids
+    )
+
+
+def make_client(
+    settings: Settings, files: ModelFiles, progress: Progress, grammars: GrammarCompiler | None = None
+) -> EngineClient:
+    """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError.
+
+    An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
+    """
     if settings.engine == "thread":
-        return ThreadClient(core_factory(settings, files))
+        return ThreadClient(core_factory(settings, files, grammars=grammars))
     if settings.data_parallel_size == 1:
         return make_process_client(Share(settings), progress)
     shares = divide(settings)
@@ -93,7 +107,9 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
     )
 
 
-def core_factory(settings: Settings, files: ModelFiles, kv_cache_share: float = 1.0) -> Callable[[], EngineCore]:
+def core_factory(
+    settings: Settings, files: ModelFiles, kv_cache_share: float = 1.0, grammars: GrammarCompiler | None = None
+) -> Callable[[], EngineCore]:
     """A function that loads the model and makes the engine's core; to be called on the thread that will run it."""
 
     def make_core() -> EngineCore:
@@ -108,7 +124,7 @@ def core_factory(settings: Settings, files: ModelFiles, kv_cache_share: float = 
             pipeline_depth=settings.pipeline_depth or executor.pipeline_depth,
             eos_token_ids=files.config.eos_token_ids,
         )
-        return EngineCore(config, executor)
+        return EngineCore(config, executor, grammars or make_grammar_compiler(files))
 
     return make_core
 

@@ -18,7 +18,7 @@ import anyio
 from anyio import to_thread
 
 from app.admission import Admission
-from app.loading import make_client, open_files
+from app.loading import make_client, make_grammar_compiler, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
 from app.response_store import ResponseStore
@@ -256,9 +256,10 @@ class Server:
         prompts = await to_thread.run_sync(
             lambda: PromptEncoder(files, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser)
         )
-        client = make_client(self.settings, files, self.start_up.report)
-        llm = AsyncLLM(client, files.tokenizer, observer=self.metrics, seed=self.settings.seed)
-        await to_thread.run_sync(lambda: llm.vocabulary.bytes_of)  # built now, not by the first request
+        grammars = make_grammar_compiler(files)
+        client = make_client(self.settings, files, self.start_up.report, grammars)
+        llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
+        await to_thread.run_sync(grammars.build_tokenizer)  # and the vocabulary: now, not by the first request
         async with llm.running():
             try:
                 self._llm = llm

@@ -16,16 +16,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+from anyio import to_thread
 from tokenizers import Tokenizer
 
 from engine.channel import OutboxMessage
 from engine.client import EngineClient
 from engine.detokenizer import Vocabulary
-from engine.errors import EngineDead, EngineNotReady
+from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.input_processor import InputProcessor
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
+from engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+    StructuredOutput,
+)
 from engine.observer import Observer
 from engine.output_processor import OutputProcessor, RequestStream
+from engine.structured import GrammarCompiler
+
+COMPILER_THREADS = 2  # for grammars that nobody has asked for before
 
 
 class AsyncLLM:
@@ -39,14 +50,18 @@ class AsyncLLM:
         client: EngineClient,
         tokenizer: Tokenizer,
         *,
+        grammars: GrammarCompiler | None = None,
         observer: Observer | None = None,
         seed: int | None = None,
     ) -> None:
-        self.vocabulary = Vocabulary(tokenizer)
+        """Without `grammars`, requests for structured output are refused."""
+        self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
         self.ready: EngineReady | None = None
         self.error: BaseException | None = None
         self.last_stats: SchedulerStats | None = None
         self._client = client
+        self._grammars = grammars
+        self._compiling = anyio.CapacityLimiter(COMPILER_THREADS)
         self._seed = seed
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(self.vocabulary, observer)
@@ -77,10 +92,15 @@ class AsyncLLM:
     async def stream(self, *requests: EngineCoreRequest) -> AsyncIterator[RequestStream]:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
-        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished.
+        Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished. A grammar
+        that is new is compiled first.
+
         Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
         """
+        for structured in {request.sampling.structured_output for request in requests}:
+            if structured is not None:
+                await self._check_grammar(structured)
         stream = self._open(requests)
         try:
             yield stream
@@ -96,6 +116,16 @@ class AsyncLLM:
     def reset_prefix_cache(self) -> None:
         """Requests opened from now on find nothing that was computed before."""
         self._client.reset_prefix_cache()
+
+    async def _check_grammar(self, structured: StructuredOutput) -> None:
+        """Raise InvalidRequest for a grammar that cannot be enforced."""
+        if self._grammars is None:
+            raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
+        if self._grammars.find(structured) is None:
+            # The thread of a client that leaves meanwhile runs on to its end, but nobody waits for it.
+            await to_thread.run_sync(
+                self._grammars.compile, structured, abandon_on_cancel=True, limiter=self._compiling
+            )
 
     def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
         if self.error is not None:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from engine.config import EngineConfig
-from engine.errors import EngineDead, StepAbandoned
+from engine.errors import EngineDead, InvalidRequest, StepAbandoned
 from engine.executor import Executor, Prepares, StepHandle
 from engine.heartbeat import Heartbeat
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from engine.quarantine import Quarantine
 from engine.request import FINISH_REASONS
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
+from engine.structured import GrammarCompiler, StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,10 @@ class EngineCore:
     whatever their fate. Safe to read from any thread; another process can read a heartbeat that was put in its place.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, grammars: GrammarCompiler | None = None) -> None:
+        """Without `grammars`, requests for structured output fail."""
         self.config = config
+        self.grammars = grammars
         self.executor = executor
         self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
         self.num_steps = 0
@@ -72,6 +75,7 @@ class EngineCore:
         self.heartbeat.wake()
         self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
         self._quarantine = Quarantine()
+        self._structured = StructuredOutputManager(grammars) if grammars is not None else None
         self._failures_in_a_row = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
@@ -81,7 +85,20 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def add(self, request: EngineCoreRequest) -> None:
-        self.scheduler.add(request)
+        wanted = request.sampling.structured_output
+        grammar = self._structured.start(wanted) if self._structured is not None and wanted is not None else None
+        self.scheduler.add(request, grammar)
+        if wanted is not None and grammar is None:
+            self.scheduler.fail(request.request_id, "this engine cannot enforce grammars")
+
+    def check_grammars(self, sampling: Iterable[SamplingParams]) -> None:
+        """Raise InvalidRequest for a grammar that cannot be enforced. Blocks while it is compiled."""
+        for structured in {params.structured_output for params in sampling}:
+            if structured is None:
+                continue
+            if self.grammars is None:
+                raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
+            self.grammars.compile(structured)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request from outside. Unknown and finished ids are a no-op."""
@@ -145,6 +162,10 @@ class EngineCore:
             if self._in_flight and not plan.request_ids:
                 self.scheduler.retract(plan)
                 return
+            if self._structured is not None:
+                plan.masks = self._structured.masks(self.scheduler.matchers_of(plan))
+                if not plan.request_ids:
+                    self._structured.wait_for_grammars()
             handle: StepHandle
             try:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
@@ -186,4 +207,6 @@ class EngineCore:
                 logger.error("request %s failed: %s", output.request_id, output.error)
 
     def shutdown(self) -> None:
+        if self._structured is not None:
+            self._structured.shutdown()
         self.executor.shutdown()

@@ -211,6 +211,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None  # parallel to new_token_ids
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache provided
     error: str | None = None  # set with FinishReason.ERROR
+    is_complete: bool = False  # a grammar ended it: its last token is no stop token but belongs to the text
     events: list[RequestEvent] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second of them on
     embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order

@@ -347,7 +347,8 @@ class _Choice:
         text = ""
         for position, token_id in enumerate(output.new_token_ids):
             is_last = position == len(output.new_token_ids) - 1
-            if is_last and output.finish_reason is FinishReason.STOP and self._hide_stop_token:
+            stopped = output.finish_reason is FinishReason.STOP and not output.is_complete
+            if is_last and stopped and self._hide_stop_token:
                 break  # the stop token itself is counted, not shown
             piece = self._decoder.feed(token_id)
             if self._stops is None:

@@ -7,7 +7,12 @@ runner appends the tokens it samples to its own row, so they never travel back d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.messages import Pooling, SamplingParams, TokenLogprobs
 
@@ -25,6 +30,22 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     pooling: Pooling | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenMasks:
+    """Which tokens the requests of a plan that have a grammar may sample."""
+
+    indices: NDArray[np.int64]  # [R], ascending, into the plan's requests
+    bits: NDArray[np.uint32]  # [R, words]: token t is allowed where bit t % 32 of word t // 32 is set
+
+
+class MasksHandle(Protocol):
+    """Masks that are being computed while the plan runs."""
+
+    def result(self) -> TokenMasks:
+        """Wait until they are there. Asked for when the logits are."""
+        ...
+
+
 class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """Who runs in this step, and for how many tokens each.
 
@@ -40,6 +61,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     request_ids: list[str]
     num_scheduled_tokens: list[int]
     total_num_scheduled_tokens: int
+    masks: MasksHandle | None = None  # of the requests that have a grammar, whether they sample in this step or not
 
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
+from engine.structured import GrammarMatcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -56,6 +57,8 @@ class Request:
         "eos_token_ids",
         "events",
         "first_token_deadline",
+        "grammar",
+        "is_complete",
         "max_num_tokens",
         "num_cached_tokens",
         "num_committed_blocks",
@@ -83,6 +86,7 @@ class Request:
         sequence_number: int,
         eos_token_ids: Iterable[int],
         max_model_len: int,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         sampling = message.sampling
         self.request_id = message.request_id
@@ -105,6 +109,8 @@ class Request:
         )
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
+        self.grammar = grammar
+        self.is_complete = False  # by its grammar, after which nothing may follow
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.num_computed_tokens = 0
@@ -168,10 +174,18 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
         self.token_ids.append(token_id)
+        grammar_ends = self.grammar is not None and self.grammar.accept(token_id)
+        if self.grammar is not None and self.grammar.error is not None:
+            self.status = RequestStatus.FINISHED_ERROR
+            return True
         if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             if token_id not in self.eos_token_ids:
                 self.stop_reason = token_id
+            return True
+        if grammar_ends:
+            self.status = RequestStatus.FINISHED_STOPPED
+            self.is_complete = True
             return True
         if len(self.token_ids) >= self.max_num_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED

@@ -33,6 +33,7 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Sche
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.plan_draft import PlanDraft
 from engine.request import FINISH_REASONS, Request, RequestStatus
+from engine.structured import GrammarMatcher
 from engine.waiting_queue import WaitingQueue
 
 
@@ -55,6 +56,7 @@ class Scheduler:
         self._in_flight = StepsInFlight()
         self._arrivals = 0
         self._step = 0
+        self._num_grammars = 0  # living requests that have one
         self._removed: list[str] = []  # rows that the runner still holds for requests that no longer run
         self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
         self._num_preemptions = 0
@@ -69,8 +71,11 @@ class Scheduler:
 
     # --- arrivals and departures
 
-    def add(self, message: EngineCoreRequest) -> None:
-        """Queue a request. Raises KeyError if the id is in use: the front end guarantees that it is not."""
+    def add(self, message: EngineCoreRequest, grammar: GrammarMatcher | None = None) -> None:
+        """Queue a request. One with a grammar starts when that is compiled.
+
+        Raises KeyError if the id is in use: the front end guarantees that it is not.
+        """
         if message.request_id in self.requests:
             raise KeyError(f"request id {message.request_id!r} is in use")
         request = Request(
@@ -78,7 +83,9 @@ class Scheduler:
             sequence_number=self._arrivals,
             eos_token_ids=self.config.eos_token_ids,
             max_model_len=self.config.max_model_len,
+            grammar=grammar,
         )
+        self._num_grammars += grammar is not None
         self._arrivals += 1
         self.requests[request.request_id] = request
         self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
@@ -122,6 +129,7 @@ class Scheduler:
         """Take a living request out of all tables."""
         self._in_flight.void(request.request_id)
         del self.requests[request.request_id]
+        self._num_grammars -= request.grammar is not None
         self.shares.leave(request.tenant)
         if request.request_id in self.running:
             del self.running[request.request_id]
@@ -242,6 +250,7 @@ class Scheduler:
         admitted: list[Request] = []
         dismissed: list[Request] = []
         hopeless: list[Request] = []
+        broken: list[Request] = []
         passed_over = 0
         candidates: Iterable[Request] = self.waiting.below_limits()
         if only is not None:  # they all had seats together when the step failed, so no limit holds them back
@@ -249,6 +258,10 @@ class Scheduler:
         for request in candidates:
             if plan.budget == 0 or passed_over == self.config.max_num_seqs:
                 break
+            if request.grammar is not None and not request.grammar.is_ready:
+                if request.grammar.error is not None:
+                    broken.append(request)
+                continue
             prefix = self.kv.find_prefix(request)
             if self._is_being_computed(request, len(prefix), being_computed):
                 passed_over += 1
@@ -283,6 +296,9 @@ class Scheduler:
             self.waiting.push_front(request)
         for request in hopeless:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
+        for request in broken:
+            assert request.grammar is not None
+            self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error)
 
     def _fits(self, request: Request, prefix: list[int]) -> bool:
         return len(self.running) < self.config.max_num_seqs and self.kv.can_admit(request, prefix)
@@ -399,6 +415,13 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
 
+    def matchers_of(self, plan: SchedulerOutput) -> list[tuple[int, GrammarMatcher]]:
+        """The requests of a plan that have a grammar, by their places in it."""
+        if not self._num_grammars:
+            return []
+        grammars = ((index, self.requests[request_id].grammar) for index, request_id in enumerate(plan.request_ids))
+        return [(index, grammar) for index, grammar in grammars if grammar is not None]
+
     # --- books
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
@@ -451,6 +474,8 @@ class Scheduler:
             stop_reason=request.stop_reason,
             logprobs=None if logprobs is None else [logprobs],
             num_cached_tokens=request.num_cached_tokens,
+            error=None if request.grammar is None else request.grammar.error,
+            is_complete=request.is_complete,
             events=request.take_events() if request.events else None,
         )
 

@@ -6,6 +6,7 @@ Owned by the worker and used by its thread alone. It owns the input batch; model
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from engine.errors import StepAbandoned
 from engine.messages import TokenLogprobs
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.attention import AttentionMetadata
 from gpu.input_batch import InputBatch, StepInputs
 from gpu.prompt_outputs import PromptOutputs
-from gpu.sampling import SamplerOutput, sample
+from gpu.sampling import SamplerOutput, logits_mask, sample
 
 # Rows of logits that a CPU takes on at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
 # step: the page faults alone took three times as long as the matrix product. 64 rows stay in memory that it keeps.
@@ -84,17 +85,17 @@ class ModelRunner:
             self._kv_caches,
             None if abandoned is None else partial(stop_if, abandoned),
         )
-        sampled = self._sample(hidden, inputs)
+        sampled = self._sample(hidden, inputs, None if plan.masks is None else plan.masks.result())
         self.input_batch.advance(inputs, sampled.token_ids)
         output = _in_plan_order(inputs, sampled)
         self._prompt_outputs.add_to(output, plan, inputs, hidden)
         return output
 
-    def _sample(self, hidden: torch.Tensor, inputs: StepInputs) -> SamplerOutput:
+    def _sample(self, hidden: torch.Tensor, inputs: StepInputs, masks: TokenMasks | None) -> SamplerOutput:
         """The tokens of the rows that are due one; logits are computed for no others."""
         num_rows = len(inputs.samples)
         parts = [
-            self._sample_part(hidden, inputs, slice(start, start + self._max_logits_rows))
+            self._sample_part(hidden, inputs, masks, slice(start, start + self._max_logits_rows))
             for start in range(0, num_rows, self._max_logits_rows)
         ]
         if len(parts) == 1:
@@ -110,9 +111,14 @@ class ModelRunner:
             },
         )
 
-    def _sample_part(self, hidden: torch.Tensor, inputs: StepInputs, part: slice) -> SamplerOutput:
-        rows = inputs.rows[inputs.samples[part]]
+    def _sample_part(
+        self, hidden: torch.Tensor, inputs: StepInputs, masks: TokenMasks | None, part: slice
+    ) -> SamplerOutput:
+        places = inputs.samples[part]
+        rows = inputs.rows[places]
         metadata = self.input_batch.sampling.select(rows, self.input_batch.num_tokens_of(rows))
+        if masks is not None:
+            metadata = replace(metadata, mask=logits_mask(masks, inputs.order[places]))
         return sample(self._model.compute_logits(hidden[self._to_device(inputs.logits_indices[part])]), metadata)
 
     def _attention_metadata(self, inputs: StepInputs) -> AttentionMetadata:

@@ -5,6 +5,7 @@ and position: every operation works through rows independently, and the randomne
 
 The order of operations is vLLM's, because clients tune their parameters to it:
 
+0. tokens that the request's grammar does not allow get -inf, for whatever follows;
 1. log-probabilities are those of the raw logits;
 2. logit bias, and -inf on stop tokens until min_tokens have been generated;
 3. repetition, then frequency and presence penalties;
@@ -25,6 +26,7 @@ from engine.messages import TokenLogprobs
 from gpu.sampling.filters import cutoffs
 from gpu.sampling.greedy import largest
 from gpu.sampling.logprobs import token_logprobs
+from gpu.sampling.masks import apply_mask
 from gpu.sampling.noise import uniform
 from gpu.sampling.penalties import apply_penalties
 from gpu.sampling.state import SamplingMetadata, SparseBias
@@ -42,6 +44,8 @@ class SamplerOutput:
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Sample one token for each row of `logits` ([S, vocab] in the model's dtype, may be overwritten)."""
+    if metadata.mask is not None:
+        apply_mask(logits, metadata.mask)
     greedy = metadata.temperature == 0.0
     all_greedy = bool(greedy.all())
     asking = np.flatnonzero(metadata.num_logprobs >= 0)

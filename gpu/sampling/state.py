@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.plan import NewRequestData
+from gpu.sampling.masks import LogitsMask
 from gpu.sampling.penalties import Penalties, SeenTokens
 
 # Below this a temperature is indistinguishable from greedy, but dividing by it could leave float32's range.
@@ -40,11 +41,12 @@ class SamplingMetadata:
     seed: NDArray[np.uint64]
     position: NDArray[np.int64]  # of the token to be drawn, counted from the start of the prompt
     num_logprobs: NDArray[np.int64]  # -1 is none, 0 the drawn token's only
+    mask: LogitsMask | None = None  # of the requests' grammars
     bias: SparseBias | None = None
     penalties: Penalties | None = None
 
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
-        """What the draw itself needs, for some of the rows: bias, penalties and logprobs are left behind."""
+        """What the draw itself needs, for some of the rows: mask, bias, penalties and logprobs are left behind."""
         return replace(
             self,
             temperature=self.temperature[indices],
@@ -54,6 +56,7 @@ class SamplingMetadata:
             seed=self.seed[indices],
             position=self.position[indices],
             num_logprobs=self.num_logprobs[indices],
+            mask=None,
             bias=None,
             penalties=None,
         )

@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.messages import FinishReason, SamplingParams, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -206,6 +209,10 @@ class SimulatedExecutor:
         for request_id, row, _ in steps:
             self._read(request_id, row, row.num_computed_tokens)
 
+        masked: dict[int, NDArray[np.uint32]] = {}
+        if plan.masks is not None:
+            masks = plan.masks.result()
+            masked = dict(zip(masks.indices.tolist(), masks.bits, strict=True))
         sampled: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for index, (_, row, _) in enumerate(steps):
@@ -214,6 +221,8 @@ class SimulatedExecutor:
                 continue
             num_outputs = row.num_tokens - row.num_prompt_tokens
             token_id = _pick(row.slots[-1].digest, num_outputs, row.sampling, row.stop_token_ids, self.vocab_size)
+            if index in masked:
+                token_id = _next_allowed(masked[index], token_id, self.vocab_size)
             row.append(token_id)
             sampled.append(token_id)
             if row.sampling.logprobs is not None:
@@ -288,6 +297,15 @@ def _pick(digest: int, num_outputs: int, sampling: SamplingParams, stop_token_id
         while token_id in stop_token_ids:
             token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def _next_allowed(bits: NDArray[np.uint32], token_id: int, vocab_size: int) -> int:
+    """The first token from `token_id` on, and around, that a mask allows."""
+    for _ in range(vocab_size):
+        if bits[token_id // 32] >> (token_id % 32) & 1:
+            return token_id
+        token_id = (token_id + 1) % vocab_size
+    raise PlanViolation("a mask that allows nothing")
 
 
 def _require(condition: bool, message: str) -> None:

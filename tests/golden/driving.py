@@ -37,7 +37,7 @@ def fresh_core(core: EngineCore, *, num_blocks: int | None = None, **config: Any
     """A core with nothing cached and other limits, over the loaded model of `core`, which must be idle."""
     assert not core.has_work
     executor = core.executor._executor if isinstance(core.executor, RecordedExecutor) else core.executor
-    return EngineCore(dataclasses.replace(core.config, **config), RecordedExecutor(executor, num_blocks))
+    return EngineCore(dataclasses.replace(core.config, **config), RecordedExecutor(executor, num_blocks), core.grammars)
 
 
 def fresh_llm(llm: LLM, *, num_blocks: int | None = None, **config: Any) -> LLM:

@@ -1,0 +1,170 @@
+"""From a `StructuredOutput` to the text that llguidance compiles. Pure functions; nothing is compiled here.
+
+llguidance's notation is Lark's with extensions: ``%json {...}`` is a JSON Schema in the place of a rule, ``<[7]>`` is
+the token of that id, and a terminal marked ``[lazy]`` ends as early as it can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from engine.errors import InvalidRequest
+from engine.messages import StructuredOutput, StructuredOutputKind
+from engine.structured.json_schema import without_remarks
+
+# Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
+MAX_DEFINITIONS = 400
+# GBNF is translated in Python, which holds the interpreter lock meanwhile.
+MAX_GBNF_CHARACTERS = 16 * 1024
+# A blank, or a line break and an indentation. Small models that may write any number of blanks go on doing so.
+JSON_WHITESPACE = r" |\n[ \t]{0,64}"
+
+_DEFINITION = re.compile(r"^[ \t]*[!?]?\w[^\"'/\n]*:", re.MULTILINE)
+_START = re.compile(r"^[ \t]*start[ \t]*:(?!:)", re.MULTILINE)
+_ANY_TEXT = r"/(.|\n)*/"
+
+
+def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """The grammar for llguidance. `special_tokens` are the model's, by their text.
+
+    Raises InvalidRequest for what is refused before it is compiled.
+    """
+    match structured.kind:
+        case StructuredOutputKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(_json_schema(_parsed(structured.value), structured))
+        case StructuredOutputKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema(_json_schema({"type": "object"}, structured))
+        case StructuredOutputKind.REGEX:
+            return f"start: /{regex_to_lark(structured.value, 'd')}/"  # digits are ASCII's
+        case StructuredOutputKind.CHOICE:
+            return _choice(_parsed(structured.value))
+        case StructuredOutputKind.GRAMMAR:
+            return _lark(structured.value)
+        case StructuredOutputKind.STRUCTURAL_TAG:
+            return _tagged(_parsed(structured.value), structured, special_tokens)
+
+
+def refused(reason: str) -> InvalidRequest:
+    """The refusal of a grammar."""
+    return InvalidRequest(f"The grammar cannot be enforced: {reason}", param="structured_output")
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        raise refused("it is not valid JSON, or nested too deeply.") from None
+
+
+def _json_schema(schema: Any, structured: StructuredOutput) -> str:
+    """A JSON Schema with the compiler's options, as JSON. Where the schema brings options, those of the request win."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise refused("a JSON Schema must be an object, and false fits nothing.")
+    options = schema.get("x-guidance")
+    whitespace = JSON_WHITESPACE if structured.whitespace_pattern is None else structured.whitespace_pattern
+    ours: dict[str, Any] = {"lenient": False, "whitespace_flexible": structured.any_whitespace}
+    if structured.any_whitespace:
+        ours["whitespace_pattern"] = whitespace
+    options = {**options, **ours} if isinstance(options, dict) else ours
+    return msgspec.json.encode({**without_remarks(schema), "x-guidance": options}).decode()
+
+
+def _choice(texts: Sequence[str]) -> str:
+    # One terminal for all of them: a rule with thousands of alternatives would break the parser's limits.
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, texts))}"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _lark(text: str) -> str:
+    if text.lstrip().startswith("{"):
+        raise refused("it must be in the notation of Lark or GBNF; JSON Schemas have a field of their own.")
+    is_gbnf = "::=" in text and _START.search(text) is None
+    count = text.count("::=") if is_gbnf else sum(1 for _ in _DEFINITION.finditer(text))
+    if count > MAX_DEFINITIONS:
+        raise refused(f"it takes at most {MAX_DEFINITIONS} rules and terminals, got {count}.")
+    return _from_gbnf(text) if is_gbnf else text
+
+
+def _from_gbnf(text: str) -> str:
+    if len(text) > MAX_GBNF_CHARACTERS:
+        raise refused(f"in GBNF it takes at most {MAX_GBNF_CHARACTERS} characters, got {len(text)}.")
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise refused("it is nested too deeply.") from None
+    except Exception as error:  # the translator raises its own error for some faults, and whatever it meets for others
+        raise refused(f"it is not valid GBNF: {error}") from None
+
+
+# --- structural tags
+
+
+def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
+    """Lark for what `protocol.structured.tagged_json` describes."""
+    tags, triggers = value["tags"], value["triggers"]
+    lines = ["%llguidance {}"]
+    for number, tag in enumerate(tags):
+        lines.append(f"json_{number}: %json {_json_schema(tag['schema'], structured)}")
+
+    def literal(text: str) -> str:
+        return " ".join(_pieces(text, special_tokens))
+
+    if not value["text"]:
+        bodies = (f"{literal(tag['begin'])} json_{n} {literal(tag['end'])}" for n, tag in enumerate(tags))
+        lines.append(f"tag: {' | '.join(bodies)}")
+        more = f"({literal(value['separator'])} tag)*" if value["repeat"] else ""
+        lines.append(f"start: tag {more}" if value["required"] else f'start: "" | tag {more}')
+        return "\n".join(lines)
+
+    lines.append(f"TEXT: {_ANY_TEXT}")
+    alternatives = []
+    for number, trigger in enumerate(triggers):
+        begun = [(n, tag) for n, tag in enumerate(tags) if _trigger_of(tag["begin"], triggers) == trigger]
+        if not begun:
+            continue
+        pieces = _pieces(trigger, special_tokens)
+        if pieces[0].startswith("<["):  # a token of its own, which no text can hold
+            lines.append(f"head_{number}: TEXT {' '.join(pieces)}")
+        elif len(pieces) == 1:
+            lines.append(f"head_{number}[lazy]: TEXT {pieces[0]}")
+        else:
+            raise refused(f"the trigger {trigger!r} must begin with the special token that it holds.")
+        rest = (f"{literal(tag['begin'].removeprefix(trigger))} json_{n} {literal(tag['end'])}" for n, tag in begun)
+        lines.append(f"tag_{number}: head_{number} ({' | '.join(rest)})")
+        alternatives.append(f"tag_{number}")
+    lines.append(f"tag: {' | '.join(alternatives)}")
+    lines.append("tail: TEXT")
+    match value["required"], value["repeat"]:
+        case True, True:
+            lines.append("start: tag+ tail")
+        case True, False:
+            lines.append("start: tag")
+        case False, True:
+            lines.append("start: tag* tail")
+        case _:
+            lines.append("start: tag | tail")
+    return "\n".join(lines)
+
+
+def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:
+    return max((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
+
+
+def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
+    """`text` as Lark's literals, with special tokens by their ids."""
+    names = sorted((name for name in special_tokens if name in text), key=len, reverse=True)
+    if not names:
+        return [_quoted(text)]
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    return [f"<[{special_tokens[part]}]>" if part in special_tokens else _quoted(part) for part in parts if part]

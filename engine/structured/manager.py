@@ -1,0 +1,83 @@
+"""Grammars of running requests: compiled beside the engine's steps, masks computed beside the device's.
+
+Owned by the EngineCore; its methods are called on the engine's thread, its work is done on threads of its own, where
+llguidance lets go of the interpreter lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages import StructuredOutput
+from engine.plan import TokenMasks
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler
+from engine.structured.matcher import GrammarMatcher
+
+COMPILER_THREADS = 2
+MASK_THREADS = 4
+# A thread takes so many masks at a time: handing it work costs about as much as computing eight.
+MASKS_PER_TASK = 8
+# What an engine with nothing else to do waits for a compilation before it looks after its inbox again.
+WAIT_SECONDS = 0.005
+
+
+class StructuredOutputManager:
+    """Compiles grammars and computes masks. `compiler` may be shared with the front door: then it has them already."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._compiling: set[Future[CompiledGrammar]] = set()
+        self._compilers = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
+        self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
+        self._compilers.submit(compiler.build_tokenizer)  # now, and not while requests run
+
+    def start(self, structured: StructuredOutput) -> GrammarMatcher:
+        """The matcher of a new request. It is not ready before its grammar is compiled."""
+        future = self._compilers.submit(self._compiler.compile, structured)
+        self._compiling = {other for other in self._compiling if not other.done()} | {future}
+        return GrammarMatcher(future)
+
+    def wait_for_grammars(self) -> None:
+        """Wait a moment for a grammar that is being compiled; return at once if there is none."""
+        if self._compiling:
+            _, self._compiling = wait(self._compiling, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
+
+    def masks(self, matchers: Sequence[tuple[int, GrammarMatcher]]) -> PendingMasks | None:
+        """Begin to compute the masks of a plan, by the places of its requests; None if there are none."""
+        if not matchers:
+            return None
+        bits = np.empty((len(matchers), self._compiler.mask_words_of_tokenizer), dtype=np.uint32)
+        indices = np.fromiter((index for index, _ in matchers), dtype=np.int64, count=len(matchers))
+        tasks = [
+            self._fillers.submit(_fill, matchers[start : start + MASKS_PER_TASK], bits[start : start + MASKS_PER_TASK])
+            for start in range(0, len(matchers), MASKS_PER_TASK)
+        ]
+        return PendingMasks(TokenMasks(indices=indices, bits=bits[:, : self._compiler.mask_words]), tasks)
+
+    def shutdown(self) -> None:
+        """Start nothing more."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._fillers.shutdown(wait=False, cancel_futures=True)
+
+
+class PendingMasks:
+    """The masks of one plan, on their way: an `engine.plan.MasksHandle`."""
+
+    def __init__(self, masks: TokenMasks, tasks: Sequence[Future[None]]) -> None:
+        self._masks = masks
+        self._tasks = tasks
+
+    def result(self) -> TokenMasks:
+        """Wait until they are computed."""
+        for task in self._tasks:
+            task.result()
+        return self._masks
+
+
+def _fill(matchers: Sequence[tuple[int, GrammarMatcher]], bits: NDArray[np.uint32]) -> None:
+    for (_, matcher), row in zip(matchers, bits, strict=True):
+        matcher.fill(row)

@@ -1,0 +1,86 @@
+"""Token masks: nothing but what is allowed is sampled, and rows without a mask do not notice."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.plan import TokenMasks
+from gpu.sampling import logits_mask, sample
+from gpu.sampling.masks import LogitsMask, apply_mask
+from tests.gpu.sampling_helpers import metadata_of, new_request
+
+VOCAB = 1003  # no multiple of a word's bits
+
+
+def logits_of(rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+
+
+def bits_of(*allowed: list[int], words: int = -(-VOCAB // 32)) -> np.ndarray:
+    bits = np.zeros((len(allowed), words), dtype=np.uint32)
+    for row, token_ids in zip(bits, allowed, strict=True):
+        for token_id in token_ids:
+            row[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1], [2, 0]])
+def test_logits_of_allowed_tokens_stay_and_all_others_are_minus_infinity(dtype: torch.dtype, rows: list[int]) -> None:
+    allowed = [[0, 31, 32, VOCAB - 1], [5], list(range(VOCAB))][: len(rows)]
+    before = logits_of(3, dtype)
+    after = before.clone()
+    apply_mask(after, LogitsMask(rows=np.array(rows), bits=bits_of(*allowed)))
+    expected = torch.full_like(before, -torch.inf)
+    for row in range(3):
+        kept = allowed[rows.index(row)] if row in rows else list(range(VOCAB))
+        expected[row, kept] = before[row, kept]
+    assert torch.equal(after, expected)
+
+
+def test_tokens_beyond_the_mask_are_not_allowed() -> None:
+    logits = logits_of(1)
+    apply_mask(logits, LogitsMask(rows=np.array([0]), bits=bits_of([7], words=2)))
+    assert logits.isfinite().nonzero().tolist() == [[0, 7]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_with_a_mask_and_without_one_are_sampled_side_by_side(temperature: float, dtype: torch.dtype) -> None:
+    requests = [new_request(str(seed), temperature=temperature, seed=seed) for seed in range(6)]
+    metadata = metadata_of(requests)
+    plain = sample(logits_of(6, dtype), metadata).token_ids
+    allowed = [[3, 900], [17]]
+    mask = LogitsMask(rows=np.array([1, 4]), bits=bits_of(*allowed))
+    masked = sample(logits_of(6, dtype), replace(metadata, mask=mask))
+    assert masked.token_ids[1] in allowed[0]
+    assert masked.token_ids[4] == 17
+    assert masked.finite.all()
+    assert masked.token_ids[[0, 2, 3, 5]].tolist() == plain[[0, 2, 3, 5]].tolist()
+
+
+def test_logprobs_are_those_of_what_is_allowed() -> None:
+    logits = logits_of(1)
+    expected = logits[0, [3, 900]].log_softmax(0)
+    metadata = metadata_of([new_request(temperature=0.0, logprobs=2)])
+    sampled = sample(logits, replace(metadata, mask=LogitsMask(rows=np.array([0]), bits=bits_of([3, 900]))))
+    top = dict(sampled.logprobs[0].top)
+    assert [top[3], top[900]] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert sampled.logprobs[0].rank == 1
+
+
+def test_a_row_that_may_say_nothing_is_not_sound() -> None:
+    metadata = metadata_of([new_request(temperature=0.0)] * 2)
+    sampled = sample(logits_of(2), replace(metadata, mask=LogitsMask(rows=np.array([1]), bits=bits_of([]))))
+    assert sampled.finite.tolist() == [True, False]
+
+
+def test_masks_find_the_rows_of_their_requests() -> None:
+    masks = TokenMasks(indices=np.array([1, 4, 6]), bits=bits_of([1], [4], [6]))
+    found = logits_mask(masks, np.array([6, 0, 1]))  # in the device's order; request 4 does not sample
+    assert found is not None
+    assert found.rows.tolist() == [0, 2]
+    assert np.array_equal(found.bits, bits_of([6], [1]))
+    assert logits_mask(masks, np.array([0, 2])) is None

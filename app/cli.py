@@ -39,11 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
-    from app.runner import bind, run
+    from app.lasting import lasting_import
 
-    listener = bind(settings)  # before anything is loaded: a port in use is known at once
+    with lasting_import("app.application"):
+        from app.runner import bind, run
 
-    from app.application import create_app
+        listener = bind(settings)  # before anything is loaded: a port in use is known at once
+
+        from app.application import create_app
 
     run(create_app(settings), settings, listener)
     return 0

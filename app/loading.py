@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from app.lasting import lasting_import
 from app.settings import Settings, env_name, is_secret
 from engine.client import EngineClient, ThreadClient
 from engine.config import EngineConfig
@@ -131,8 +132,9 @@ def core_factory(
 
 def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor:
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
-    from gpu.executor import load_executor
-    from gpu.worker import WorkerOptions
+    with lasting_import("gpu.executor"):
+        from gpu.executor import load_executor
+        from gpu.worker import WorkerOptions
 
     options = WorkerOptions(
         dtype=settings.dtype,

@@ -113,6 +113,11 @@ class GGUFFile:
         data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
         return data.reshape(*tensor.shape[:-1], -1)
 
+    def release_pages(self) -> None:
+        """Let go of the file's pages in memory. Whatever is read afterwards comes from the page cache or the disk."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor, dequantized: float32, [shape of the tensor], its own memory."""
         values = dequantize(self.packed(name), self.tensors[name].type)

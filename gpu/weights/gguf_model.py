@@ -77,7 +77,8 @@ def unpermute_rows(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray
 
 
 def _read_weights(file: GGUFFile, config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the file, dequantized on the CPU wherever they are wanted."""
+    """Yield the tensors of the file, dequantized on the CPU wherever they are wanted. Of the file nothing stays in this
+    process's memory after the last one."""
     import torch
 
     permuted_heads: dict[str, int] = {}
@@ -91,3 +92,4 @@ def _read_weights(file: GGUFFile, config: ModelConfig, device: str) -> Iterator[
         if num_heads is not None and values.shape[0] % (2 * num_heads) == 0:  # else its shape is about to be refused
             values = unpermute_rows(values, num_heads)
         yield hf_tensor_name(name), torch.from_numpy(np.ascontiguousarray(values))
+    file.release_pages()

@@ -1,6 +1,7 @@
 """A GGUF file gives back the model that went into it: names, row order, numbers and configuration."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,27 @@ def test_a_quantized_model_is_close_to_the_original_in_every_row(tmp_path, quant
         original = torch.from_numpy(weights[name])
         similarity = torch.cosine_similarity(tensor, original, dim=-1)
         assert similarity.min() > 0.98, name
+
+
+def test_a_model_that_was_read_leaves_nothing_of_its_file_in_memory(tmp_path):
+    path = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save()
+    model = open_model(str(path))
+    weights = model.weights()
+    first = next(weights)
+    assert _resident_kib(path) > 0
+    dict(weights)
+    assert _resident_kib(path) == 0
+    again = dict(model.weights())
+    assert torch.equal(again[first[0]], first[1])
+
+
+def _resident_kib(path) -> int:
+    """How much of a mapped file lies in this process's memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            return next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+    raise AssertionError("the file is not mapped")
 
 
 def test_the_embedded_model_has_the_numbers_that_transformers_reads():

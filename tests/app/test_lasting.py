@@ -1,0 +1,43 @@
+"""While a module is imported the collector is off, and what it has made is left alone; otherwise nothing changes."""
+
+import gc
+
+import pytest
+
+from app.lasting import lasting_import
+
+
+@pytest.fixture(autouse=True)
+def _thaw():
+    yield
+    gc.unfreeze()
+
+
+def test_nothing_is_collected_during_the_import_and_nothing_looked_at_afterwards() -> None:
+    before = gc.get_freeze_count()
+    with lasting_import("a.module.that.is.new"):
+        assert not gc.isenabled()
+        made = [[] for _ in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= before + len(made)
+    assert not any(candidate is made for candidate in gc.get_objects())
+
+
+def test_a_module_that_is_there_makes_no_difference() -> None:
+    before = gc.get_freeze_count()
+    with lasting_import("gc"):
+        assert gc.isenabled()
+    assert gc.get_freeze_count() <= before
+
+
+def test_a_collector_that_was_off_stays_off_and_a_failure_turns_it_on_again() -> None:
+    gc.disable()
+    try:
+        with lasting_import("a.module.that.is.new"):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ImportError), lasting_import("a.module.that.is.new"):
+        raise ImportError
+    assert gc.isenabled()

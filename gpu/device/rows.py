@@ -5,8 +5,8 @@ How many tokens a row holds does not depend on which they are, so lengths, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Rows:
         self._tables = tables
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
         self._num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self._num_blocks = [0] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._sent_rows = np.empty(0, dtype=np.int32)  # how the step's rows stand on the device
@@ -102,11 +102,11 @@ class Rows:
         rows = np.full(max(padded_to, len(shape.rows)), self._tables.padding_row, dtype=np.int32)
         rows[: len(shape.rows)] = shape.rows
         if not np.array_equal(rows, self._sent_rows[: len(rows)]):
-            upload.write(self._tables.offset("batch_rows"), rows)
+            upload.write(self._tables.offset("batch_rows"), rows.tolist())
             self._sent_rows = rows
         if not padded_to:
-            upload.write(self._tables.offset("query_lens"), shape.query_lens)
-            upload.write(self._tables.offset("samples"), shape.samples.astype(np.int32))
+            upload.write(self._tables.offset("query_lens"), shape.query_lens.tolist())
+            upload.write(self._tables.offset("samples"), shape.samples.tolist())
 
     def advance(self, shape: StepShape) -> None:
         """Count what a step that has been started will have done."""
@@ -145,22 +145,23 @@ class Rows:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         columns = self.sampling.columns(row)
         for name in _FLOATS:
-            upload.write(self._tables.offset(name, row), _words([columns[name]]))
+            upload.write(self._tables.offset(name, row), words_of(np.array([columns[name]], dtype=np.float32)))
         upload.write(self._tables.offset("top_k", row), [int(columns["top_k"])])
-        upload.write(self._tables.offset("seed", row), np.array([columns["seed"]], dtype=np.uint64).view(np.int32))
+        upload.write(self._tables.offset("seed", row), words_of(np.array([columns["seed"]], dtype=np.uint64)))
         for name, value in (
             ("repetition", params.repetition_penalty),
             ("presence", params.presence_penalty),
             ("frequency", params.frequency_penalty),
         ):
-            upload.write(self._tables.offset(name, row), _words([value]))
+            upload.write(self._tables.offset(name, row), words_of(np.array([value], dtype=np.float32)))
 
     def _append_blocks(self, row: int, block_ids: list[int], upload: Upload) -> None:
-        start = int(self._num_blocks[row])
+        start = self._num_blocks[row]
         upload.write(self._tables.offset("block_table", row, start), block_ids)
         self._num_blocks[row] = start + len(block_ids)
 
 
-def _words(values: Sequence[float]) -> NDArray[np.int32]:
-    """Float32 numbers as the words that they are in memory."""
-    return np.array(values, dtype=np.float32).view(np.int32)
+def words_of(array: NDArray[Any]) -> list[int]:
+    """Numbers as the signed 32-bit words that they are in memory."""
+    words: list[int] = array.view(np.int32).tolist()
+    return words

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -16,28 +15,33 @@ class Upload:
     def __init__(self, arena: torch.Tensor) -> None:
         self._arena = arena
         self._device = arena.device
-        self._starts: list[int] = []
-        self._parts: list[NDArray[np.int32]] = []
+        self._starts: list[int] = []  # of the segments, each of which goes to consecutive words
+        self._lengths: list[int] = []
+        self._words: list[int] = []  # of all segments
 
-    def write(self, offset: int, values: Sequence[int] | NDArray[np.int32]) -> None:
-        """Words to write from `offset` on."""
-        if len(values):
+    @property
+    def num_words(self) -> int:
+        """How many words have been written since the last time they were sent."""
+        return len(self._words)
+
+    def write(self, offset: int, words: Sequence[int]) -> None:
+        """Words to write from `offset` on, as signed numbers of 32 bits."""
+        if words:
             self._starts.append(offset)
-            self._parts.append(np.asarray(values, dtype=np.int32))
+            self._lengths.append(len(words))
+            self._words += words
 
     def discard(self) -> None:
         """Forget what has not been sent."""
-        self._starts, self._parts = [], []
+        self._starts, self._lengths, self._words = [], [], []
 
     def send(self) -> None:
         """Start copying and scattering what was written; whatever is started on the device from here on sees it."""
         if not self._starts:
             return
-        lengths = [len(part) for part in self._parts]
-        num_segments, num_words = len(lengths), sum(lengths)
-        header = np.array([self._starts, lengths], dtype=np.int32).reshape(-1)
-        staged = host_tensor(len(header) + num_words, torch.int32, self._device)
-        np.concatenate([header, *self._parts], out=staged.numpy())
+        num_segments, num_words = len(self._starts), len(self._words)
+        staged = host_tensor(2 * num_segments + num_words, torch.int32, self._device)
+        staged.numpy()[:] = [*self._starts, *self._lengths, *self._words]
         self.discard()
 
         on_device = staged.to(self._device, non_blocking=True)

@@ -25,6 +25,7 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.device import DeviceRunner
 from gpu.device.graphs import LARGEST, DecodeGraphs, Replay, ladder
+from gpu.device.rows import words_of
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
 from gpu.model_runner import ModelRunner
@@ -230,7 +231,7 @@ def test_a_steady_decode_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyP
     original = Upload.send
 
     def counting(self: Upload) -> None:
-        sent.append(sum(len(part) for part in self._parts))
+        sent.append(self.num_words)
         original(self)
 
     monkeypatch.setattr(Upload, "send", counting)
@@ -332,8 +333,8 @@ def test_an_upload_writes_every_word_where_it_belongs() -> None:
 def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
     tables = DeviceTables(max_num_seqs=5, max_model_len=9, block_size=4, vocab_size=11, device=CPU)
     upload = Upload(tables.arena)
-    upload.write(tables.offset("seed", 3), np.array([2**64 - 5], dtype=np.uint64).view(np.int32))
-    upload.write(tables.offset("top_p", 4), np.array([0.25], dtype=np.float32).view(np.int32))
+    upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64)))
+    upload.write(tables.offset("top_p", 4), words_of(np.array([0.25], dtype=np.float32)))
     upload.write(tables.offset("block_table", 2, 1), [8, 9])
     upload.write(tables.offset("token_ids", 5, 9), [77])
     upload.send()

@@ -53,9 +53,10 @@ class MessageSyntax:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and the tools that the chat template gets."""
         functions = tools.functions if tools else ()
+        messages = [self._with_known_ids(message) for message in messages]
         if self._uses_fallback:
             return without_tools(messages, functions, self._tools), None
-        return list(messages), [function.for_template() for function in functions] or None
+        return messages, [function.for_template() for function in functions] or None
 
     def grammar(self, tools: ToolUse | None, *, thinks: bool = True) -> StructuredOutput | None:
         """What the text has to follow on account of the tools. `thinks` false: the client has turned reasoning off."""
@@ -82,9 +83,21 @@ class MessageSyntax:
             reasoning=self._reasoning,
             reasoning_is_open=bool(opening) and prompt_end.rstrip().endswith(opening),
             show_reasoning=show_reasoning,
+            demanded_calls=self._tools.demanded_calls(tools) if tools else (),
             new_tool_reader=self._tools.reader(tools, hidden) if tools and self._reads(tools) else None,
             call_is_named=tools is not None and tools.named is not None,
         )
+
+    def _with_known_ids(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with ids of calls in a form that the template takes: another model may have given them."""
+        known = self._tools.known_call_id
+        if known is None:
+            return message
+        if calls := message.get("tool_calls"):
+            return {**message, "tool_calls": [{**call, "id": known(call.get("id", ""))} for call in calls]}
+        if "tool_call_id" in message:
+            return {**message, "tool_call_id": known(message["tool_call_id"])}
+        return message
 
     def _reads(self, tools: ToolUse) -> bool:
         return self._reads_calls or tools.choice == "required"

@@ -18,7 +18,7 @@ import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
 from protocol.errors import ApiError, deadline_exceeded
-from protocol.message_parts import MessageFormat, MessageParser, MessagePart, join
+from protocol.message_parts import ContentDelta, MessageFormat, MessageParser, MessagePart, join
 from protocol.openai.logprobs import LogprobsWriter, TokenBytes
 from protocol.openai.message import delta, message_fields
 from protocol.openai.prompt_parts import PromptParts
@@ -182,8 +182,12 @@ class ChunkStream:
         self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput, prompt_token_ids: list[int] | None
     ) -> list[bytes]:
         """A frame for each part of the message that `output` brings, the first one with its logprobs and token ids."""
-        deltas = [delta(part) for part in join(parser.read(output))]
+        parts = join(parser.read(output))
         self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
+        match parts:
+            case [ContentDelta(text)] if not (output.logprobs or self._has_token_ids or self._continuous_usage):
+                return [b"%b%b%b" % (choice.prefix, orjson.dumps(text), choice.suffix)]
+        deltas = [delta(part) for part in parts]
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
             deltas = [{"content": ""}]
         logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import string
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
@@ -23,12 +24,16 @@ class _NewReader(Protocol):
     def __call__(self, new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader: ...
 
 
+_MISTRAL_ID = 9  # characters
+
+
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How one family writes calls.
 
     `tags` are what its reader has to see in the text, special tokens or not. `opening` is where a grammar may take
-    over from free text, None if that cannot be told from an answer.
+    over from free text, None if that cannot be told from an answer. `known_call_id` makes an id that the family's
+    templates take of any other; None if they take all.
     """
 
     tags: tuple[str, ...]
@@ -37,6 +42,12 @@ class ToolFormat:
     opening: str | None
     separator: str
     new_call_id: NewCallId
+    known_call_id: Callable[[str], str] | None = None
+
+    def demanded_calls(self, tools: ToolUse) -> tuple[str, ...]:
+        """What the calls begin with that the request demands; none if it leaves the model free."""
+        demanded = tools.callable_functions if tools.choice == "required" else ()
+        return tuple(self.tag(function.name, True).begin for function in demanded)
 
     def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
         """What makes a reader for a choice of such a request. `hidden` are tags that no client may see."""
@@ -74,7 +85,13 @@ def _new_openai_id() -> str:
 
 def _new_mistral_id() -> str:
     # The family's templates refuse a conversation with ids of another form.
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID))
+
+
+def _known_mistral_id(call_id: str) -> str:
+    if len(call_id) == _MISTRAL_ID and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_MISTRAL_ID]
 
 
 FORMATS = {
@@ -101,6 +118,7 @@ FORMATS = {
         opening=mistral.OPENING,
         separator="",
         new_call_id=_new_mistral_id,
+        known_call_id=_known_mistral_id,
     ),
 }
 

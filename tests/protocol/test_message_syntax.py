@@ -132,6 +132,15 @@ def test_ids_have_the_form_that_the_familys_templates_ask_for():
         assert {len(call_id) for call_id in ids} == {length}
 
 
+def test_ids_of_another_model_are_brought_into_that_form():
+    others, _ = syntax_of(MISTRAL).for_template(CONVERSATION, None)
+    [call_id], result_id = [call["id"] for call in others[1]["tool_calls"]], others[2]["tool_call_id"]
+    assert call_id == result_id
+    assert (len(call_id), call_id.isalnum()) == (9, True)
+    own = [{"role": "tool", "content": "", "tool_call_id": "Ab3456789"}]
+    assert syntax_of(MISTRAL).for_template(own, None)[0] == own
+
+
 def test_a_template_that_knows_tools_gets_them_and_arguments_as_objects():
     messages, tools = syntax_of(QWEN).for_template(CONVERSATION, ToolUse(functions=(WEATHER,)))
     rendered = segments_text(ChatTemplate(QWEN, {}).render(messages, tools=tools))
@@ -172,6 +181,13 @@ def test_other_templates_are_told_of_tools_in_words(template):
 def test_reasoning_is_looked_for_where_the_template_or_the_operator_says(template, parser, prompt_end, parts):
     syntax = syntax_of(template, reasoning_parser=parser)
     assert read(syntax, "<think>a</think>b", None) == parts
+
+
+def test_a_demanded_call_ends_reasoning_that_nothing_else_has_ended():
+    text = f"<think>I call <tool_call>. {WRITTEN['hermes']}"
+    demanded = ToolUse(functions=(WEATHER,), choice="required")
+    assert read(syntax_of(QWEN), text, demanded) == [ReasoningDelta("I call <tool_call>."), *CALLED]
+    assert read(syntax_of(QWEN), text, ToolUse(functions=(WEATHER,))) == [ReasoningDelta(text.removeprefix("<think>"))]
 
 
 def test_reasoning_that_the_prompt_has_opened_needs_no_tag():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,12 @@ def tiny(name: str, model: Path) -> Server:
     return headrace(name, model=model, served_model_name=NAME, load_format="dummy", kv_cache_memory="16MiB")
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def wait_until_stopped(pid: int, stopped: bool) -> None:
+    """A signal takes its time until every thread has heard it."""
+    end = time.monotonic() + 10
+    while (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T") != stopped:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_two_servers_take_turns_and_are_gone_afterwards(tiny_model: Path) -> None:
@@ -51,9 +56,9 @@ def test_a_paused_server_stands_still_until_its_turn(tiny_model: Path) -> None:
     with server as target:
         assert target.pid is not None
         server.pause()
-        assert state_of(target.pid) == "T"
+        wait_until_stopped(target.pid, True)
         server.resume()
-        assert state_of(target.pid) != "T"
+        wait_until_stopped(target.pid, False)
         figures = target.measure(2, 4, seed=1, reconnect=True, prompt_words=8, max_tokens=4)
         assert (figures["requests"], figures["tokens"], figures["failed"]) == (4, 16, {})
         assert (figures["shortest_prompt"], figures["longest_prompt"]) == (8, 8)

@@ -83,7 +83,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 # A model that a CPU steps in milliseconds, to try the control flow with.
-TINY = _QWEN_3 | _size(64, 96, 2, 4, 2, tied=True) | {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 512}
+TINY = (
+    _QWEN_3
+    | _size(64, 96, 2, 4, 2, tied=True)
+    | {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 510, "eos_token_id": 511}
+)
 
 
 def load_shape(name: str) -> ModelConfig:

@@ -1,0 +1,227 @@
+"""Every kernel on the card against float64 or float32 references, on fresh random data, before anything is timed.
+
+References are the torch twins on upcast inputs. The error is |actual - reference| / |reference| over the whole output;
+outputs are poisoned first, so what is not written is NaN, and NaN never passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gpu import kernels
+from gpu.kernels.attention import attend_twin
+from gpu.kernels.edits import apply_penalties_twin
+from gpu.kernels.logprobs import row_statistics_twin
+from gpu.kernels.norm import add_rms_norm_twin
+from gpu.kernels.rope import rope_and_cache_twin, store_kv_twin
+from gpu.kernels.sample import cutoffs_twin, sample_tokens_twin
+from loadtest.gpu_parts.data import make_logits, make_paged, make_sampling
+from loadtest.gpu_parts.report import Report
+
+LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+HEADS = ((8, 2), (7, 1), (4, 4))
+HEAD_DIMS = (64, 80, 96, 128, 256)
+Check = Callable[[], float]
+
+
+def check_all(report: Report, device: torch.device, *, tiny: bool) -> set[str]:
+    """Run every check. Returns the names of kernels that may be timed: those none of whose checks has failed."""
+    failed, passed = set(), set()
+    dtypes = (torch.float32,) if tiny else (torch.bfloat16, torch.float16, torch.float32)
+    for dtype in dtypes:
+        for name, what, check in _checks(device, dtype, tiny):
+            try:
+                error = check()
+            except Exception as problem:
+                report.fail(f"{name} ({what}, {dtype}): {type(problem).__name__}: {str(problem)[:300]}")
+                failed.add(name)
+                continue
+            limit = LIMITS[dtype]
+            passed.add(name)
+            if not error <= limit:
+                report.fail(f"{name} ({what}, {dtype}): relative error {error:.2e}, allowed {limit:.0e}")
+                failed.add(name)
+    print(f"correct: {', '.join(sorted(passed - failed)) or 'nothing'}", flush=True)
+    return passed - failed
+
+
+def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Infinite where anything is NaN."""
+    difference = (actual.double() - reference.double()).norm()
+    error = float(difference / reference.double().norm().clamp(min=1e-30))
+    return error if error == error else float("inf")
+
+
+def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tuple[str, str, Check]]:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    def norm() -> float:
+        residual, delta = random(33, 576 if tiny else 4096), random(33, 576 if tiny else 4096)
+        weight = random(residual.shape[1])
+        total = (residual.double() + delta.double()).to(dtype).double()
+        output = kernels.add_rms_norm(residual, delta, weight, 1e-5)
+        reference = add_rms_norm_twin(total.clone(), None, weight.double(), 1e-5)
+        return max(relative_error(residual, total), relative_error(output, reference))
+
+    def activation() -> float:
+        gate_up = random(33, 2 * 1100)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        return relative_error(kernels.silu_and_mul(gate_up), gate * gate.sigmoid() * up)
+
+    def gather() -> float:
+        source, indices = random(50, 1100), torch.randint(0, 50, (33,), device=device)
+        return relative_error(kernels.gather_rows(source, indices), source[indices])
+
+    yield "add_rms_norm", "33 rows", norm
+    yield "silu_and_mul", "33 rows", activation
+    yield "gather_rows", "33 rows", gather
+    for head_dim in HEAD_DIMS:
+        yield "rope_and_cache", f"heads of {head_dim}", lambda head_dim=head_dim: _rope(device, dtype, head_dim)
+        for heads in HEADS[:1] if tiny else HEADS:
+            for window in (None, 100):
+                for name, function in (("paged_decode", _decode), ("paged_prefill", _prefill)):
+                    what = f"{heads[0]}/{heads[1]} heads of {head_dim}, window {window}"
+                    yield (
+                        name,
+                        what,
+                        lambda function=function, heads=heads, head_dim=head_dim, window=window: function(
+                            device, dtype, heads, head_dim, window
+                        ),
+                    )
+    vocab_size = 500 if tiny else 128256
+    yield "sample_tokens", f"{vocab_size} tokens", lambda: _sample(device, dtype, vocab_size)
+    yield "compute_logprobs", f"{vocab_size} tokens", lambda: _logprobs(device, dtype, vocab_size)
+    yield "edits", f"{vocab_size} tokens", lambda: _edits(device, vocab_size)
+
+
+def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    angles = torch.rand(200, head_dim // 2, device=device) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
+    errors = []
+    for qk_norm in (None, torch.randn(2, head_dim, device=device).to(dtype)):
+        qkv = torch.randn(40, 12, head_dim, device=device).to(dtype)
+        positions = torch.randint(0, 200, (40,), device=device)
+        slots = torch.randperm(10 * 16, device=device)[:40]
+        slots[7] = -1
+        caches = [torch.zeros(10, 2, 2, 16, head_dim, device=device, dtype=t) for t in (dtype, torch.float32)]
+        more = {"num_heads": 8, "eps": 1e-6}
+        norms = (qk_norm, None if qk_norm is None else qk_norm.float())
+        reference = rope_and_cache_twin(
+            qkv.float(), positions, table.float(), caches[1], slots, qk_norm=norms[1], **more
+        )
+        query = kernels.rope_and_cache(qkv, positions, table, caches[0], slots, qk_norm=norms[0], **more)
+        errors += [relative_error(query, reference), relative_error(*caches)]
+        caches = [cache.zero_() for cache in caches]
+        kernels.store_kv(qkv[:, 8:10], qkv[:, 10:], caches[0], slots)
+        store_kv_twin(qkv[:, 8:10].float(), qkv[:, 10:].float(), caches[1], slots)
+        errors.append(relative_error(*caches))
+    return max(errors)
+
+
+def _decode(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+) -> float:
+    lengths = [(1, n) for n in (1, 16, 63, 200, 700, 1500)]
+    paged = make_paged(lengths, heads, head_dim, device, dtype)
+    reference = paged.to(torch.device("cpu"), torch.float64)
+    wanted = torch.empty_like(reference.query)
+    starts = torch.arange(len(lengths) + 1)
+    attend_twin(
+        reference.query, reference.cache, reference.block_table, reference.seq_lens, starts, wanted, 0.1, window
+    )
+    errors = []
+    for splits in (None, 1, 8):
+        output = torch.full_like(paged.query, float("nan"))
+        kernels.paged_decode(
+            paged.query,
+            paged.cache,
+            paged.block_table,
+            paged.seq_lens,
+            scale=0.1,
+            window=window,
+            out=output,
+            num_splits=splits,
+        )
+        errors.append(relative_error(output.cpu(), wanted))
+    return max(errors)
+
+
+def _prefill(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+) -> float:
+    paged = make_paged([(70, 70), (1, 90), (33, 300), (130, 258)], heads, head_dim, device, dtype)
+    reference = paged.to(torch.device("cpu"), torch.float64)
+    wanted = torch.empty_like(reference.query)
+    tables = (reference.cache, reference.block_table, reference.seq_lens, reference.query_start_loc)
+    attend_twin(reference.query, *tables, wanted, 0.1, window)
+    output = torch.full_like(paged.query, float("nan"))
+    kernels.paged_prefill(
+        paged.query,
+        paged.cache,
+        paged.block_table,
+        paged.seq_lens,
+        paged.query_start_loc,
+        scale=0.1,
+        window=window,
+        out=output,
+    )
+    return relative_error(output.cpu(), wanted)
+
+
+def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
+    """The share of rows whose token lies outside what sorting keeps, or is another than the twin's.
+
+    Noise is the same to the last bits, so in one row of thousands two scores may be nearer than these.
+    """
+    num_rows, wrong = 32, 0
+    places = torch.arange(num_rows, device=device)
+    for values in ({}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}):
+        table = make_sampling(num_rows, device, **values)
+        logits = make_logits(num_rows, vocab_size, device, dtype)
+        token_ids, finite = kernels.sample_tokens(logits, table, places, places)
+        twin, _ = sample_tokens_twin(logits, table, places, places)
+        chosen = logits.float().gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        outside = chosen < cutoffs_twin(logits.float(), table, places) - 1e-3
+        wrong += int((outside | ~finite).sum()) * num_rows + max(0, int((token_ids != twin).sum()) - 1)
+    return wrong / num_rows
+
+
+def _logprobs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
+    logits = make_logits(8, vocab_size, device, dtype)
+    token_ids = torch.randint(0, vocab_size, (8,), device=device)
+    result = kernels.compute_logprobs(logits, token_ids, 20)
+    log_sum, chosen, greater = row_statistics_twin(logits.double(), token_ids)
+    assert torch.equal(result.ranks, greater + 1)
+    return relative_error(result.chosen, chosen - log_sum)
+
+
+def _edits(device: torch.device, vocab_size: int) -> float:
+    logits = make_logits(4, vocab_size, device, torch.float32)
+    table = kernels.PenaltyTable(
+        repetition=torch.tensor([1.0, 1.3, 0.8, 1.1], device=device),
+        presence=torch.tensor([0.5, 0.0, -0.5, 0.1], device=device),
+        frequency=torch.tensor([0.0, 0.1, 0.2, -0.3], device=device),
+        token_ids=torch.randint(0, 300, (4, 3000), device=device).int(),
+        num_prompt_tokens=torch.tensor([0, 5, 2000, 100], device=device).int(),
+        num_tokens=torch.tensor([2999, 5, 2500, 101], device=device).int(),
+        scratch=torch.zeros(4, vocab_size, dtype=torch.int32, device=device),
+    )
+    places = torch.tensor([2, -1, 0, 3], device=device)
+    reference = logits.clone()
+    kernels.apply_penalties(logits, table, places)
+    apply_penalties_twin(reference, table, places)
+    error = relative_error(logits, reference)
+    assert not table.scratch.any()
+    words = torch.randint(-(2**31), 2**31, (1, -(-vocab_size // 32)), device=device).int()
+    kernels.apply_bitmask(logits, words, torch.tensor([-1, 0, -1, -1], device=device))
+    allowed = ((words.unsqueeze(2) >> torch.arange(32, device=device)) & 1).flatten()[:vocab_size] == 1
+    assert torch.equal(logits[1].isfinite(), allowed)
+    at = torch.tensor([0, 3, 3], device=device), torch.tensor([7, 9, 9], device=device)
+    before = logits.clone()
+    kernels.add_bias(logits, *at, torch.tensor([1.0, 2.0, 3.0], device=device))
+    before.index_put_(at, torch.tensor([1.0, 2.0, 3.0], device=device), accumulate=True)
+    return max(error, relative_error(logits[[0, 2, 3]], before[[0, 2, 3]]))

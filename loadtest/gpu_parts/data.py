@@ -1,0 +1,83 @@
+"""Random inputs for kernels: paged caches, sampling tables, logits. Everything that is not a request's own is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu.kernels import SamplingTable
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Requests in a paged cache, and the queries of their last tokens."""
+
+    query: torch.Tensor  # [T, num_heads, head_dim]
+    cache: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block_table: torch.Tensor  # int32 [B, max_blocks]
+    seq_lens: torch.Tensor  # int32 [B]
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Paged:
+        """The same numbers elsewhere, or in another type."""
+        return Paged(
+            self.query.to(device, dtype),
+            self.cache.to(device, dtype),
+            self.block_table.to(device),
+            self.seq_lens.to(device),
+            self.query_start_loc.to(device),
+        )
+
+
+def make_paged(
+    lengths: list[tuple[int, int]],  # (query tokens, all tokens) of each request
+    heads: tuple[int, int],
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Paged:
+    """Blocks are dealt in random order, and slots past a request's end hold NaN."""
+    num_heads, num_kv_heads = heads
+    blocks = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
+    shape = (sum(blocks) + 1, 2, num_kv_heads, BLOCK_SIZE, head_dim)
+    cache = torch.randn(shape, device=device, dtype=dtype)
+    dealt = torch.randperm(sum(blocks), device=device).int()
+    block_table = torch.full((len(lengths), max(blocks)), 2**30, dtype=torch.int32, device=device)
+    first = 0
+    for i, (_, seq_len) in enumerate(lengths):
+        block_table[i, : blocks[i]] = dealt[first : first + blocks[i]]
+        first += blocks[i]
+        used = (seq_len - 1) % BLOCK_SIZE + 1
+        cache[dealt[first - 1], :, :, used:] = float("nan")
+    cache[-1] = float("nan")
+    query_lens = torch.tensor([0, *(query_len for query_len, _ in lengths)], device=device)
+    return Paged(
+        torch.randn(int(query_lens.sum()), num_heads, head_dim, device=device, dtype=dtype),
+        cache,
+        block_table,
+        torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
+        query_lens.cumsum(0).int(),
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Peaked about as much as a language model's."""
+    return (torch.randn(num_rows, vocab_size, device=device) * 3).to(dtype)
+
+
+def make_sampling(num_rows: int, device: torch.device, **values: float) -> SamplingTable:
+    """Every row alike but for its seed. `values` are of SamplingTable's columns; filters are off by default."""
+
+    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((num_rows,), values.get(name, default), dtype=dtype, device=device)
+
+    return SamplingTable(
+        temperature=column("temperature", 1.0, torch.float32),
+        top_k=column("top_k", 0, torch.int32),
+        top_p=column("top_p", 1.0, torch.float32),
+        min_p=column("min_p", 0.0, torch.float32),
+        seed=torch.arange(num_rows, device=device),
+    )

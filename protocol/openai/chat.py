@@ -243,7 +243,7 @@ class ChatCompletionRequest(GenerationRequest):
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's refusal of this request, with the fields called what this client calls them."""
         if error.param == "structured_output" and self._tools_give_the_grammar:
-            error = InvalidRequest(f"tools: {error}", param="tools", code=error.code)
+            error = InvalidRequest(str(error).replace("structured_output", "tools"), param="tools", code=error.code)
         return super().in_client_words(error)
 
     @property

@@ -1,0 +1,86 @@
+"""Reasoning between tags, parted from the answer on a real server.
+
+The model is random, so the conversation brings the tags: an answer that the client has begun is continued, as it is by
+templates that open the reasoning in the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.harness import PATIENCE, Server
+from tests.server.tiny_model import NAME, tiny_server
+
+BEGUN = {"add_generation_prompt": False, "continue_final_message": True, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def thinking_server() -> Iterator[Server]:
+    with tiny_server(reasoning_parser="think") as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture
+def sdk(thinking_server: Server) -> Iterator[openai.OpenAI]:
+    url = f"{thinking_server.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+def fields(begun: str, **extra: object) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": begun}]
+    return {"model": NAME, "messages": messages, "temperature": 0, "max_tokens": 8, "extra_body": BEGUN | extra}
+
+
+def test_reasoning_that_the_prompt_has_opened_and_nothing_has_closed(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(**fields("<think>"))
+    [choice] = whole.choices
+    assert choice.message.content is None
+    assert choice.message.reasoning
+    assert choice.message.reasoning_content == choice.message.reasoning
+    assert choice.finish_reason == "length"
+    assert whole.usage
+    assert whole.usage.completion_tokens_details
+    assert whole.usage.completion_tokens_details.reasoning_tokens == whole.usage.completion_tokens == 8
+
+    *chunks, last = sdk.chat.completions.create(
+        **fields("<think>"), stream=True, stream_options={"include_usage": True}
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert "".join(getattr(delta, "reasoning", "") for delta in deltas) == choice.message.reasoning
+    assert not any(delta.content for delta in deltas)
+    assert last.usage == whole.usage
+
+
+def test_reasoning_may_be_left_out_of_the_answer(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(**fields("<think>", include_reasoning=False))
+    assert not whole.choices[0].message.content
+    assert whole.choices[0].message.reasoning is None
+    assert whole.usage
+    assert whole.usage.completion_tokens_details
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 8
+
+
+def test_what_comes_after_the_closing_tag_is_the_answer(sdk: openai.OpenAI) -> None:
+    asked = fields("<think>\nI greet.\n</think>\n\nHello", echo=True)
+    whole = sdk.chat.completions.create(**asked).choices[0].message
+    assert whole.reasoning == "I greet."
+    assert (whole.content or "").startswith("Hello")
+    with sdk.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.current_completion_snapshot.choices[0].message
+    assert (streamed.reasoning, streamed.content) == (whole.reasoning, whole.content)
+
+
+def test_an_answer_without_tags_is_an_answer(sdk: openai.OpenAI) -> None:
+    whole = sdk.chat.completions.create(**fields("Hello"))
+    assert whole.choices[0].message.content
+    assert whole.choices[0].message.reasoning is None
+    assert whole.usage
+    assert whole.usage.completion_tokens_details
+    assert whole.usage.completion_tokens_details.reasoning_tokens == 0

@@ -35,6 +35,11 @@ class StoredResponse:
     def num_bytes(self) -> int:
         return len(self.body) + len(self.context) + _OVERHEAD
 
+    def output(self) -> list[dict[str, Any]]:
+        """The items of the response."""
+        items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
+        return items
+
     def context_items(self) -> list[dict[str, Any]]:
         """The items that the response was made from, instructions not among them."""
         items: list[dict[str, Any]] = orjson.loads(self.context)
@@ -42,7 +47,7 @@ class StoredResponse:
 
     def conversation(self) -> list[dict[str, Any]]:
         """The items that a next response continues: those before this one, and its output."""
-        return [*self.context_items(), *orjson.loads(self.body)["output"]]
+        return self.context_items() + self.output()
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -18,7 +19,7 @@ from engine.output_processor import RequestStream
 from protocol.errors import ApiError
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import Head
-from protocol.responses.items import Item, listing, stored_items
+from protocol.responses.items import Item, ItemReference, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
 from protocol.responses.request import InputTokensRequest, ResponsesRequest
 
@@ -37,8 +38,7 @@ def create(server: Server) -> Handler:
     async def handler(request: RequestScope) -> None:
         body = await parse(ResponsesRequest, request)
         stores = _stores(server, body)
-        previous = _previous(server, request, body)
-        items = [*previous, *body.items()]
+        items = _conversation(server, request, body)
         chat = await compute(request, lambda: body.to_chat(items))
         head = Head(f"resp_{request.request_id}", int(time.time()), server.check_model_name(body.model))
         model = server.model
@@ -82,7 +82,7 @@ def input_tokens(server: Server) -> Handler:
     async def handler(request: RequestScope) -> None:
         body = await parse(InputTokensRequest, request)
         server.check_model_name(body.model)
-        items = [*_previous(server, request, body), *body.items()]
+        items = _conversation(server, request, body)
         chat = await compute(request, lambda: body.to_chat(items))
         model = server.model
         prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)
@@ -153,19 +153,29 @@ def _stores(server: Server, body: ResponsesRequest) -> bool:
     return body.store is not False and not server.responses.is_off
 
 
-def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> Sequence[Item]:
-    """The conversation that the request continues. Raises ApiError 400 if it is not there."""
+def _conversation(server: Server, request: RequestScope, body: InputTokensRequest) -> list[Item]:
+    """All items that the answer follows. Raises ApiError 400 and InvalidRequest for what is not kept."""
+
+    @cache  # many items of one response may be referred to
+    def items_of(response_id: str) -> dict[str, dict[str, Any]]:
+        stored = server.responses.find(request.tenant.name, response_id)
+        return {} if stored is None else {item["id"]: item for item in stored.output()}
+
+    def find(reference: ItemReference) -> Item | None:
+        item = items_of(reference.response_id).get(reference.id)
+        return None if item is None else stored_items([item])[0]
+
     if body.previous_response_id is None:
-        return ()
-    stored = server.responses.find(request.tenant.name, body.previous_response_id)
-    if stored is None:
+        return body.items(find)
+    previous = server.responses.find(request.tenant.name, body.previous_response_id)
+    if previous is None:
         raise ApiError(
             400,
             "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return stored_items(stored.conversation())
+    return [*stored_items(previous.conversation()), *body.items(find)]
 
 
 def _stored(server: Server, request: RequestScope) -> StoredResponse:

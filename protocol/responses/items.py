@@ -139,6 +139,23 @@ class ReasoningItem(ClientModel):
         return reasoning_item(self.id, [part.text for part in self.content], "completed")
 
 
+class ItemReference(ClientModel):
+    """An item of an earlier response that is kept here."""
+
+    type: Literal["item_reference"]
+    id: str
+
+    @property
+    def response_id(self) -> str:
+        """The response that would have an item of this id; see `item_id`."""
+        return "resp_" + self.id.partition("_")[2].rpartition("_")[0]
+
+
+def item_id(kind: str, response_id: str, index: int) -> str:
+    """The id of an item of a response. It tells the response, so that references find it without an index."""
+    return f"{kind}_{response_id.removeprefix('resp_')}_{index}"
+
+
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 
 
@@ -150,18 +167,21 @@ _Item = Annotated[
     Annotated[MessageItem, Tag("$message")]
     | Annotated[FunctionCallItem, Tag("$function_call")]
     | Annotated[FunctionCallOutputItem, Tag("$function_call_output")]
-    | Annotated[ReasoningItem, Tag("$reasoning")],
+    | Annotated[ReasoningItem, Tag("$reasoning")]
+    | Annotated[ItemReference, Tag("$item_reference")],
     Discriminator(_item_tag),
-    known_types("message", "function_call", "function_call_output", "reasoning", default="message"),
+    known_types(
+        *("message", "function_call", "function_call_output", "reasoning", "item_reference"), default="message"
+    ),
 ]
 Items = Annotated[list[_Item], fail_fast, at_most(MAX_ITEMS, "items")]
 
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(Items)
+_ITEMS: TypeAdapter[list[Item | ItemReference]] = TypeAdapter(list[_Item])
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
     """Items again of what `listed` made of them, or of a response's output."""
-    return _ITEMS.validate_python(listed)
+    return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference)]
 
 
 def message_item(item_id: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

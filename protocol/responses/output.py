@@ -26,7 +26,7 @@ from protocol.message_parts import (
 )
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import Head, raise_if_failed
-from protocol.responses.items import message_item, reasoning_item
+from protocol.responses.items import item_id, message_item, reasoning_item
 from protocol.sse import event_frame
 
 _TEXT_DELTA = (
@@ -47,10 +47,10 @@ class _OpenItem:
     kind: type[MessagePart]  # the parts that it takes
     id: str
     index: int
+    call_id: str = ""  # of a call
+    name: str = ""
     text: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    call_id: str = ""
-    name: str = ""
 
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)
@@ -159,7 +159,7 @@ class ResponseWriter:
         is_whole = self._last.finish_reason is FinishReason.STOP
         frames = []
         if self._open is None and not self._output:  # an answer without a word is a message without a word
-            frames += self._begin_item(_OpenItem(ContentDelta, f"msg_{self._suffix(0)}", 0))
+            frames += self._begin_item(ContentDelta, "msg")
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()))
@@ -175,30 +175,29 @@ class ResponseWriter:
     # --- items
 
     def _part(self, part: MessagePart) -> list[bytes]:
-        index = len(self._output) + (self._open is not None)  # of an item that would begin now
         match part:
             case ContentDelta(text):
-                frames = self._switch(_OpenItem(ContentDelta, f"msg_{self._suffix(index)}", index))
-                return [*frames, self._text_delta(text)]
+                frames = self._begin_unless_open(ContentDelta, "msg")
+                frames.append(self._text_delta(text))
+                return frames
             case ReasoningDelta(text):
-                frames = self._switch(_OpenItem(ReasoningDelta, f"rs_{self._suffix(index)}", index))
-                return [*frames, self._delta("response.reasoning_text.delta", text, content_index=0)]
+                frames = self._begin_unless_open(ReasoningDelta, "rs")
+                frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
+                return frames
             case ToolCallStart(_, call_id, name):
-                call = _OpenItem(ToolCallArguments, f"fc_{self._suffix(index)}", index, call_id=call_id, name=name)
-                return self._close("completed") + self._begin_item(call)
+                frames = self._close("completed")
+                return frames + self._begin_item(ToolCallArguments, "fc", call_id=call_id, name=name)
             case ToolCallArguments(_, fragment):
                 return [self._delta("response.function_call_arguments.delta", fragment)]
 
-    def _suffix(self, index: int) -> str:
-        return f"{self._head.id.removeprefix('resp_')}_{index}"
-
-    def _switch(self, item: _OpenItem) -> list[bytes]:
-        if self._open is not None and self._open.kind is item.kind:
+    def _begin_unless_open(self, kind: type[MessagePart], prefix: str) -> list[bytes]:
+        if self._open is not None and self._open.kind is kind:
             return []
-        return self._close("completed") + self._begin_item(item)
+        return self._close("completed") + self._begin_item(kind, prefix)
 
-    def _begin_item(self, item: _OpenItem) -> list[bytes]:
-        self._open = item
+    def _begin_item(self, kind: type[MessagePart], prefix: str, *, call_id: str = "", name: str = "") -> list[bytes]:
+        index = len(self._output)
+        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, call_id, name)
         empty = item.as_item("in_progress")
         parts = empty.pop("content", None)
         if parts is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from protocol.body import ClientModel, at_most, fail_fast
 from protocol.dialect import DialectRequest, TranslatedChat, check_type, known_types, translated, type_tag
-from protocol.responses.items import Item, Items, MessageItem, chat_messages
+from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
 
 MAX_TOOLS = 128
 MAX_METADATA = 16  # entries
@@ -21,6 +21,10 @@ MAX_METADATA_VALUE = 512
 LOGPROBS = "message.output_text.logprobs"
 
 _HOSTED_SEARCH = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
+
+
+FindItem = Callable[[ItemReference], Item | None]
+"""Looks up an item of an earlier response."""
 
 
 class ResponsesChat(TranslatedChat):
@@ -149,6 +153,16 @@ def _string_or_items(value: Any) -> str | None:
     return "$string" if isinstance(value, str) else "$items" if isinstance(value, list) else None
 
 
+def _found(number: int, reference: ItemReference, find: FindItem) -> Item:
+    item = find(reference)
+    if item is None:
+        param = f"input.{number}.id"
+        raise InvalidRequest(
+            f"{param} is not the id of an item of a response that is kept here; send the item itself.", param=param
+        )
+    return item
+
+
 class InputTokensRequest(DialectRequest):
     """The body of POST /v1/responses/input_tokens: what of a request makes its prompt."""
 
@@ -175,9 +189,14 @@ class InputTokensRequest(DialectRequest):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextConfig = Field(default_factory=TextConfig)
 
-    def items(self) -> list[Item]:
-        """The input as items."""
-        return [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else list(self.input)
+    def items(self, find: FindItem = lambda reference: None) -> list[Item]:
+        """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return [
+            _found(number, item, find) if isinstance(item, ItemReference) else item
+            for number, item in enumerate(self.input)
+        ]
 
     def to_chat(self, items: Sequence[Item]) -> ResponsesChat:
         """The chat request that this means. `items` is the whole conversation, without instructions.

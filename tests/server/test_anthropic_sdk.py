@@ -137,6 +137,66 @@ def test_count_tokens(sdk: anthropic.Anthropic, server: Server) -> None:
     assert sdk.messages.count_tokens(model=MODEL, messages=too_long).input_tokens > 4096
 
 
+# --- tools and formats
+
+CITIES = ["Paris", "Rome"]
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+}
+
+
+ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
+
+
+def test_a_tool_that_has_to_be_used_is_used(sdk: anthropic.Anthropic) -> None:
+    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 100, "tools": [WEATHER], "extra_body": GREEDY}
+    whole = sdk.messages.create(**fields, tool_choice=ONE_CALL)
+    assert whole.stop_reason == "tool_use"
+    [block] = whole.content
+    assert block.type == "tool_use"
+    assert block.name == "get_weather"
+    assert block.input["city"] in CITIES
+    with sdk.messages.stream(**fields, tool_choice={"type": "tool", "name": "get_weather"}) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input["city"] in CITIES
+    assert final.stop_reason == "tool_use"
+
+
+def test_events_of_a_tool_are_strictly_their_types(server: Server) -> None:
+    events = events_of(server, tools=[WEATHER], tool_choice=ONE_CALL, max_tokens=100)
+    start = next(event for event in events if event["type"] == "content_block_start")
+    assert start["content_block"].keys() == {"type", "id", "name", "input"}
+    pieces = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert {piece["type"] for piece in pieces} == {"input_json_delta"}
+    for event in events:
+        if event["type"] != "ping":
+            EVENT.validate_json(orjson.dumps(event), strict=True)
+
+
+def test_a_tools_result_goes_back_into_the_conversation(sdk: anthropic.Anthropic) -> None:
+    fields = {"model": MODEL, "tools": [WEATHER], "extra_body": GREEDY}
+    asked = sdk.messages.create(**fields, messages=QUESTION, max_tokens=100, tool_choice=ONE_CALL)
+    [call, *_] = [block for block in asked.content if block.type == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}
+    messages = [*QUESTION, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    answer = sdk.messages.create(**fields, messages=messages, max_tokens=8, tool_choice={"type": "none"})
+    assert {block.type for block in answer.content} == {"text"}
+    without = sdk.messages.count_tokens(model=MODEL, messages=messages, tools=[WEATHER])
+    assert without.input_tokens > sdk.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+
+
+def test_an_answer_that_the_client_has_begun_is_continued(server: Server) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+    assert ask(server, messages=begun, max_tokens=4)["content"][0]["text"].startswith(" Paris")
+
+
 # --- what goes wrong
 
 # Each: the path below /v1/messages, the body, and words that the message must hold.

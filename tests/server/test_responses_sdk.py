@@ -103,6 +103,66 @@ def test_logprobs_come_with_their_text(sdk: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in content.logprobs)
 
 
+# --- functions
+
+CITIES = ["Paris", "Rome"]
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": CITIES}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALLING = {**GREEDY, "tools": [WEATHER], "parallel_tool_calls": False, "max_output_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]},
+    ],
+    ids=str,
+)
+def test_a_function_that_has_to_be_called_is_called(sdk: openai.OpenAI, choice: Any) -> None:
+    [item] = sdk.responses.create(**CALLING, tool_choice=choice).output
+    assert item.type == "function_call"
+    assert item.name == "get_weather"
+    assert orjson.loads(item.arguments)["city"] in CITIES
+    assert item.status == "completed"
+
+
+def test_a_streamed_call_and_its_result(sdk: openai.OpenAI) -> None:
+    with sdk.responses.stream(**CALLING, tool_choice="required") as stream:
+        arguments = "".join(event.delta for event in stream if event.type == "response.function_call_arguments.delta")
+        final = stream.get_final_response()
+    [call] = final.output
+    assert call.type == "function_call"
+    assert call.arguments == arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    fields = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+    kept = sdk.responses.create(**fields, input=[result], previous_response_id=final.id)
+    sent = sdk.responses.create(**fields, input=[{"role": "user", "content": QUESTION}, call.to_dict(), result])
+    assert kept.output_text == sent.output_text
+    assert kept.usage.input_tokens == sent.usage.input_tokens
+
+
+def test_events_of_a_call_are_in_order_and_strictly_their_types(server: Server) -> None:
+    answer = server.post("/v1/responses", {**CALLING, "tool_choice": "required", "stream": True})
+    events = list(sse_events([answer.content]))
+    for event in events:
+        EVENT.validate_json(orjson.dumps(event), strict=True)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:3] == ["created", "in_progress", "output_item.added"]
+    assert set(names[3:-3]) == {"function_call_arguments.delta"}
+    assert names[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+
+
 # --- responses that are kept
 
 
@@ -136,6 +196,25 @@ def test_a_response_is_continued_retrieved_listed_and_deleted(sdk: openai.OpenAI
     assert gone.value.code == "previous_response_not_found"
     # The second one has the conversation of its own.
     sdk.responses.create(**GREEDY, max_output_tokens=1, previous_response_id=second.id)
+
+
+def test_items_of_a_kept_response_can_be_referred_to(sdk: openai.OpenAI) -> None:
+    """As Vercel's `ai` sends a conversation."""
+    first = sdk.responses.create(**GREEDY, max_output_tokens=16)
+    question = {"role": "user", "content": QUESTION}
+    again = {"role": "user", "content": "Say it again."}
+
+    def ask(item: dict[str, Any]) -> openai.types.responses.Response:
+        body = {**GREEDY, "input": [question, item, again], "max_output_tokens": 8}
+        return sdk.responses.create(**body)
+
+    whole = ask({"role": "assistant", "content": first.output_text})
+    referred = ask({"type": "item_reference", "id": first.output[0].id})
+    assert referred.output_text == whole.output_text
+    assert referred.usage.input_tokens == whole.usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as unknown:
+        ask({"type": "item_reference", "id": "msg_x_0"})
+    assert unknown.value.param == "input.1.id"
 
 
 def test_a_response_that_shall_not_be_kept_is_not(sdk: openai.OpenAI) -> None:

@@ -35,6 +35,6 @@ def launched_kernels() -> set[str]:
         line.split("def ")[1].split("(")[0]
         for source in sources
         for before, line in zip(source.splitlines(), source.splitlines()[1:], strict=False)
-        if before == "@triton.jit"
+        if line.startswith("def ") and (before.startswith("@triton.jit") or before == ")")
     }
     return {name for name in defined if any(f"{name}[" in source for source in sources)}

@@ -43,16 +43,16 @@ def paged_decode(
     if num_splits is None:
         max_tokens = block_table.shape[1] * block_size if window is None else window
         num_splits = choose_splits(num_requests * num_kv_heads, max_tokens, query.device)
+    num_splits = min(num_splits, MAX_SPLITS)
     partial = lse = out
     if num_splits > 1:
         partial = torch.empty((num_requests, num_heads, num_splits, head_dim), dtype=torch.float32, device=out.device)
         lse = torch.empty((num_requests, num_heads, num_splits), dtype=torch.float32, device=out.device)
-    split = {
+    sizes = {
         "WINDOW": window or 0,
         "HEAD_DIM": head_dim,
         "BLOCK_DIM": block_dim,
         "TILE": tile,
-        "SPLITS": num_splits,
         "MIN_TILES": triton.cdiv(MIN_SPLIT_TOKENS, tile),
     }
     _decode[(num_requests, num_kv_heads, num_splits)](
@@ -72,26 +72,38 @@ def paged_decode(
         kv_cache.stride(1),
         kv_cache.stride(2),
         block_table.stride(0),
+        num_splits,
+        IS_SPLIT=num_splits > 1,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        **split,
+        **sizes,
         num_warps=4,
         num_stages=3,
     )
     if num_splits > 1:
         _merge[(num_requests, num_heads)](
-            out, partial, lse, seq_lens, out.stride(0), out.stride(1), NUM_HEADS=num_heads, **split, num_warps=4
+            out,
+            partial,
+            lse,
+            seq_lens,
+            out.stride(0),
+            out.stride(1),
+            num_splits,
+            MAX_SPLITS=MAX_SPLITS,
+            NUM_HEADS=num_heads,
+            **sizes,
+            num_warps=4,
         )
 
 
 def choose_splits(num_parts: int, max_tokens: int, device: torch.device) -> int:
-    """Into how many parts to cut a request: a power of two. `num_parts` is how many programs there are unsplit,
-    `max_tokens` the longest that a request can be."""
+    """Into how many parts to cut a request. `num_parts` is how many programs there are uncut, `max_tokens` the longest
+    that a request can be."""
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _num_processors(device), num_parts)
     useful = triton.cdiv(max_tokens, MIN_SPLIT_TOKENS)
-    return triton.next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
+    return max(1, min(wanted, useful, MAX_SPLITS))
 
 
 @cache
@@ -102,19 +114,20 @@ def _num_processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _tiles_of(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
+def _tiles_of(length, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr):
     """The first visible token of a request, its first tile, one past its last, and how many tiles a split takes."""
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
     start = first // TILE
     stop = tl.cdiv(length, TILE)
-    return first, start, stop, tl.maximum(tl.cdiv(stop - start, SPLITS), MIN_TILES)
+    return first, start, stop, tl.maximum(tl.cdiv(stop - start, num_splits), MIN_TILES)
 
 
-@triton.jit
+# The number of splits changes with the batch: it is no constant, and one compilation serves all.
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     out_ptr,
-    partial_ptr,  # float32 [B, NUM_HEADS, SPLITS, HEAD_DIM]
-    lse_ptr,  # float32 [B, NUM_HEADS, SPLITS], to the base 2
+    partial_ptr,  # float32 [B, NUM_HEADS, num_splits, HEAD_DIM]
+    lse_ptr,  # float32 [B, NUM_HEADS, num_splits], to the base 2
     query_ptr,
     cache_ptr,
     table_ptr,
@@ -128,6 +141,8 @@ def _decode(
     cache_kv_stride,
     cache_head_stride,
     table_stride,
+    num_splits,
+    IS_SPLIT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -136,17 +151,16 @@ def _decode(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + request)
-    first, start, stop, per_split = _tiles_of(length, WINDOW, TILE, SPLITS, MIN_TILES)
+    first, start, stop, per_split = _tiles_of(length, num_splits, WINDOW, TILE, MIN_TILES)
     start += split * per_split
     stop = tl.minimum(stop, start + per_split)
-    if SPLITS > 1:  # noqa: SIM102  (a constant and a value of the device)
+    if IS_SPLIT:  # noqa: SIM102  (a constant and a value of the device)
         if start >= stop:
             return
 
@@ -178,16 +192,16 @@ def _decode(
         acc, highest, total = accumulate(acc, highest, total, scores, value)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing was seen where the length is 0
-    if SPLITS == 1:
-        target = out_ptr + request * out_stride + head[:, None] * out_head_stride + dim[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
-    else:
-        part = (request * NUM_HEADS + head) * SPLITS + split
+    if IS_SPLIT:
+        part = (request * NUM_HEADS + head) * num_splits + split
         tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
         tl.store(lse_ptr + part, highest + tl.log2(total), mask=member < GROUP)
+    else:
+        target = out_ptr + request * out_stride + head[:, None] * out_head_stride + dim[None, :]
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge(
     out_ptr,
     partial_ptr,
@@ -195,21 +209,22 @@ def _merge(
     lengths_ptr,
     out_stride,
     out_head_stride,
+    num_splits,
+    MAX_SPLITS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     length = tl.load(lengths_ptr + request)
-    _, start, stop, per_split = _tiles_of(length, WINDOW, TILE, SPLITS, MIN_TILES)
-    split = tl.arange(0, SPLITS)
+    _, start, stop, per_split = _tiles_of(length, num_splits, WINDOW, TILE, MIN_TILES)
+    split = tl.arange(0, MAX_SPLITS)
     used = split * per_split < stop - start
-    part = (request * NUM_HEADS + head) * SPLITS + split
+    part = (request * NUM_HEADS + head) * num_splits + split
     lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
     highest = tl.max(lse)
     weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))

@@ -48,7 +48,7 @@ def apply_penalties(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tenso
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add_bias(logits_ptr, rows_ptr, token_ids_ptr, values_ptr, row_stride, count, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < count

@@ -71,7 +71,11 @@ def paged_prefill(
     )
 
 
-@triton.jit
+# In a step with decodes the tables are passed from some row on, aligned as it comes, and the number of requests is any:
+# nothing is gained by compiling anew for each case.
+@triton.jit(
+    do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "starts_ptr"]
+)
 def _prefill(
     out_ptr,
     query_ptr,

@@ -56,7 +56,7 @@ lock: $(VENV)/.dev
 	@mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # ------------------------------------------------------------------------------------------- the environment
 # A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
@@ -68,10 +68,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) has no venv module. On Debian: apt install python3-venv" >&2; exit 1; }
 
-$(VENV)/.runtime: pyproject.toml requirements.lock | $(BIN)/python
+$(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(BIN)/python
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable .
+	@ls gpu/cpu/*.so >/dev/null 2>&1 || \
+	  echo "No C++ compiler was found: Headrace runs on torch alone, several times slower. On Debian: apt install g++" >&2
 	@touch $@
 
 # instructor bounds jiter below what the SDKs ask for, needlessly. Triton comes with CUDA builds of torch; elsewhere the

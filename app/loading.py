@@ -134,7 +134,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
     with lasting_import("gpu.executor"):
         from gpu.executor import load_executor
-        from gpu.worker import WorkerOptions
+        from gpu.model_loader import WorkerOptions
 
     options = WorkerOptions(
         dtype=settings.dtype,

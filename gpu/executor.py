@@ -13,8 +13,9 @@ from engine.errors import EngineDead
 from engine.executor import StepHandle
 from engine.plan import SchedulerOutput
 from gpu.host import usable_cores
+from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.weights import ModelFiles
-from gpu.worker import FinishedStep, Worker, WorkerOptions, resolve_device
+from gpu.worker import FinishedStep, Worker
 
 
 def load_executor(
@@ -27,7 +28,8 @@ def load_executor(
     """
     torch.set_num_threads(num_threads or usable_cores())
     options = options or WorkerOptions()
-    weights = files.weights(str(resolve_device(options.device)))
+    device = resolve_device(options.device)
+    weights = files.packed_weights() if device.type == "cpu" else files.weights(str(device))
     return UniProcExecutor(Worker(files.config, weights, options), files.config.vocab_size)
 
 
@@ -40,8 +42,9 @@ class UniProcExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
-        dtype = str(worker.dtype).removeprefix("torch.")
-        self.summary = f"{worker.device}, {dtype}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
+        self.summary = (
+            f"{worker.device}, {worker.weight_forms}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
+        )
         self._worker: Worker | None = worker
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:

@@ -39,12 +39,17 @@ def available_memory(root: Path = _ROOT) -> int:
     return min(limits)
 
 
-def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
-    """Whether the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
+def processor_flags(root: Path = _ROOT) -> frozenset[str]:
+    """What the processor can do, in the words of /proc/cpuinfo: "avx2", "avx512_bf16"."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.startswith(("flags", "Features")):
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(line.split())
-    return False
+            return frozenset(line.split()[2:])
+    return frozenset()
+
+
+def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
+    """Whether the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags(root))
 
 
 def cuda_devices(root: Path = _ROOT) -> list[str]:

@@ -66,6 +66,7 @@ def kv_cache_size(
     *,
     element_size: int,
     block_size: int,
+    tokens_held: int | None = None,
     max_num_seqs: int,
     max_model_len: int | None,
     budget: int,
@@ -74,11 +75,12 @@ def kv_cache_size(
     """Choose the size in blocks.
 
     `kv_cache_memory` bytes are taken in full when given. Otherwise it is the `budget` in bytes, or less where
-    `max_num_seqs` requests of the longest context need less. A `max_model_len` of None is the model's own, lowered
+    `max_num_seqs` requests of the longest context need less. `tokens_held` is for how many tokens a block takes memory,
+    where that is more than `block_size`. A `max_model_len` of None is the model's own, lowered
     to what the cache holds. Raises ConfigError if not even one block fits, or no request of the given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
-    bytes_per_block = config.kv_bytes_per_token(element_size) * block_size
+    bytes_per_block = config.kv_bytes_per_token(element_size) * (tokens_held or block_size)
     if kv_cache_memory is not None:
         num_blocks = kv_cache_memory // bytes_per_block
     else:

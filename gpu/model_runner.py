@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,6 +43,15 @@ class LanguageModel(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab], in any float dtype."""
+        ...
+
+
+@runtime_checkable
+class PicksTokens(Protocol):
+    """A model that finds the token of the largest logit faster than it computes all logits."""
+
+    def most_likely(self, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """[R, hidden] -> int64 [R], the lowest of several; and bool [R], False where logits are not finite."""
         ...
 
 
@@ -119,7 +128,11 @@ class ModelRunner:
         metadata = self.input_batch.sampling.select(rows, self.input_batch.num_tokens_of(rows))
         if masks is not None:
             metadata = replace(metadata, mask=logits_mask(masks, inputs.order[places]))
-        return sample(self._model.compute_logits(hidden[self._to_device(inputs.logits_indices[part])]), metadata)
+        sampled = hidden[self._to_device(inputs.logits_indices[part])]
+        if metadata.is_plain_greedy and isinstance(self._model, PicksTokens):
+            token_ids, finite = self._model.most_likely(sampled)
+            return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
+        return sample(self._model.compute_logits(sampled), metadata)
 
     def _attention_metadata(self, inputs: StepInputs) -> AttentionMetadata:
         return AttentionMetadata(

@@ -7,78 +7,47 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
-from engine.errors import ConfigError
 from engine.executor import StepHandle
 from engine.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.attention import AttentionBackend, AttentionMetadata
-from gpu.attention.torch_backend import TorchAttention
-from gpu.attention.triton_backend import TritonAttention
+from gpu.attention import AttentionMetadata
 from gpu.config import ModelConfig
 from gpu.device import CudaGraphs, DeviceRunner
-from gpu.host import available_memory, has_bfloat16_instructions
+from gpu.host import available_memory
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
+from gpu.model_loader import PagedModel, WorkerOptions, load_model, resolve_device
 from gpu.model_runner import ModelRunner
-from gpu.models import CausalLM, build_model
 from gpu.sampling import SamplingMetadata, sample
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """How a model is run, as the operator chose it."""
-
-    dtype: str = "auto"  # a key of DTYPES, or "auto": see `resolve_dtype`
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
-    max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
-    kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
-    kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
-    gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
-    # Where the batch is kept (see `gpu.device`): "auto" is on the device if that is a card, and else on the host.
-    runner: Literal["auto", "host", "device"] = "auto"
+from gpu.weights import QuantizedRows
 
 
 class Worker:
     """Loads on construction, which takes seconds to minutes; raises ConfigError where the options cannot work."""
 
     def __init__(
-        self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor]], options: WorkerOptions
+        self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor | QuantizedRows]], options: WorkerOptions
     ) -> None:
         self.device = resolve_device(options.device)
-        self.dtype = resolve_dtype(options.dtype, config, self.device)
-        longest = check_max_model_len(config, options.max_model_len)
-        backend = TritonAttention if self.device.type == "cuda" else TorchAttention
-        attention = backend(
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            block_size=options.block_size,
-            sliding_window=config.sliding_window,
-        )
-        model = build_model(config, dtype=self.dtype, device=self.device, max_model_len=longest, attention=attention)
-        model.load_weights(weights)
+        loaded = load_model(config, weights, options, self.device)
+        model = loaded.model
+        self.dtype = loaded.dtype
+        self.weight_forms = loaded.weight_forms
         gc.collect()  # the readers' maps and buffers, before memory is measured
 
         self.kv_cache_size = kv_cache_size(
             config,
             element_size=self.dtype.itemsize,
             block_size=options.block_size,
+            tokens_held=loaded.tokens_held,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
-            budget=self._kv_cache_budget(model, attention, config, options),
+            budget=self._kv_cache_budget(model, config, options),
             kv_cache_memory=options.kv_cache_memory,
         )
-        self._runner: ModelRunner | DeviceRunner | None = self._make_runner(model, attention, config, options)
+        self._runner: ModelRunner | DeviceRunner | None = self._make_runner(model, config, options)
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self.device.type == "cuda" else 1
 
@@ -104,10 +73,10 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _make_runner(
-        self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
+        self, model: PagedModel, config: ModelConfig, options: WorkerOptions
     ) -> ModelRunner | DeviceRunner:
         on_cuda = self.device.type == "cuda"
-        kv_caches = attention.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device)
+        kv_caches = model.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device)
         if options.runner == "host" or (options.runner == "auto" and not on_cuda):
             return ModelRunner(
                 model,
@@ -128,9 +97,7 @@ class Worker:
             graphs=CudaGraphs(self.device) if on_cuda else None,
         )
 
-    def _kv_cache_budget(
-        self, model: CausalLM, attention: AttentionBackend, config: ModelConfig, options: WorkerOptions
-    ) -> int:
+    def _kv_cache_budget(self, model: PagedModel, config: ModelConfig, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
         if options.kv_cache_memory is not None:
             check_memory(options.kv_cache_memory, self._free_memory())
@@ -140,7 +107,7 @@ class Worker:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         resident = torch.cuda.memory_allocated(self.device)
-        _largest_step(model, attention, config, options, self.dtype, self.device)
+        _largest_step(model, config, options, self.dtype, self.device)
         activations = torch.cuda.max_memory_allocated(self.device) - resident
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -162,40 +129,9 @@ class FinishedStep:
         return self._outcome
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting. Raises ConfigError for one that this machine or this torch does not have."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    count = torch.cuda.device_count()
-    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
-        return device
-    found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
-    raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
-
-
-def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV.
-
-    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which halves
-    what each token reads, and float32 if not.
-    """
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.bfloat16 if has_bfloat16_instructions() else torch.float32
-        name = config.torch_dtype
-    if name not in DTYPES:
-        raise ConfigError("dtype", name, allowed=f"it must be auto, {', '.join(DTYPES)}", hint="dtype=auto works")
-    return DTYPES[name]
-
-
 @torch.inference_mode()
 def _largest_step(
-    model: CausalLM,
-    attention: AttentionBackend,
+    model: PagedModel,
     config: ModelConfig,
     options: WorkerOptions,
     dtype: torch.dtype,
@@ -218,7 +154,7 @@ def _largest_step(
     )
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device)
-    hidden = model(tokens, positions, metadata, attention.allocate_kv_cache(1, dtype, device))
+    hidden = model.forward(tokens, positions, metadata, model.allocate_kv_cache(1, dtype, device))
     logits = model.compute_logits(hidden[:1].expand(num_rows, -1))
     sample(
         logits,

@@ -34,6 +34,7 @@ class CausalLM(nn.Module):
         attention: AttentionBackend,
     ) -> None:
         super().__init__()
+        self.attention = attention
         self.model = Decoder(config, dtype=dtype, device=device, max_model_len=max_model_len, attention=attention)
         self.lm_head = LMHead(
             config.vocab_size,
@@ -57,6 +58,10 @@ class CausalLM(nn.Module):
         `checkpoint` is called before each layer, and may raise to end the pass.
         """
         return self.model(input_ids, positions, metadata, kv_caches, checkpoint)
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """The zeroed cache of every layer, in the layout of the attention backend."""
+        return self.attention.allocate_kv_cache(num_blocks, dtype, device)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""

@@ -44,14 +44,14 @@ class SamplerOutput:
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """Sample one token for each row of `logits` ([S, vocab] in the model's dtype, may be overwritten)."""
+    if metadata.is_plain_greedy:
+        token_ids, finite = largest(logits)
+        return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
     if metadata.mask is not None:
         apply_mask(logits, metadata.mask)
     greedy = metadata.temperature == 0.0
     all_greedy = bool(greedy.all())
     asking = np.flatnonzero(metadata.num_logprobs >= 0)
-    if all_greedy and len(asking) == 0 and metadata.bias is None and metadata.penalties is None:
-        token_ids, finite = largest(logits)
-        return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
 
     logits = logits.float()
     raw_logits = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None

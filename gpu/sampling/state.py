@@ -45,6 +45,17 @@ class SamplingMetadata:
     bias: SparseBias | None = None
     penalties: Penalties | None = None
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the largest logit of each row is all that matters."""
+        return (
+            self.mask is None
+            and self.bias is None
+            and self.penalties is None
+            and not self.temperature.any()
+            and bool((self.num_logprobs < 0).all())
+        )
+
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
         """What the draw itself needs, for some of the rows: mask, bias, penalties and logprobs are left behind."""
         return replace(

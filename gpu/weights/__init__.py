@@ -9,6 +9,7 @@ from gpu.weights.embedded import EMBEDDED_MODEL, default_cache_dir
 from gpu.weights.errors import ModelError
 from gpu.weights.model_files import ModelFiles
 from gpu.weights.progress import Progress
+from gpu.weights.quantized_rows import QuantizedRows
 from gpu.weights.resolve import LOAD_FORMATS, open_model
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ModelError",
     "ModelFiles",
     "Progress",
+    "QuantizedRows",
     "default_cache_dir",
     "open_model",
 ]

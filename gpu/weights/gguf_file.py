@@ -31,6 +31,7 @@ SUPPORTED_TENSOR_TYPES = tuple(
     GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 )
+UNQUANTIZED_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 had 32-bit counts and was short-lived

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.config import ModelConfig
 from gpu.weights.gguf_config import config_from_gguf
-from gpu.weights.gguf_file import GGUFFile
+from gpu.weights.gguf_file import UNQUANTIZED_TYPES, GGUFFile
 from gpu.weights.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
 from gpu.weights.model_files import ModelFiles
+from gpu.weights.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T", bound=np.generic)
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -65,10 +68,10 @@ def hf_tensor_name(gguf_name: str) -> str:
     return f"{prefix}{_NAMES[stem]}.{kind}" if stem in _NAMES else gguf_name
 
 
-def unpermute_rows(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     """Undo the row order that GGUF files keep q and k of Llama models in.
 
-    [num_heads * head_dim, ...] -> the same shape.
+    [num_heads * head_dim, ...] -> the same shape, of numbers or of the blocks that rows are quantized to.
     Hugging Face's RoPE turns element i of a head with element i + head_dim / 2; ggml's turns neighbours, so the
     converter interleaves the two halves of each head. (Qwen's RoPE is of the first kind in both, and is left alone.)
     """
@@ -76,9 +79,11 @@ def unpermute_rows(rows: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _read_weights(file: GGUFFile, config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the file, dequantized on the CPU wherever they are wanted. Of the file nothing stays in this
-    process's memory after the last one."""
+def _read_weights(
+    file: GGUFFile, config: ModelConfig, device: str
+) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+    """Yield the tensors of the file, quantized or on the CPU, wherever they are wanted. Of the file nothing stays in
+    this process's memory after the last one."""
     import torch
 
     permuted_heads: dict[str, int] = {}
@@ -87,9 +92,17 @@ def _read_weights(file: GGUFFile, config: ModelConfig, device: str) -> Iterator[
     for name in file.tensors:
         if name == _IN_THE_CONFIG:
             continue
-        values = file.read(name)
         num_heads = permuted_heads.get(name.split(".")[-2])
-        if num_heads is not None and values.shape[0] % (2 * num_heads) == 0:  # else its shape is about to be refused
+        if num_heads is not None and file.tensors[name].shape[0] % (2 * num_heads) != 0:
+            num_heads = None  # its shape is about to be refused
+        tensor = file.tensors[name]
+        if tensor.type not in UNQUANTIZED_TYPES and len(tensor.shape) == 2:
+            packed = file.packed(name) if num_heads is None else unpermute_rows(file.packed(name), num_heads)
+            rows, columns = tensor.shape
+            yield hf_tensor_name(name), QuantizedRows(tensor.type.name, (rows, columns), packed)
+            continue
+        values = file.read(name)
+        if num_heads is not None:
             values = unpermute_rows(values, num_heads)
         yield hf_tensor_name(name), torch.from_numpy(np.ascontiguousarray(values))
     file.release_pages()

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from gpu.config import ModelConfig
 from gpu.weights.progress import Progress, no_progress
+from gpu.weights.quantized_rows import QuantizedRows
 from gpu.weights.tensors import checked_weights
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class ModelFiles:
     chat_template: str | None  # Jinja source; None for base models
     special_tokens: dict[str, str]  # what templates expect: "bos_token", "eos_token", ... to the token's text
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
-    # Use `weights()`, which checks. The argument is a device: what is not read from a file is made there.
-    read_weights: Callable[[str], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
+    # Use `weights()` or `packed_weights()`, which check. The argument is a device: what is not read from a file is made
+    # there.
+    read_weights: Callable[[str], Iterator[tuple[str, torch.Tensor | QuantizedRows]]] = field(repr=False)
     progress: Progress = field(default=no_progress, repr=False)
 
     @cached_property
@@ -54,7 +56,7 @@ class ModelFiles:
         largest of them is there beside what the caller keeps. Raises `ModelError` for a tensor that is missing,
         unknown, misshapen or of an unsupported type.
         """
-        weights = checked_weights(self.read_weights(device), self.config, source=self.name, progress=self.progress)
+        weights = _dequantized(self.packed_weights(device))
         if device == "cpu":
             return weights
         import torch
@@ -62,3 +64,14 @@ class ModelFiles:
         from gpu.weights.staging import to_device
 
         return to_device(weights, torch.device(device))
+
+    def packed_weights(self, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
+        """As `weights`, but what is read stays on the CPU, and what is quantized comes as the file has it."""
+        return checked_weights(self.read_weights(device), self.config, source=self.name, progress=self.progress)
+
+
+def _dequantized(weights: Iterator[tuple[str, torch.Tensor | QuantizedRows]]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, weight in weights:
+        yield name, torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedRows) else weight

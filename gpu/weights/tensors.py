@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gpu.config import ModelConfig
 from gpu.weights.errors import ModelError
 from gpu.weights.progress import Progress, no_progress
+from gpu.weights.quantized_rows import QuantizedRows
 
 if TYPE_CHECKING:
     import torch
@@ -55,12 +56,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def checked_weights(
-    weights: Iterator[tuple[str, torch.Tensor]],
+    weights: Iterator[tuple[str, torch.Tensor | QuantizedRows]],
     config: ModelConfig,
     *,
     source: str,
     progress: Progress = no_progress,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
     """Pass on the weights that `config` calls for, each exactly once and in its shape; raise `ModelError` otherwise.
 
     A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.

@@ -11,10 +11,11 @@ from engine.errors import ConfigError, EngineDead
 from engine.plan import ModelRunnerOutput, NewRequestData
 from gpu.config import ModelConfig
 from gpu.executor import UniProcExecutor, load_executor
+from gpu.model_loader import WorkerOptions, resolve_device, resolve_dtype
 from gpu.weights import ModelFiles
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import tensor_shapes
-from gpu.worker import Worker, WorkerOptions, resolve_device, resolve_dtype
+from gpu.worker import Worker
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of
 

@@ -1,0 +1,13 @@
+"""The CPU path: the decoder's step in one call of a small C++ library, built when Headrace is installed.
+
+library     finds the library and describes its structs
+matrices    weights as the library computes with them: 4 and 8 bits as a GGUF file has them, or bfloat16
+decoder     a model on top of it, with the interface that the model runner needs
+
+Where there is no compiler there is no library, and models run on torch (`gpu.models`), which stays the reference.
+"""
+
+from gpu.cpu.decoder import CPUCausalLM
+from gpu.cpu.library import Library, load_library
+
+__all__ = ["CPUCausalLM", "Library", "load_library"]

@@ -1,0 +1,258 @@
+// The decoder's forward pass: one call a step, from token ids to the last hidden states. gpu/cpu/library.py describes
+// the same structs in Python; keep them alike.
+//
+// The residual stream and all sums are float32. Activations are rounded where they meet a matrix, queries, keys and
+// values where they meet the cache.
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+
+using namespace headrace;
+
+extern "C" {
+
+struct hr_layer {
+    Matrix qkv, out, gate_up, down;
+    const float* attention_norm;
+    const float* mlp_norm;
+    const float* qkv_bias;  // or null
+    const float* q_norm;    // or null
+    const float* k_norm;
+    uint16_t* kv_cache;
+};
+
+struct hr_model {
+    Matrix embedding;
+    Matrix head;  // empty where the embedding serves
+    const float* final_norm;
+    const float* cosines;  // [positions, dim / 2]
+    const float* sines;
+    const hr_layer* layers;
+    int32_t num_layers;
+    int32_t hidden;
+    int32_t inner;
+    float epsilon;
+    Heads heads;
+};
+
+struct hr_step {
+    Step step;
+    const int64_t* input_ids;  // [T]
+    float* hidden;             // [T, hidden], the result
+    int32_t (*stop)(void);     // asked between layers, at most every `stop_interval` seconds; not 0 ends the pass
+    double stop_interval;
+};
+}
+
+namespace {
+
+double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Memory that only ever grows, of a type without constructors.
+template <class T>
+class Buffer {
+  public:
+    T* reserve(size_t count) {
+        if (count > size_) {
+            data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})));
+            size_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
+    };
+    std::unique_ptr<T, Free> data_;
+    size_t size_ = 0;
+};
+
+struct ActivationBuffer {
+    Buffer<int8_t> q;
+    Buffer<float> scale, sum;
+    Buffer<uint16_t> bf16;
+    Activations rows;
+
+    Activations& reserve(const Matrix& w, int count) {
+        rows.cols = w.cols;
+        size_t size = (size_t)count * w.cols;
+        if (w.form == kBF16) {
+            rows.bf16 = bf16.reserve(size);
+        } else {
+            rows.q = q.reserve(size);
+            rows.scale = scale.reserve(size / kBlock);
+            rows.sum = sum.reserve(size / kBlock);
+        }
+        return rows;
+    }
+};
+
+struct Engine {
+    explicit Engine(int num_threads) : pool(num_threads) {}
+    Pool pool;
+    Buffer<float> residual, wide, attended;
+    Buffer<uint16_t> queries;
+    ActivationBuffer input;
+};
+
+// Rows are cheap; below this many of them a loop that several threads share costs more than it saves.
+constexpr int kRowsPerItem = 8;
+
+template <class Body>
+void for_rows(Pool& pool, int rows, const Body& body) {
+    int items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+    pool.run(items, [&](int item) {
+        for (int row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); row++) body(row);
+    });
+}
+
+// RMSNorm (Zhang and Sennrich, arXiv:1910.07467). `size` is a multiple of 16; `out` may be `x`.
+void normalize(const float* x, const float* weight, float epsilon, int size, float* out) {
+    f32x16 squares = {};
+    for (int i = 0; i < size; i += 16) squares = fma(load<f32x16>(x + i), load<f32x16>(x + i), squares);
+    f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / (float)size + epsilon));
+    for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(x + i) * scale * load<f32x16>(weight + i));
+}
+
+void prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, int rows, const float* norm, float epsilon) {
+    Activations& input = engine.input.reserve(w, rows);
+    for_rows(engine.pool, rows, [&](int row) {
+        const float* from = x + row * stride;
+        if (norm) {
+            thread_local std::vector<float> normed;
+            normed.resize((size_t)w.cols);
+            normalize(from, norm, epsilon, w.cols, normed.data());
+            from = normed.data();
+        }
+        input.set_row(row, (Form)w.form, from);
+    });
+}
+
+// Half-split rotation, as Hugging Face's checkpoints have it (Su et al., arXiv:2104.09864).
+void rotate(float* head, const float* cosines, const float* sines, int half) {
+    for (int i = 0; i < half; i++) {
+        float a = head[i], b = head[half + i];
+        head[i] = a * cosines[i] - b * sines[i];
+        head[half + i] = b * cosines[i] + a * sines[i];
+    }
+}
+
+// Queries, keys and values as the product left them: normed, rotated, and to where attention reads them.
+void place(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* qkv, int64_t stride,
+           uint16_t* queries) {
+    const Heads& heads = model.heads;
+    const int dim = heads.dim, group = heads.query / heads.kv;
+    Cache cache{layer.kv_cache, &heads};
+    auto rounded = [&](float* head, const float* norm, int64_t position) {
+        if (norm) normalize(head, norm, model.epsilon, dim, head);
+        rotate(head, model.cosines + position * (dim / 2), model.sines + position * (dim / 2), dim / 2);
+    };
+    // By head, so that the tokens of a tile are written in order.
+    engine.pool.run(step.num_tokens < 8 ? 1 : heads.kv, [&](int item) {
+        int begin = step.num_tokens < 8 ? 0 : item, end = step.num_tokens < 8 ? heads.kv : item + 1;
+        for (int request = 0; request < step.num_requests; request++) {
+            const int32_t* table = step.block_table + request * step.block_table_stride;
+            for (int token = step.query_start_loc[request]; token < step.query_start_loc[request + 1]; token++) {
+                int64_t position = step.positions[token];
+                for (int head = begin; head < end; head++) {
+                    float* row = qkv + token * stride;
+                    for (int q = head * group; q < (head + 1) * group; q++) {
+                        rounded(row + q * dim, layer.q_norm, position);
+                        uint16_t* to = queries + ((int64_t)token * heads.query + q) * dim;
+                        for (int d = 0; d < dim; d += 16) store(to + d, to_bf16(load<f32x16>(row + q * dim + d)));
+                    }
+                    float* key = row + (heads.query + head) * dim;
+                    rounded(key, layer.k_norm, position);
+                    write_kv(cache, table[position / heads.block_size], (int)(position % heads.block_size), head, key,
+                             row + (heads.query + heads.kv + head) * dim);
+                }
+            }
+        }
+    });
+}
+
+void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* residual) {
+    const Heads& heads = model.heads;
+    const int rows = step.num_tokens;
+    const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
+    float* wide = engine.wide.reserve((size_t)rows * std::max<int64_t>(qkv_width, model.inner));
+    float* attended = engine.attended.reserve((size_t)(rows * attended_width));
+    uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
+
+    prepare(engine, layer.qkv, residual, model.hidden, rows, layer.attention_norm, model.epsilon);
+    multiply(engine.pool, layer.qkv, engine.input.rows, rows, Then::kStore, layer.qkv_bias, wide, qkv_width);
+    place(engine, model, layer, step, wide, qkv_width, queries);
+    attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended);
+    prepare(engine, layer.out, attended, attended_width, rows, nullptr, 0);
+    multiply(engine.pool, layer.out, engine.input.rows, rows, Then::kAdd, nullptr, residual, model.hidden);
+
+    prepare(engine, layer.gate_up, residual, model.hidden, rows, layer.mlp_norm, model.epsilon);
+    multiply(engine.pool, layer.gate_up, engine.input.rows, rows, Then::kSiluMul, nullptr, wide, model.inner);
+    prepare(engine, layer.down, wide, model.inner, rows, nullptr, 0);
+    multiply(engine.pool, layer.down, engine.input.rows, rows, Then::kAdd, nullptr, residual, model.hidden);
+}
+
+}  // namespace
+
+extern "C" {
+
+void* hr_create(int32_t num_threads) { return new Engine(num_threads); }
+
+void hr_destroy(void* engine) { delete static_cast<Engine*>(engine); }
+
+// Returns 0, or 1 where `stop` ended the pass.
+int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {
+    Engine& engine = *static_cast<Engine*>(handle);
+    const int rows = step->step.num_tokens;
+    float* residual = engine.residual.reserve((size_t)rows * model->hidden);
+    for_rows(engine.pool, rows, [&](int row) {
+        matrix_row(model->embedding, (int)step->input_ids[row], residual + (int64_t)row * model->hidden);
+    });
+    double asked = seconds();
+    for (int i = 0; i < model->num_layers; i++) {
+        if (step->stop && seconds() - asked >= step->stop_interval) {
+            if (step->stop()) return 1;
+            asked = seconds();
+        }
+        run_layer(engine, *model, model->layers[i], step->step, residual);
+    }
+    for_rows(engine.pool, rows, [&](int row) {
+        normalize(residual + (int64_t)row * model->hidden, model->final_norm, model->epsilon, model->hidden,
+                  step->hidden + (int64_t)row * model->hidden);
+    });
+    return 0;
+}
+
+// x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16.
+void hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, const float* bias, float* out, int64_t stride) {
+    Engine& engine = *static_cast<Engine*>(handle);
+    prepare(engine, *w, x, w->cols, rows, nullptr, 0);
+    multiply(engine.pool, *w, engine.input.rows, rows, Then::kStore, bias, out, stride);
+}
+
+void hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices, uint8_t* finite) {
+    Engine& engine = *static_cast<Engine*>(handle);
+    prepare(engine, *w, x, w->cols, rows, nullptr, 0);
+    largest_product(engine.pool, *w, engine.input.rows, rows, indices, finite);
+}
+
+void hr_matrix_row(const Matrix* w, int32_t row, float* out) { matrix_row(*w, row, out); }
+
+void hr_write_kv(const Heads* heads, uint16_t* cache, int64_t block, int32_t offset, int32_t head, const float* key,
+                 const float* value) {
+    write_kv(Cache{cache, heads}, block, offset, head, key, value);
+}
+
+void hr_attend(void* handle, const Heads* heads, uint16_t* cache, const Step* step, const uint16_t* queries, float* out) {
+    attend(static_cast<Engine*>(handle)->pool, Cache{cache, heads}, *step, queries, out);
+}
+}

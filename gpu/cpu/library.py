@@ -1,0 +1,167 @@
+"""The C++ library of csrc/: which build of it this processor can run, and its functions and structs.
+
+There is no Python in the library and no torch: plain pointers and sizes, so that it compiles in seconds with any C++
+compiler, and whoever calls it lets go of the interpreter for as long as a step takes. The structs are those of
+csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from gpu.host import processor_flags
+
+# The builds from best to plainest (setup.py), and the instructions that each needs beyond the plain ones.
+BUILDS = {
+    "_kernels_avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
+    "_kernels_avx2": {"avx2", "fma", "f16c"},
+    "_kernels": set[str](),
+}
+STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
+
+StopFunction = ctypes.CFUNCTYPE(c_int32)
+
+
+class MatrixStruct(ctypes.Structure):
+    """`headrace::Matrix`"""
+
+    _fields_ = (("form", c_int32), ("rows", c_int32), ("cols", c_int32), ("unused", c_int32), ("data", c_void_p))
+
+
+class HeadsStruct(ctypes.Structure):
+    """`headrace::Heads`"""
+
+    _fields_ = (
+        ("query", c_int32),
+        ("kv", c_int32),
+        ("dim", c_int32),
+        ("block_size", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """`headrace::Step`"""
+
+    _fields_ = (
+        ("num_tokens", c_int32),
+        ("num_requests", c_int32),
+        ("positions", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+    )
+
+
+class LayerStruct(ctypes.Structure):
+    """`hr_layer`"""
+
+    _fields_ = (
+        ("qkv", MatrixStruct),
+        ("out", MatrixStruct),
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("kv_cache", c_void_p),
+    )
+
+
+class ModelStruct(ctypes.Structure):
+    """`hr_model`"""
+
+    _fields_ = (
+        ("embedding", MatrixStruct),
+        ("head", MatrixStruct),
+        ("final_norm", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("layers", POINTER(LayerStruct)),
+        ("num_layers", c_int32),
+        ("hidden", c_int32),
+        ("inner", c_int32),
+        ("epsilon", c_float),
+        ("heads", HeadsStruct),
+    )
+
+
+class ForwardStruct(ctypes.Structure):
+    """`hr_step`"""
+
+    _fields_ = (
+        ("step", StepStruct),
+        ("input_ids", c_void_p),
+        ("hidden", c_void_p),
+        ("stop", StopFunction),
+        ("stop_interval", c_double),
+    )
+
+
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "hr_create": (c_void_p, (c_int32,)),
+    "hr_destroy": (None, (c_void_p,)),
+    "hr_forward": (c_int32, (c_void_p, POINTER(ModelStruct), POINTER(ForwardStruct))),
+    "hr_multiply": (None, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p, c_int64)),
+    "hr_largest_product": (None, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
+    "hr_matrix_row": (None, (POINTER(MatrixStruct), c_int32, c_void_p)),
+    "hr_matrix_bytes": (c_int64, (POINTER(MatrixStruct),)),
+    "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64)),
+    "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p)),
+    "hr_write_kv": (None, (POINTER(HeadsStruct), c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
+    "hr_attend": (None, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
+}
+
+
+class Library:
+    """One build of the library. `name` is a key of BUILDS; the functions are those of csrc, by their names there."""
+
+    @property
+    def instructions(self) -> str:
+        """What it was built for, for the log: "avx512"."""
+        return self.name.removeprefix("_kernels").removeprefix("_") or "plain"
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.functions = ctypes.CDLL(str(path))
+        for function, (result, arguments) in _SIGNATURES.items():
+            entry = getattr(self.functions, function)
+            entry.restype, entry.argtypes = result, arguments
+
+
+class Threads:
+    """The threads of one engine, and its working memory. They sleep between steps."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.library = library
+        self.handle = library.functions.hr_create(num_threads)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self.library.functions.hr_destroy(handle)
+
+
+def built(folder: Path = Path(__file__).parent) -> dict[str, Path]:
+    """The builds that the installation made, best first."""
+    paths = {name: folder / f"{name}{EXTENSION_SUFFIXES[0]}" for name in BUILDS}
+    return {name: path for name, path in paths.items() if path.exists()}
+
+
+@cache
+def load_library() -> Library | None:
+    """The best build that this processor runs; None where none was built. HEADRACE_CPU_BUILD names another one."""
+    flags = processor_flags()
+    chosen = os.environ.get("HEADRACE_CPU_BUILD")
+    for name, path in built().items():
+        if BUILDS[name] <= flags and chosen in (None, name):
+            return Library(name, path)
+    return None

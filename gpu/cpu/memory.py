@@ -1,0 +1,38 @@
+"""Memory that is read from end to end in every step, in large pages where the kernel has them.
+
+With pages of 4 KiB each tile of the KV cache is a page of its own, and finding it costs as much as reading it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+ALIGNMENT = 64  # bytes: a cache line, and one vector of the library
+_CHUNK = 32 * 2**20
+
+
+def zeros(num_bytes: int) -> torch.Tensor:
+    """Zeroed uint8 [num_bytes], aligned to a page. It is taken from the system when it is first written."""
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+
+
+class Arena:
+    """Hands out pieces of larger pieces of memory, for what stays as long as the model."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Zeroed uint8 [num_bytes], aligned to ALIGNMENT. It keeps all of its chunk alive."""
+        if self._used + num_bytes > self._chunk.numel():
+            self._chunk, self._used = zeros(max(_CHUNK, num_bytes)), 0
+        piece = self._chunk[self._used : self._used + num_bytes]
+        self._used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return piece

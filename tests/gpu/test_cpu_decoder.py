@@ -1,0 +1,228 @@
+"""The library's decoder against the torch model on the same weights, and the bits it promises."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from engine.errors import StepAbandoned
+from gpu.attention import AttentionMetadata
+from gpu.attention.torch_backend import TorchAttention
+from gpu.config import ModelConfig
+from gpu.cpu import CPUCausalLM
+from gpu.cpu.library import BUILDS, Library, built, load_library
+from gpu.host import processor_flags
+from gpu.models import WeightsMismatch, build_model
+from gpu.weights.dummy import dummy_weights
+from tests.gpu.paging import Span, make_metadata, positions_of
+from tests.gpu.test_models import LLAMA3_ROPE, model_config
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+}
+MODELS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama3-rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "wide-heads": LlamaConfig(**SHAPE | {"head_dim": 80}),
+    "mistral-window": MistralConfig(**SHAPE, sliding_window=37),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE | {"head_dim": 32}),
+}
+NUM_BLOCKS = 64
+
+
+class Model:
+    """A decoder of the library with its cache, and the torch model of the same weights in float32."""
+
+    def __init__(self, oracle: PreTrainedConfig, block_size: int, library: Library | None = None) -> None:
+        self.config: ModelConfig = model_config(oracle)
+        self.block_size = block_size
+        weights = [(name, self._spread(name, tensor)) for name, tensor in dummy_weights(self.config)]
+        library = library or load_library()
+        assert library is not None
+        self.fast = CPUCausalLM(
+            library, self.config, weights, block_size=block_size, max_model_len=600, num_threads=2, quantized=False
+        )
+        attention = TorchAttention(
+            self.config.num_hidden_layers,
+            self.config.num_attention_heads,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            block_size,
+            self.config.sliding_window,
+        )
+        self.slow = build_model(self.config, dtype=torch.float32, device="cpu", max_model_len=600, attention=attention)
+        self.slow.load_weights(weights)
+        self.new_cache()
+
+    @staticmethod
+    def _spread(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # bfloat16 numbers, so that both models hold the same; large, so that attention is far from uniform.
+        if name.endswith("norm.weight"):
+            return tensor
+        return (tensor * (5.0 if "proj" in name else 20.0)).bfloat16().float()
+
+    def new_cache(self) -> None:
+        device = torch.device("cpu")
+        self.fast_cache = self.fast.allocate_kv_cache(NUM_BLOCKS, torch.bfloat16, device)
+        self.slow_cache = self.slow.allocate_kv_cache(NUM_BLOCKS, torch.float32, device)
+
+    def spans(self, lengths: list[tuple[int, int]]) -> list[Span]:
+        """(query_len, seq_len) of each request, on blocks of its own that lie about."""
+        order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).tolist()
+        spans = []
+        for query_len, seq_len in lengths:
+            count = -(-seq_len // self.block_size)
+            spans.append(Span(query_len, seq_len, order[:count]))
+            order = order[count:]
+        return spans
+
+    def run(self, spans: list[Span], ids: torch.Tensor, *, slow: bool = False) -> torch.Tensor:
+        metadata: AttentionMetadata = make_metadata(spans, self.block_size)
+        model, cache = (self.slow, self.slow_cache) if slow else (self.fast, self.fast_cache)
+        with torch.inference_mode():
+            return model.forward(ids, positions_of(spans), metadata, cache)
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, SHAPE["vocab_size"], (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((seen - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_and_logits_are_the_torch_models(name: str):
+    model = Model(MODELS[name], block_size=16)
+    spans = model.spans([(150, 150), (40, 40)])
+    ids = tokens(190)
+    seen, expected = model.run(spans, ids), model.run(spans, ids, slow=True)
+    assert relative_error(seen, expected) < 0.02  # bfloat16 activations through three layers
+    rows = seen[[149, 189]]
+    logits = model.fast.compute_logits(rows).clone()
+    assert relative_error(logits, model.slow.compute_logits(expected[[149, 189]])) < 0.03
+    token_ids, finite = model.fast.most_likely(rows)
+    assert token_ids.tolist() == logits.argmax(-1).tolist()
+    assert finite.all()
+
+
+@pytest.mark.parametrize("build", [name for name in built() if BUILDS[name] <= processor_flags()])
+def test_every_build_computes_the_same_model(build: str):
+    model = Model(MODELS["llama"], 16, Library(build, built()[build]))
+    spans, ids = model.spans([(70, 70)]), tokens(70)
+    assert relative_error(model.run(spans, ids), model.run(spans, ids, slow=True)) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("block_size", [4, 16, 24, 48])
+def test_chunks_decodes_and_neighbours_change_no_bit(name: str, block_size: int):
+    model = Model(MODELS[name], block_size)
+    length = min(300, NUM_BLOCKS * block_size // 2)
+    ids = tokens(length, seed=block_size)
+    spans = model.spans([(length, length), (9, 9)])
+    whole = model.run(spans[:1], ids)
+
+    model.new_cache()
+    pieces, done = [], 0
+    for end in (1, 2, 17, 60, 61, length - 30, length - 1, length):
+        if end <= done:
+            continue
+        piece = [Span(end - done, end, spans[0].blocks)]
+        extra = torch.empty(0, dtype=torch.int64)
+        if end % 2:  # a neighbour in some steps
+            piece, extra = [*piece, spans[1]], tokens(9)
+        pieces.append(model.run(piece, torch.cat((ids[done:end], extra)))[: end - done])
+        done = end
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 200)), min_size=1, max_size=5))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_request_in_a_mixture_gets_what_it_gets_alone(mixture_model: Model, lengths: list[tuple[int, int]]):
+    model = mixture_model
+    spans = model.spans([(query, computed + query) for query, computed in lengths])
+    ids = [tokens(span.seq_len, seed=i) for i, span in enumerate(spans)]
+    whole = []
+    for span, own in zip(spans, ids, strict=True):
+        whole.append(model.run([Span(span.seq_len, span.seq_len, span.blocks)], own)[-span.query_len :])
+    step = torch.cat([own[-span.query_len :] for span, own in zip(spans, ids, strict=True)])
+    assert torch.equal(model.run(spans, step), torch.cat(whole))
+
+
+@pytest.fixture(scope="module")
+def mixture_model() -> Model:
+    return Model(MODELS["llama"], block_size=16)
+
+
+def test_what_others_left_in_the_cache_is_never_read():
+    model = Model(MODELS["llama"], block_size=16)
+    spans, ids = model.spans([(21, 21)]), tokens(22)
+    clean = model.run(spans, ids[:21])
+    after = model.run([Span(1, 22, spans[0].blocks)], ids[21:])
+    for cache in model.fast_cache:
+        cache.fill_(float("nan"))
+    assert torch.equal(model.run(spans, ids[:21]), clean)
+    assert torch.equal(model.run([Span(1, 22, spans[0].blocks)], ids[21:]), after)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row():
+    model = Model(MODELS["llama"], block_size=16)
+    spans, ids = model.spans([(5, 5), (5, 5)]), tokens(10)
+    clean = model.run(spans, ids)
+    cache = model.fast_cache[0].view(NUM_BLOCKS, -1)
+    cache[spans[0].blocks[0]] = float("nan")
+    after = model.run([Span(1, 5, spans[0].blocks), Span(1, 5, spans[1].blocks)], ids[[4, 9]])
+    _, finite = model.fast.most_likely(after)
+    assert finite.tolist() == [False, True]
+    assert torch.equal(after[1], clean[9])
+
+
+def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpu.cpu.decoder.STOP_INTERVAL", 0.0)
+    model = Model(MODELS["llama"], block_size=16)
+    spans = model.spans([(30, 30)])
+    metadata = make_metadata(spans, 16)
+    asked = []
+
+    def checkpoint(after: int) -> Callable[[], None]:
+        def ask() -> None:
+            asked.append(after)
+            if len(asked) > after:
+                raise StepAbandoned("nobody")
+
+        return ask
+
+    with torch.inference_mode():
+        arguments = (tokens(30), positions_of(spans), metadata, model.fast_cache)
+        with pytest.raises(StepAbandoned, match="nobody"):
+            model.fast.forward(*arguments, checkpoint(1))
+        assert len(asked) == 2
+        asked.clear()
+        model.fast.forward(*arguments, checkpoint(99))
+    assert len(asked) == SHAPE["num_hidden_layers"]
+
+
+def test_weights_of_another_model_are_refused_by_name():
+    config = model_config(MODELS["llama"])
+    library = load_library()
+    assert library is not None
+    options = {"block_size": 16, "max_model_len": 64, "num_threads": 1}
+    weights = dict(dummy_weights(config))
+    rest = [item for item in weights.items() if item[0] != "model.norm.weight"]
+    with pytest.raises(WeightsMismatch, match=r"1 tensors are missing, among them model\.norm\.weight"):
+        CPUCausalLM(library, config, rest, **options)
+    odd = [("model.layers.9.mlp.up_proj.weight", torch.zeros(128, 96)), *weights.items()]
+    with pytest.raises(WeightsMismatch, match=r"model\.layers\.9\.mlp\.up_proj\.weight"):
+        CPUCausalLM(library, config, odd, **options)

@@ -1,0 +1,149 @@
+"""The library's matrices against the definition of their formats, in every build that this processor runs."""
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from gpu.cpu.library import BUILDS, Library, Threads, built, load_library
+from gpu.cpu.matrices import BF16, U4, U8, PackedMatrix, pack, padded_rows
+from gpu.cpu.memory import ALIGNMENT, Arena
+from gpu.host import processor_flags
+from gpu.weights import QuantizedRows
+
+RUNNABLE = [name for name in built() if BUILDS[name] <= processor_flags()]
+
+
+@pytest.fixture(params=RUNNABLE)
+def library(request) -> Library:
+    return Library(request.param, built()[request.param])
+
+
+def rows_of(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedRows:
+    values = np.random.default_rng(seed).normal(0, 0.1, (rows, cols)).astype(np.float32)
+    return QuantizedRows(kind, (rows, cols), quantize(values, GGMLQuantizationType[kind]))
+
+
+def product(library: Library, matrix: PackedMatrix, x: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
+    out = torch.full((len(x), padded_rows(matrix.struct)), 7.0)
+    threads = Threads(library, num_threads)
+    library.functions.hr_multiply(
+        threads.handle, matrix.struct, x.data_ptr(), len(x), None, out.data_ptr(), out.shape[1]
+    )
+    return out[:, : matrix.struct.rows]
+
+
+def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """What a row of activations is to a quantized matrix: 127 steps of each 32 inputs' largest."""
+    blocks = x.double().unflatten(-1, (-1, 32))
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    return ((blocks / step).round() * step).nan_to_num(0).flatten(-2)
+
+
+def stored(library: Library, matrix: PackedMatrix) -> torch.Tensor:
+    """The numbers that a matrix holds, row by row."""
+    out = torch.empty(matrix.struct.rows, matrix.struct.cols)
+    for index, row in enumerate(out):
+        library.functions.hr_matrix_row(matrix.struct, index, row.data_ptr())
+    return out
+
+
+def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_here():
+    assert RUNNABLE
+    library = load_library()
+    assert library is not None
+    assert library.name == RUNNABLE[0]
+
+
+@pytest.mark.parametrize(("kind", "form"), [("Q4_0", U4), ("Q4_1", U4), ("Q8_0", U8)])
+def test_blocks_of_a_file_are_kept_to_the_last_bit(library: Library, kind: str, form: int):
+    rows = rows_of(kind, 37, 96)
+    matrix = pack(library, Arena(), [rows])
+    assert matrix.form == form
+    expected = torch.from_numpy(dequantize(rows.data, GGMLQuantizationType[kind]))
+    torch.testing.assert_close(stored(library, matrix), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Library):
+    rows = rows_of("Q5_1", 20, 64)
+    matrix = pack(library, Arena(), [rows])
+    assert matrix.form == U8
+    expected = torch.from_numpy(rows.dequantize())
+    steps = expected.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    errors = (stored(library, matrix) - expected).unflatten(-1, (-1, 32)).abs()
+    assert (errors <= 0.51 * steps + 1e-7).all()
+
+
+def test_parts_lie_below_each_other_or_take_turns(library: Library):
+    parts = [rows_of("Q4_1", 32, 64, seed) for seed in (1, 2)]
+    a, b = (torch.from_numpy(part.dequantize()) for part in parts)
+    torch.testing.assert_close(stored(library, pack(library, Arena(), parts)), torch.cat((a, b)))
+    turns = torch.cat((a[:16], b[:16], a[16:], b[16:]))
+    torch.testing.assert_close(stored(library, pack(library, Arena(), parts, interleave=True)), turns)
+
+
+def test_parts_of_different_types_share_one_form(library: Library):
+    quantized = pack(library, Arena(), [rows_of("Q4_1", 16, 64), rows_of("Q8_0", 16, 64)])
+    mixed = pack(library, Arena(), [rows_of("Q4_1", 16, 64), torch.zeros(16, 64)])
+    assert (quantized.form, mixed.form) == (U8, BF16)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 21, 150])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "bfloat16"])
+def test_products_are_those_of_the_stored_numbers(library: Library, kind: str, num_rows: int):
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, 96, generator=generator)
+    weight = torch.randn(53, 96, generator=generator) if kind == "bfloat16" else rows_of(kind, 53, 96)
+    matrix = pack(library, Arena(), [weight])
+    seen = x.bfloat16().double() if kind == "bfloat16" else rounded_to_8_bits(x)
+    expected = seen @ stored(library, matrix).double().T
+    torch.testing.assert_close(product(library, matrix, x, num_threads=2).double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "bfloat16"])
+def test_a_rows_product_is_the_same_bits_in_any_batch(library: Library, kind: str):
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    matrix = pack(library, Arena(), [weight if kind == "bfloat16" else rows_of(kind, 64, 64)])
+    together = product(library, matrix, x)
+    for count in (1, 2, 5, 7, 8, 9):
+        assert torch.equal(product(library, matrix, x[:count].contiguous()), together[:count])
+
+
+def test_a_bias_is_added(library: Library):
+    matrix = pack(library, Arena(), [rows_of("Q4_1", 32, 64)])
+    x, bias, out = torch.randn(3, 64), torch.randn(32), torch.empty(3, 32)
+    threads = Threads(library, 1)
+    library.functions.hr_multiply(
+        threads.handle, matrix.struct, x.data_ptr(), 3, bias.data_ptr(), out.data_ptr(), out.shape[1]
+    )
+    torch.testing.assert_close(out, product(library, matrix, x) + bias)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_largest_product_is_the_first_of_several_and_what_is_not_finite_is_told(library: Library, num_threads: int):
+    weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(3)).bfloat16().float()
+    weight[61] = weight[9]
+    matrix = pack(library, Arena(), [weight])
+    x = torch.cat((weight[9:10] * 50, torch.randn(20, 32)))
+    x[5, 3], x[6, 0] = float("nan"), float("inf")
+    indices, finite = np.empty(21, np.int64), np.empty(21, np.bool_)
+    threads = Threads(library, num_threads)
+    library.functions.hr_largest_product(
+        threads.handle, matrix.struct, x.data_ptr(), 21, indices.ctypes.data, finite.ctypes.data
+    )
+    assert indices[0] == 9
+    assert finite.tolist() == [row not in (5, 6) for row in range(21)]
+    rest = product(library, matrix, x)[finite]
+    assert indices[finite].tolist() == rest.argmax(-1).tolist()
+
+
+def test_an_arena_hands_out_zeroed_aligned_pieces_that_do_not_overlap():
+    arena = Arena()
+    pieces = [arena.take(size) for size in (1, 63, 64, 65, 40 * 2**20, 7)]
+    for value, piece in enumerate(pieces, 1):
+        assert piece.data_ptr() % ALIGNMENT == 0
+        assert not piece.any()
+        piece.fill_(value)
+    assert all((piece == value).all() for value, piece in enumerate(pieces, 1))

@@ -14,14 +14,17 @@ from app.generation import Generation, compute, generate, message_format, parse
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
+from engine.errors import InvalidRequest
 from engine.messages import FinishReason
 from engine.output_processor import RequestStream
 from protocol.errors import ApiError
+from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import Head
 from protocol.responses.items import Item, ItemReference, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
-from protocol.responses.request import InputTokensRequest, ResponsesRequest
+from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
+from protocol.responses.truncation import fit
 
 # Who counts tokens asks whether a conversation is too long, so one that is gets a number.
 COUNTED_CONTEXTS = 4
@@ -60,6 +63,8 @@ def create(server: Server) -> Handler:
             return writer.read_with(message_format(model, chat, outputs).parser(token_bytes))
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
+            if body.truncation == "auto" and (prompt := await _fitting(model, chat)) is not None:
+                return [prompt]
             return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
 
         work = Generation(
@@ -144,6 +149,22 @@ def input_items(server: Server) -> Handler:
         await request.send_json(200, listing(items, _query(request)))
 
     return handler
+
+
+async def _fitting(model: ServedModel, chat: ResponsesChat) -> list[int] | None:
+    """The prompt of as much of the conversation as leaves room for the answer; None if not even its end does."""
+    limit = model.measures.max_model_len - (chat.max_tokens or 1)
+
+    async def encode(messages: list[ChatMessage]) -> list[int] | None:
+        try:
+            prompt = await model.prompts.encode_chat(chat.model_copy(update={"messages": messages}), limit + 1)
+        except InvalidRequest as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
+        return prompt if len(prompt) <= limit else None
+
+    return await fit(chat.messages, encode)
 
 
 def _stores(server: Server, body: ResponsesRequest) -> bool:

@@ -2,5 +2,6 @@
 
 request         the request bodies, and the chat requests that they mean
 items           what a conversation is made of, and its way into chat messages
+truncation      what is left of a conversation that is too long
 output          the response object and its events
 """

@@ -250,7 +250,12 @@ class ResponsesRequest(InputTokensRequest):
     `user` are accepted without effect and come back in the response, as does `metadata`.
     """
 
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        name: off for name, off in InputTokensRequest.unsupported.items() if name != "truncation"
+    }
+
     max_output_tokens: int | None = None
+    truncation: Literal["disabled", "auto"] = "disabled"
     top_logprobs: int = 0
     include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
     store: bool | None = None
@@ -306,6 +311,6 @@ class ResponsesRequest(InputTokensRequest):
             "tools": [tool.model_dump() for tool in self.tools],
             "top_logprobs": self.top_logprobs,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "truncation": "disabled",
+            "truncation": self.truncation,
             "user": self.user,
         }

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -14,12 +15,14 @@ from engine.messages import FinishReason
 from protocol.body import parse_body
 from protocol.errors import ApiError
 from protocol.message_parts import ContentDelta, MessageFormat, ReasoningDelta, ToolCallArguments, ToolCallStart
+from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import Head
 from protocol.reasoning import THINK
 from protocol.responses.items import chat_messages, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
 from protocol.responses.request import ResponsesRequest
+from protocol.responses.truncation import beginning_at, beginnings, fit
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output
 from tests.server.raw_client import sse_events
@@ -233,3 +236,29 @@ def test_no_text_is_still_a_message():
     response = response_of([[]])
     assert response["output"][0]["content"][0]["text"] == ""
     assert accumulate(events_of([[]])) == response["output"]
+
+
+@settings(deadline=None)
+@given(
+    roles=st.lists(st.sampled_from(["system", "user", "assistant", "tool"]), min_size=1, max_size=12),
+    limit=st.integers(0, 12),
+)
+async def test_as_much_of_a_conversation_is_kept_as_fits(roles, limit):
+    messages = [ChatMessage(role=role, content=str(number)) for number, role in enumerate(roles)]
+
+    async def encode(candidate: list[ChatMessage]) -> list[str] | None:
+        return [message.text() for message in candidate] if len(candidate) <= limit else None
+
+    found = await fit(messages, encode)
+    whole = [message.text() for message in messages]
+    if len(whole) <= limit:
+        assert found == whole
+        return
+    ends = [[m.text() for m in beginning_at(messages, begin)] for begin in beginnings(messages)]
+    assert found == next((end for end in ends if len(end) <= limit), None)
+    for end in ends:
+        turns = [roles[int(number)] for number in end if roles[int(number)] != "system"]
+        assert turns[0] != "tool"
+        assert [number for number in end if roles[int(number)] == "system"] == [
+            str(number) for number, role in enumerate(roles) if role == "system"
+        ]

@@ -262,7 +262,8 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": 3}, "temperature", "[0.0, 2.0]"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be in"),
     ({"background": True}, "background", "not supported"),
-    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"truncation": "auto", "input": "word " * 5000}, "input", "maximum context length"),
+    ({"truncation": "some"}, "truncation", "some"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),
     ({"prompt": {"id": "p"}}, "prompt", "not supported"),
     ({"tools": [{"type": "file_search"}]}, "tools.0.type", "file_search"),
@@ -297,6 +298,20 @@ def test_a_query_that_cannot_be_honoured_is_refused(server: Server) -> None:
         answer = server.client.get(f"/v1/responses/{kept}{path}")
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(sdk: openai.OpenAI) -> None:
+    room = 150  # what the answer leaves of the context to the prompt
+    turns = [{"role": "user", "content": f"{number} " + "word " * 20} for number in range(8)]
+    end = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": QUESTION}]
+    fields = {"model": MODEL, "instructions": "Be brief."}
+    cut = sdk.responses.create(
+        **fields, input=[*turns, *end], truncation="auto", temperature=0, max_output_tokens=4096 - room
+    )
+    assert cut.truncation == "auto"
+    counts = [sdk.responses.input_tokens.count(**fields, input=[*turns[k:], *end]).input_tokens for k in range(8)]
+    assert cut.usage.input_tokens == next(count for count in counts if count <= room)
+    assert counts[0] > room
 
 
 def test_search_that_others_run_is_an_offer_that_is_not_taken(server: Server) -> None:

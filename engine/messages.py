@@ -51,6 +51,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     kind: StructuredOutputKind
     value: str
     any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
+    closed: bool = False  # whether objects take no properties but those they declare, where a schema leaves it open
     whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ holds the longest chain that fits into the largest text.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from engine.structured.grammar import refused, to_llguidance
 STACK_BYTES = 256 * 2**20  # only what is used of it becomes memory
 MAX_CACHED_GRAMMARS = 128
 MAX_CACHED_CHARACTERS = 4 * 2**20  # of their texts: what a grammar compiles to grows with its text
+TRIED_TOKENS = 32
 MAX_MESSAGE = 400  # characters; the compiler cites the grammar
 
 _LIMITS = LLParserLimits(
@@ -102,15 +104,27 @@ class GrammarCompiler:
             return error
         prototype = LLMatcher(self.build_tokenizer(), text, log_level=0, limits=_LIMITS)
         if not prototype.is_error():
-            # The first mask is the dearest; computed here, every request's copy of the lexer knows it already.
-            mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
-            prototype.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if not prototype.is_error() and not mask.any():
-                return refused("no output fits it.")
+            self._try_out(prototype)
         if prototype.is_error():
             reason = prototype.get_error()
             return refused("no output fits it." if "NoExtension" in reason else _first_words(reason))
         return CompiledGrammar(prototype)
+
+    def _try_out(self, prototype: LLMatcher) -> None:
+        """Follow the grammar for a few tokens, whichever it allows, and go back to its start.
+
+        What is too complex to be followed mostly shows now, while it can be refused; and the lexer, which learns as it
+        goes, does its dearest work here and not for each of its copies.
+        """
+        mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
+        chance = random.Random(0)
+        for _ in range(TRIED_TOKENS):
+            prototype.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if prototype.is_stopped() or not prototype.consume_token(int(chance.choice(allowed))):
+                break
+        if not prototype.is_error():
+            prototype.reset()
 
     @property
     def mask_words_of_tokenizer(self) -> int:
@@ -142,12 +156,40 @@ class _Tokens:
         self.special_token_ids = sorted(vocabulary.special_ids.union(eos_token_ids))
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self._tokenizer = vocabulary.tokenizer
+        self._special = frozenset(self.special_token_ids)
+        self._id_of = {text: token_id for token_id, text in enumerate(tokens) if token_id not in self._special}
+        self._longest = max(map(len, self._id_of))
+        # Sentencepiece puts a space before a text, but not before what follows a control character.
+        self._before = "" if vocabulary.is_byte_level else "\x02"
+        self._num_before = len(self._encode(self._before))
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of a text; for functions of llguidance that are not used here."""
-        if isinstance(text, bytes):
-            text = text.decode(errors="replace")
+        """The tokens in which the model would write a text: where only one text can follow, they are allowed alone.
+
+        Where that is not exactly the text, because it is normalized or reads like a special token, the longest tokens.
+        """
+        as_bytes = text.encode() if isinstance(text, str) else text
+        as_text = as_bytes.decode(errors="replace")
+        token_ids = self._encode(self._before + as_text)[self._num_before :]
+        exact = b"".join(self.tokens[token_id] for token_id in token_ids) == as_bytes
+        return token_ids if exact and self._special.isdisjoint(token_ids) else self._longest_tokens(as_bytes)
+
+    def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _longest_tokens(self, text: bytes) -> list[int]:
+        token_ids: list[int] = []
+        start = 0
+        while start < len(text):
+            for length in range(min(self._longest, len(text) - start), 0, -1):
+                token_id = self._id_of.get(text[start : start + length])
+                if token_id is not None:
+                    token_ids.append(token_id)
+                    start += length
+                    break
+            else:
+                break  # the vocabulary cannot say it
+        return token_ids
 
 
 _stack_size_lock = threading.Lock()

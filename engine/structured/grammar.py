@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.structured.json_schema import without_remarks
+from engine.structured.json_schema import prepared
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
 MAX_DEFINITIONS = 400
@@ -51,8 +51,8 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
 
 
 def refused(reason: str) -> InvalidRequest:
-    """The refusal of a grammar."""
-    return InvalidRequest(f"The grammar cannot be enforced: {reason}", param="structured_output")
+    """The refusal of a grammar. Whoever knows the client's name for it puts that in the place of ours."""
+    return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output")
 
 
 def _parsed(value: str) -> Any:
@@ -74,7 +74,7 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
     if structured.any_whitespace:
         ours["whitespace_pattern"] = whitespace
     options = {**options, **ours} if isinstance(options, dict) else ours
-    return msgspec.json.encode({**without_remarks(schema), "x-guidance": options}).decode()
+    return msgspec.json.encode({**prepared(schema, closed=structured.closed), "x-guidance": options}).decode()
 
 
 def _choice(texts: Sequence[str]) -> str:

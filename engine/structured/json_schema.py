@@ -14,15 +14,17 @@ STANDARD_FORMATS = frozenset(
     )
 )
 
+_SAYS_MORE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _SCHEMA = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def without_remarks(schema: Any) -> Any:
+def prepared(schema: Any, *, closed: bool) -> Any:
     """A copy without the keywords that demand nothing, though the compiler would refuse them.
 
-    What is no schema, such as a constant or an example, is left as it is.
+    If `closed`, objects take no properties but those that they declare, unless they say more about others. What is no
+    schema, such as a constant or an example, is left as it is.
     """
     if not isinstance(schema, dict):
         return schema
@@ -31,11 +33,13 @@ def without_remarks(schema: Any) -> Any:
         del copy["format"]
     if copy.get("uniqueItems") is False:
         del copy["uniqueItems"]
+    if closed and "properties" in copy and not _SAYS_MORE & copy.keys():
+        copy["additionalProperties"] = False
     for key, value in copy.items():
         if key in _MAP_OF_SCHEMAS and isinstance(value, dict):
-            copy[key] = {name: without_remarks(entry) for name, entry in value.items()}
+            copy[key] = {name: prepared(entry, closed=closed) for name, entry in value.items()}
         elif key in _LIST_OF_SCHEMAS and isinstance(value, list):
-            copy[key] = [without_remarks(entry) for entry in value]
+            copy[key] = [prepared(entry, closed=closed) for entry in value]
         elif key in _SCHEMA:
-            copy[key] = without_remarks(value)
+            copy[key] = prepared(value, closed=closed)
     return copy

@@ -1,5 +1,6 @@
 """OpenAI's wire formats.
 
+structured      the fields that ask for structured output
 common          request fields that chat and completions share, and their way to `SamplingParams`
 output          what both do with `RequestOutput`: stream chunks, collect, count usage
 logprobs        the two logprobs objects

@@ -20,6 +20,7 @@ from protocol.message_parts import MessageFormat
 from protocol.openai.logprobs import TokenBytes
 from protocol.openai.output import ChunkStream, Collector, Head, WireFormat
 from protocol.openai.prompt_parts import PromptParts
+from protocol.openai.structured import StructuredOutputFields
 
 MAX_PRIORITY = 2**31 - 1
 MAX_PROMPT_LOGPROBS = 2**21  # of one response; about 200 MB while it is made
@@ -59,22 +60,12 @@ class StreamOptions(ClientModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(ClientModel):
+class GenerationRequest(StructuredOutputFields):
     """What chat and completions requests have in common. `model` None means the model that is served."""
 
     wire: ClassVar[WireFormat]
     prompt_field: ClassVar[str]
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "grammar": (),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
         "allowed_token_ids": (),
         "bad_words": ([],),
         "dry_multiplier": (0,),
@@ -253,6 +244,7 @@ class GenerationRequest(ClientModel):
             ignore_eos=self.ignore_eos,
             logprobs=self._logprobs()[1],
             skip_special_tokens=self.skip_special_tokens,
+            structured_output=self.structured_output()[1],
             prompt_logprobs=_larger(self.prompt_logprobs, self._echo_logprobs()),
         )
         try:
@@ -263,8 +255,12 @@ class GenerationRequest(ClientModel):
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's refusal of this request, with the fields called what this client calls them."""
-        names = {"max_tokens": self._max_tokens()[0], "logprobs": self._logprobs()[0]}
-        message = re.sub(r"\b(max_tokens|logprobs)\b", lambda match: names[match[0]], str(error))
+        names = {
+            "max_tokens": self._max_tokens()[0],
+            "logprobs": self._logprobs()[0],
+            "structured_output": self.structured_output()[0],
+        }
+        message = re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(error))
         param = {**names, "prompt": self.prompt_field}.get(error.param or "", error.param)
         return InvalidRequest(message, param=param, code=error.code)
 

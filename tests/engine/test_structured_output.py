@@ -265,15 +265,15 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone() -> None:
-    # After "secret", 2 ** 30 ways to read on: too many for the parser's limits.
+    # After fifty letters, 2 ** 30 ways to read on: too many for the parser's limits.
     rules = "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30))
-    ambiguous = make_request([1], "ambiguous", structured_output=grammar(f'start: "secret" r0\n{rules}r30: "a"'))
+    ambiguous = make_request([1], "ambiguous", structured_output=grammar(f'start: /[a-z]{{50}}/ r0\n{rules}r30: "a"'))
     plain = make_request([1], "plain", max_tokens=4)
     core = core_with()
     outputs = run(core, ambiguous, plain)
     assert outputs["ambiguous"][-1].finish_reason is FinishReason.ERROR
     assert "too complex" in outputs["ambiguous"][-1].error
-    assert "secret" not in outputs["ambiguous"][-1].error, "what was generated stays out of the log"
+    assert text_of(outputs["ambiguous"])[:50] not in outputs["ambiguous"][-1].error, "this goes into the log"
     assert len(tokens_of(outputs["plain"])) == 4
 
 
@@ -354,3 +354,16 @@ def test_the_cache_is_bounded() -> None:
     assert compiler.find(first) is None
     assert compiler.find(choice(["number 199"])) is not None
     assert len(compiler._cache) <= 128
+
+
+def test_what_only_one_text_can_follow_is_written_in_the_models_own_tokens() -> None:
+    """Also where the tokenizer would put a space before it, normalize it, or take it for a special token."""
+    for tokenizer, eos in ((TOKENIZER, EOS), (sentencepiece_tokenizer(), 2)):
+        vocabulary = Vocabulary(tokenizer)
+        compiler = GrammarCompiler(vocabulary, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(eos,))
+        for text in ("hello ab", "é <s>", "<|im_end|>", "  a", "日本\n"):
+            core = core_with(compiler, vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(eos,))
+            request = make_request([5], structured_output=choice([text]))
+            token_ids = tokens_of(run(core, request)[request.request_id])
+            assert b"".join(map(vocabulary.token_bytes, token_ids)).decode() == text
+            assert not vocabulary.special_ids.intersection(token_ids)

@@ -98,12 +98,6 @@ BAD_FOR_BOTH = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
     ({"truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
     ({"stream_interval": 2}, "stream_interval", "leave it out or send 1"),
-    ({"response_format": {"type": "json_object"}}, "response_format", 'send {"type":"text"}'),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
-    ({"guided_json": {}}, "guided_json", "not supported"),
-    ({"guided_regex": "a"}, "guided_regex", "not supported"),
-    ({"guided_choice": ["a"]}, "guided_choice", "not supported"),
-    ({"guided_grammar": "a"}, "guided_grammar", "not supported"),
     ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
@@ -289,7 +283,7 @@ def test_fields_without_effect_are_taken_in_silence():
 
 
 def test_the_neutral_value_of_an_unsupported_field_is_taken():
-    neutral = {"response_format": {"type": "text"}, "echo": False, "use_beam_search": False}
+    neutral = {"echo": False, "use_beam_search": False}
     assert chat(**neutral, modalities=["text"]) == chat()
     assert chat(tool_choice="none", parallel_tool_calls=False).tool_use is None
     assert completion(**neutral, suffix="", best_of=None) == completion()

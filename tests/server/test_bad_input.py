@@ -64,8 +64,12 @@ SHARED: list[tuple[str, list[Any], str]] = [
     ("echo", ["true", 1], "true or false"),
     ("truncate_prompt_tokens", [-2, 0, CONTEXT + 1, HUGE], ""),
     ("cache_salt", ["", "a@b", "a/b", "a\\b", "a\0b", "a" * 129], "text that matches"),
-    ("response_format", [{"type": "json_object"}], "not supported"),
-    ("guided_json", [{}], "not supported"),
+    ("response_format", [{}, {"type": "xml"}, {"type": "json_schema"}, "json_object"], ""),
+    ("structured_outputs", [{}, {"regex": "a", "choice": ["a"]}, {"json": 5}], ""),
+    ("guided_json", [{"not": {}}, "{", 1], ""),
+    ("guided_regex", ["(", 5, "(?=a)"], ""),
+    ("guided_choice", [[], [""], "a", [1]], ""),
+    ("guided_grammar", ["start: a", "root ::= a", 1], ""),
     ("use_beam_search", [True], "not supported"),
 ]
 CHAT_ONLY: list[tuple[str, list[Any], str]] = [

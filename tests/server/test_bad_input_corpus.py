@@ -86,7 +86,7 @@ def _shapes() -> Iterator[Payload]:
             "POST", path, _with(path, '"logit_bias": ' + json.dumps(dict.fromkeys(range(5000), 1))), param="logit_bias"
         )
         yield Payload("POST", path, _with(path, '"stream_options": {}'), param="stream_options")
-        yield Payload("POST", path, _with(path, '"response_format": {"type": "json_object"}'), param="response_format")
+        yield Payload("POST", path, _with(path, '"response_format": {"type": "json"}'), param="response_format")
     for prompt in ("", [], [[]], [""], ["a", []], {"a": 1}, [["a"]], [[[1]]]):
         yield Payload("POST", COMPLETIONS, json.dumps({"prompt": prompt}).encode(), param="prompt")
     for messages in ([], [[]], [{}], ["a"], [{"role": "user"}], [{"role": "root", "content": "a"}], {"0": "a"}):

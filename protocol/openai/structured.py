@@ -1,0 +1,247 @@
+"""The fields that ask for structured output, and the one grammar that they come to.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and the single fields of SGLang
+(`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) all mean the same few things. At most one of
+them may be used at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import orjson
+from msgspec import structs
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from engine.errors import InvalidRequest
+from engine.messages import StructuredOutput, StructuredOutputKind
+from protocol import structured
+from protocol.body import ClientModel, at_most, fail_fast
+
+MAX_CHOICES = 4096
+MAX_TAGS = 128
+
+
+def _from_json(value: Any) -> Any:
+    """Several clients send schemas as strings of JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise PydanticCustomError(
+            "rule", f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+
+
+def _object_or_bool(value: Any) -> str | None:
+    return "$object" if isinstance(value, dict) else "$bool" if isinstance(value, bool) else None
+
+
+def _type_of(value: Any) -> str | None:
+    return f"${value.get('type')}" if isinstance(value, dict) else None
+
+
+def _known_type(value: Any) -> Any:
+    known = ("text", "json_object", "json_schema", "structural_tag")
+    if isinstance(value, dict) and value.get("type") not in known:
+        raise PydanticCustomError("rule", f"must be one of {', '.join(known)}", {"field": "type"})
+    return value
+
+
+Schema = Annotated[
+    Annotated[dict[str, Any], Tag("$object")] | Annotated[bool, Tag("$bool")],
+    Discriminator(
+        _object_or_bool, custom_error_type="shape", custom_error_message="a JSON Schema: an object, true or false"
+    ),
+    BeforeValidator(_from_json),
+]
+Text = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Field(min_length=1)]
+
+
+class NamedSchema(ClientModel):
+    """`strict` makes no difference: a schema that is accepted is enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema = Field(alias="schema")
+    strict: bool = False
+
+
+class TextFormat(ClientModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(ClientModel):
+    """Any JSON object, or, as llama.cpp has it, one that fits a schema."""
+
+    type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+
+class JsonSchemaFormat(ClientModel):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Structure(ClientModel):
+    """JSON between two pieces of text."""
+
+    begin: Text
+    schema_: Schema = Field(default=True, alias="schema")
+    end: str = ""
+
+
+class StructuralTagFormat(ClientModel):
+    """Free text in which every trigger is followed by one of the structures that begin with it."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"format": ()}  # the successor that xgrammar has
+
+    type: Literal["structural_tag"]
+    structures: Annotated[list[Structure], fail_fast, at_most(MAX_TAGS, "structures"), Field(min_length=1)]
+    triggers: Annotated[list[Text], fail_fast, at_most(MAX_TAGS, "triggers"), Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _structures_are_triggered(self) -> Self:
+        for number, structure in enumerate(self.structures):
+            if not any(structure.begin.startswith(trigger) for trigger in self.triggers):
+                raise PydanticCustomError(
+                    "rule", "must begin with one of the triggers", {"field": f"structures.{number}.begin"}
+                )
+        return self
+
+    def grammar(self) -> StructuredOutput:
+        """The grammar that this describes."""
+        tags = [structured.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
+        return structured.tagged_json(tags, triggers=self.triggers)
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("$text")]
+    | Annotated[JsonObjectFormat, Tag("$json_object")]
+    | Annotated[JsonSchemaFormat, Tag("$json_schema")]
+    | Annotated[StructuralTagFormat, Tag("$structural_tag")],
+    Discriminator(_type_of, custom_error_type="shape", custom_error_message="an object with a type"),
+    BeforeValidator(_known_type),
+]
+
+
+class StructuredOutputs(ClientModel):
+    """vLLM's object: exactly one of the first six fields, and how JSON may be laid out."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Annotated[StructuralTagFormat, BeforeValidator(_from_json)] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Text | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        asked = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None, self.structural_tag)
+        if sum(value is not None for value in asked) != 1:
+            raise PydanticCustomError(
+                "rule", "must have exactly one of json, regex, choice, grammar, json_object and structural_tag"
+            )
+        return self
+
+    def to_structured_output(self) -> StructuredOutput:
+        """The grammar that this describes."""
+        if self.json_ is not None:
+            found = structured.json_schema(self.json_)
+        elif self.choice is not None:
+            found = structured.choice(self.choice)
+        elif self.structural_tag is not None:
+            found = self.structural_tag.grammar()
+        elif self.json_object:
+            found = _of(StructuredOutputKind.JSON_OBJECT, "")
+        elif self.regex is not None:
+            found = _of(StructuredOutputKind.REGEX, self.regex)
+        else:
+            found = _of(StructuredOutputKind.GRAMMAR, self.grammar or "")
+        return structs.replace(
+            found,
+            any_whitespace=not self.disable_any_whitespace,
+            whitespace_pattern=self.whitespace_pattern,
+            closed=self.disable_additional_properties,
+        )
+
+
+class StructuredOutputFields(ClientModel):
+    """The part of a generation request that asks for structured output."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    guided_json_object: bool = False
+    guided_whitespace_pattern: Text | None = None
+    grammar: Text | None = None  # llama.cpp's
+    json_schema: Schema | None = None  # llama.cpp's and SGLang's
+    regex: Text | None = None  # SGLang's
+    ebnf: Text | None = None  # SGLang's
+
+    @model_validator(mode="after")
+    def _at_most_one(self) -> Self:
+        names = list(self.grammars_asked_for)
+        if len(names) > 1:
+            raise InvalidRequest(
+                f"{names[1]} cannot be combined with {names[0]}: an answer follows one grammar.", param=names[1]
+            )
+        return self
+
+    def structured_output(self) -> tuple[str, StructuredOutput | None]:
+        """The grammar that the answer has to follow, and the name of the field that it came from."""
+        for name, grammar in self.grammars_asked_for.items():
+            return name, grammar
+        return "response_format", None
+
+    @cached_property
+    def grammars_asked_for(self) -> dict[str, StructuredOutput]:
+        """By the names of the fields that ask for them; one at most."""
+        found: dict[str, StructuredOutput] = {}
+        match self.response_format:
+            case JsonSchemaFormat(json_schema=named):
+                found["response_format"] = structured.json_schema(named.schema_)
+            case JsonObjectFormat(schema_=schema):
+                found["response_format"] = (
+                    _of(StructuredOutputKind.JSON_OBJECT, "") if schema is None else structured.json_schema(schema)
+                )
+            case StructuralTagFormat() as tags:
+                found["response_format"] = tags.grammar()
+        if self.structured_outputs is not None:
+            found["structured_outputs"] = self.structured_outputs.to_structured_output()
+        for name, schema in (("guided_json", self.guided_json), ("json_schema", self.json_schema)):
+            if schema is not None:
+                found[name] = structured.json_schema(schema)
+        if self.guided_choice is not None:
+            found["guided_choice"] = structured.choice(self.guided_choice)
+        if self.guided_json_object:
+            found["guided_json_object"] = _of(StructuredOutputKind.JSON_OBJECT, "")
+        for name, pattern in (("guided_regex", self.guided_regex), ("regex", self.regex)):
+            if pattern is not None:
+                found[name] = _of(StructuredOutputKind.REGEX, pattern)
+        for name, text in (("guided_grammar", self.guided_grammar), ("grammar", self.grammar), ("ebnf", self.ebnf)):
+            if text is not None:
+                found[name] = _of(StructuredOutputKind.GRAMMAR, text)
+        if self.guided_whitespace_pattern is not None:
+            pattern = self.guided_whitespace_pattern
+            return {name: structs.replace(grammar, whitespace_pattern=pattern) for name, grammar in found.items()}
+        return found
+
+
+def _of(kind: StructuredOutputKind, value: str) -> StructuredOutput:
+    return StructuredOutput(kind=kind, value=value)

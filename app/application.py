@@ -24,7 +24,7 @@ from app.endpoint import Endpoint
 from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
-from app.routes import catalogue, embeddings, generation, messages, probes, requests, responses, tokens
+from app.routes import catalogue, documents, embeddings, generation, messages, probes, requests, responses, tokens
 from app.routes.administration import administration
 from app.scope import Handler
 from app.server import Server
@@ -96,6 +96,8 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/load", probes.load(server), quiet=True),
             route("GET", "/version", probes.show_version(server), quiet=True),
             route("GET", "/metrics", probes.metrics(server), quiet=True),
+            route("GET", "/openapi.json", documents.openapi(), quiet=True),
+            route("GET", "/docs", documents.docs(), quiet=True),
         ],
         middleware=[Middleware(HeaderLimit), Middleware(Authentication, tenants=server.tenants)],
         exception_handlers={HTTPException: _answer_http_exception},

@@ -139,6 +139,8 @@ class CountTokensRequest(DialectRequest):
     def chat_fields(self) -> dict[str, Any]:
         """This request's fields as chat's."""
         messages = chat_messages(self.messages)
+        if not messages:
+            raise InvalidRequest("messages must have content: all of their blocks are missing.", param="messages")
         if self.system is not None and (text := system_text(self.system)):
             messages.insert(0, {"role": "system", "content": text})
         fields = {**super().chat_fields(), "messages": messages, **self._tool_fields()}

@@ -458,7 +458,7 @@ def test_cve_2026_71486_there_is_nothing_to_administer_with_and_nothing_to_use_w
         *("/update_weights", "/v1/load_lora_adapter", "/v1/files", "/collective_rpc", "/server_info"),
         "/reset_prefix_cache",
     )
-    for path in (*absent, "/tokenize", "/detokenize", "/v1/embeddings", "/load", "/version"):
+    for path in (*absent, "/tokenize", "/detokenize", "/v1/embeddings", "/docs", "/openapi.json", "/load"):
         assert (server.post(path, {}).status_code == 404) == (path in absent)
         assert server.client.post(path, headers={"authorization": ""}).status_code == 401
 

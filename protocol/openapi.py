@@ -1,0 +1,158 @@
+"""/openapi.json: what can be asked, and what the answers look like, made from the request and answer models.
+
+Made once, when the application is. The ranges of sampling parameters stand in `engine.messages.SamplingParams.check`,
+so they are put beside the models' types here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from engine.messages import MAX_LOGPROBS, MAX_N
+from protocol.answers import AnthropicError, ErrorEnvelope
+from protocol.operations import OPERATIONS, Operation
+
+Json = dict[str, Any]
+
+_REF = "#/components/schemas/"
+_JSON = "application/json"
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+
+# One event of a stream. Its data is JSON, or [DONE] at the end of OpenAI's.
+_EVENT: Json = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+
+_RANGES: dict[str, Json] = {
+    "temperature": {"minimum": 0, "maximum": 2},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": _INT32},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "max_tokens": {"minimum": 0, "maximum": _INT32},
+    "max_completion_tokens": {"minimum": 1, "maximum": _INT32},
+    "min_tokens": {"minimum": 0, "maximum": _INT32},
+    "seed": {"minimum": -_INT64 - 1, "maximum": _INT64},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+}
+
+_ERRORS = {
+    400: "The request cannot run as it is: the error names the field, what was given and what is allowed.",
+    401: "A valid key is needed.",
+    404: "There is no such model, or no such thing.",
+    413: "The body is too large.",
+    429: "The queue is full; `Retry-After` says when to come again.",
+    500: "The request failed inside the server.",
+    503: "The model is being loaded, or the server is going away.",
+    504: "The request did not finish in the time that it was given.",
+}
+
+
+def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> Json:
+    """The whole description, OpenAPI 3.1."""
+    models: dict[type[BaseModel], None] = {ErrorEnvelope: None, AnthropicError: None}
+    for operation in operations:
+        models |= dict.fromkeys(operation.request)
+        if isinstance(operation.answer, type):
+            models[operation.answer] = None
+    references, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF + "{model}"
+    )
+    schema_of: dict[Any, Json] = {model: schema for (model, _), schema in references.items()}
+    schemas = {name: _tidied(schema) for name, schema in definitions["$defs"].items()}
+    paths: dict[str, Json] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Headrace",
+            "version": version,
+            "description": "A server for large language models. Fields that are not named here are accepted without "
+            "effect, or refused with a 400 that names them. A field that is null counts as absent.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
+    content: Json | None
+    if isinstance(operation.answer, type):
+        content = {_JSON: {"schema": schema_of[operation.answer]}}
+    else:
+        content = None if operation.answer is None else {operation.answer: {}}
+    if operation.streams and content is not None:
+        content["text/event-stream"] = {"schema": _EVENT}
+    answer = {"description": "The answer."} | ({"content": content} if content else {})
+    error = AnthropicError if operation.path.startswith("/v1/messages") else ErrorEnvelope
+    statuses = operation.errors if operation.is_open else (401, *operation.errors)
+    described: Json = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method}{re.sub('[^a-z0-9]+', '_', operation.path)}".rstrip("_"),
+        "responses": {
+            **{str(status): answer for status in (200, *operation.also)},
+            **{
+                str(status): {"description": _ERRORS[status], "content": {_JSON: {"schema": schema_of[error]}}}
+                for status in statuses
+            },
+        },
+    }
+    if not operation.is_open:
+        described["security"] = [{"bearer": []}, {"key": []}, {}]
+    if names := re.findall(r"{(\w+)}", operation.path):
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if operation.request:
+        schemas = [schema_of[model] for model in operation.request]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    return described
+
+
+def _tidied(schema: Json) -> Json:
+    """A model's schema without titles, which say what the names say, and with the ranges of its sampling parameters."""
+    if "temperature" in schema.get("properties", {}):
+        for name, bounds in _RANGES.items():
+            for kind in _numbers(schema["properties"].get(name, {})):
+                kind.update(bounds)
+    tidied: Json = _without_titles(schema)
+    return tidied
+
+
+def _numbers(schema: Json) -> list[Json]:
+    """The parts of a field's schema that take numbers."""
+    return [part for part in (schema, *schema.get("anyOf", ())) if part.get("type") in ("integer", "number")]
+
+
+def _without_titles(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_titles(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    # A property may be called "title"; then it is an object.
+    return {
+        name: _without_titles(value)
+        for name, value in schema.items()
+        if not (name == "title" and isinstance(value, str))
+    }

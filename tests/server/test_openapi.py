@@ -1,0 +1,156 @@
+"""/openapi.json is true: whatever it says may be asked is answered as it says, and never with a failure of the server.
+
+schemathesis makes bodies that fit the description and bodies that do not; answers must have a status, a content type
+and a shape that are described. The model is random and its context short, so that generating costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from schemathesis.specs.openapi.schemas import OpenApiSchema
+
+from app.application import create_app
+from app.settings import Settings
+from protocol.openapi import document
+from protocol.operations import OPERATIONS
+from tests.server.harness import Server
+from tests.server.tiny_model import tiny_server
+
+CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+ASKED = [
+    pytest.param(each.method, each.path, mode, id=f"{each.method} {each.path} {mode.value}")
+    for each in OPERATIONS
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    if mode is GenerationMode.POSITIVE or each.request  # without a body, nothing can be wrong
+]
+EXAMPLES = {
+    "/v1/chat/completions": 24,
+    "/v1/completions": 16,
+    "/v1/responses": 12,
+    "/v1/messages": 12,
+    "/v1/embeddings": 12,
+}
+
+SIMPLE = {
+    *("messages", "prompt", "input", "stream", "temperature", "top_p", "top_k", "seed", "n", "user"),
+    *("max_tokens", "max_completion_tokens", "max_output_tokens", "echo", "logprobs", "return_token_ids"),
+    *("encoding_format", "dimensions", "pooling", "normalize", "instructions", "metadata"),
+}
+
+
+@pytest.fixture(scope="module")
+def described() -> Iterator[Server]:
+    with tiny_server(max_model_len=96, max_queued_requests=4096) as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def schema(described: Server) -> OpenApiSchema:
+    found = described.client.get("/openapi.json").json()
+    assert found == document(found["info"]["version"])
+    return schemathesis.openapi.from_dict(found)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), ASKED)
+def test_answers_are_as_described(
+    described: Server, schema: OpenApiSchema, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = schema[path][method]
+
+    @settings(
+        max_examples=EXAMPLES.get(path, 6),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: schemathesis.Case) -> None:
+        case.call_and_validate(base_url=described.base_url, checks=CHECKS)
+        if mode is GenerationMode.POSITIVE and path in EXAMPLES:
+            _simplify(case)
+            case.call_and_validate(base_url=described.base_url, checks=CHECKS)
+
+    ask()
+
+
+def _simplify(case: schemathesis.Case) -> None:
+    """What asks for everything at once, or for more than the context, is refused; to look at nothing but refusals would
+    prove little."""
+    if isinstance(case.body, dict):
+        case.body = {name: value for name, value in case.body.items() if name in SIMPLE}
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if isinstance(case.body.get(name), int):
+                case.body[name] = 1 + case.body[name] % 8
+        if isinstance(case.body.get("messages"), list):
+            said = [{"role": "user", "content": each.get("content")} for each in case.body["messages"]]
+            case.body["messages"] = [each for each in said if isinstance(each["content"], str) and each["content"]][:1]
+            case.body["messages"] += [{"role": "user", "content": "Hi"}]
+
+
+def test_after_all_of_this_the_server_is_well(described: Server) -> None:
+    now = described.wait_idle()
+    assert "Traceback" not in described.log
+    for operation in OPERATIONS:
+        if "{" not in operation.path:
+            asked = now.http_requests(operation.path, "2xx", operation.method.upper())
+            assert asked, f"{operation.path} was never asked for anything that it gives"
+    body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    assert described.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    routes = {
+        (method.lower(), re.sub(r":\w+}", "}", route.path))
+        for route in create_app(Settings()).routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
+
+
+def test_the_page_for_people_needs_nothing_from_elsewhere(described: Server) -> None:
+    answer = described.client.get("/docs")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = _Page()
+    page.feed(answer.text)
+    assert not page.tags & {"script", "img", "link", "iframe"}
+    assert all(link == "openapi.json" or link.removeprefix("#") in page.ids for link in page.links)
+    for operation in OPERATIONS:
+        assert f"{operation.method.upper()} {operation.path}" in page.text
+    for field in ("temperature", "max_completion_tokens", "previous_response_id", "truncate_prompt_tokens"):
+        assert field in page.text
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.add(value or "")
+            elif name in ("href", "src"):
+                self.links.append(value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

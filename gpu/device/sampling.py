@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.plan import SchedulerOutput
+from engine.plan import MasksHandle, SchedulerOutput, TokenMasks
 from gpu.device.inputs import StepInputs, next_positions
 from gpu.device.rows import Rows, StepShape
 from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables
@@ -28,6 +28,7 @@ from gpu.kernels import (
     gather_rows,
     sample_tokens,
 )
+from gpu.sampling import logits_mask
 from gpu.sampling.state import SparseBias
 
 
@@ -37,7 +38,8 @@ class Wishes:
 
     bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
     penalized: NDArray[np.int64]  # places
-    masks: tuple[NDArray[np.int64], NDArray[np.uint32]] | None  # mask of each place, -1 for none; and the masks' bits
+    masks: MasksHandle | None  # of grammars; waited for when the forward pass has been started
+    plan_indices: NDArray[np.int64]  # of the places, by which the masks know them
     asking: NDArray[np.int64]  # places whose log-probabilities are wanted
     num_top: int  # how many of the most likely tokens at most, by any of them
 
@@ -63,7 +65,8 @@ class DeviceSampler:
         return Wishes(
             bias=self._rows.sampling.select_bias(rows, shape.num_tokens),
             penalized=np.flatnonzero(self._rows.is_penalized[rows]),
-            masks=None,
+            masks=plan.masks,
+            plan_indices=shape.order[shape.samples],
             asking=asking,
             num_top=int(num_logprobs[asking].max(initial=0)),
         )
@@ -82,8 +85,7 @@ class DeviceSampler:
         logits = self._logits(hidden, inputs)
         device = logits.device
         if wishes.masks is not None:
-            mask_rows, bits = wishes.masks
-            apply_bitmask(logits, on_device(bits.view(np.int32), device), on_device(mask_rows, device))
+            _apply_masks(logits, wishes.masks.result(), wishes.plan_indices)
         asking = on_device(wishes.asking, device) if len(wishes.asking) else None
         raw = None if asking is None else gather_rows(logits, asking)
         if wishes.bias is not None or len(wishes.penalized):
@@ -108,3 +110,16 @@ class DeviceSampler:
     def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         positions = next_positions(self._tables, inputs)
         return sample_tokens(logits, self._tables.sampling, inputs.sampling_rows, positions)
+
+
+def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[np.int64]) -> None:
+    mask = logits_mask(masks, plan_indices)
+    if mask is None:
+        return
+    mask_rows = np.full(len(logits), -1, dtype=np.int64)
+    mask_rows[mask.rows] = np.arange(len(mask.rows))
+    bits = mask.bits.view(np.int32)
+    num_words = -(-logits.shape[1] // 32)
+    if bits.shape[1] < num_words:  # tokens beyond the bits are not allowed
+        bits = np.pad(bits, ((0, 0), (0, num_words - bits.shape[1])))
+    apply_bitmask(logits, on_device(bits, logits.device), on_device(mask_rows, logits.device))

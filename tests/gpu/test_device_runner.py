@@ -20,7 +20,7 @@ from engine.core import EngineCore
 from engine.errors import StepAbandoned
 from engine.executor import StepHandle
 from engine.messages import EngineCoreRequest, FinishReason, Pooling, SamplingParams
-from engine.plan import SchedulerOutput
+from engine.plan import SchedulerOutput, TokenMasks
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.device import DeviceRunner
@@ -280,6 +280,44 @@ def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:
         assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
     vectors = [np.frombuffer(steps[1].embeddings[1], dtype=np.float32) for steps in outputs]
     np.testing.assert_allclose(*vectors, atol=1e-4)
+
+
+def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = [[3, 300], [17]]
+    bits = np.zeros((2, 9), dtype=np.uint32)  # a word short of the vocabulary: what lies beyond is not allowed
+    for row, token_ids in zip(bits, allowed, strict=True):
+        for token_id in token_ids:
+            if token_id < 288:
+                row[token_id // 32] |= np.uint32(1 << token_id % 32)
+    happened: list[str] = []
+
+    class Masks:
+        def result(self) -> TokenMasks:
+            happened.append("asked")
+            return TokenMasks(indices=np.array([0, 2]), bits=bits)
+
+    sampled = []
+    for executor in (make_executor("host"), make_executor("device"), make_executor("device", Again())):
+        everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0, logprobs=0) for i in range(3)]
+        runner = executor.runner
+        while isinstance(runner, DeviceRunner) and runner.prepare():
+            pass
+        executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
+        forward = type(runner._model).forward
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(runner._model), "forward", lambda *given, f=forward: (happened.append("started"), f(*given))[1]
+            )
+            plan = plan_of({r.request_id: 1 for r in everyone})
+            plan.masks = Masks()
+            output = executor.submit(plan).result()
+        assert happened == ["started", "asked"]
+        happened.clear()
+        assert output.sampled_token_ids[0] == 3
+        assert output.sampled_token_ids[2] == 17
+        assert output.logprobs[2].logprob == pytest.approx(0.0, abs=1e-6)  # of what its grammar leaves
+        sampled.append(output.sampled_token_ids)
+    assert sampled[0] == sampled[1] == sampled[2]
 
 
 def test_a_step_that_fails_or_is_broken_off_advances_nobody() -> None:

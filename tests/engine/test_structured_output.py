@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import threading
@@ -194,8 +193,7 @@ def test_a_sentencepiece_vocabulary_is_read_byte_by_byte() -> None:
 def test_outputs_follow_their_grammars_through_preemptions_and_departures(
     seeds: list[int], num_blocks: int, max_num_seqs: int, leaving: set[int], depth: int
 ) -> None:
-    core = core_with(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
-    core = EngineCore(dataclasses.replace(core.config, pipeline_depth=depth), core.executor, COMPILER)
+    core = core_with(num_blocks=num_blocks, max_num_seqs=max_num_seqs, pipeline_depth=depth)
     structured = [json_schema(PERSON), None, regex("(ab){2,9}c"), choice(["one", "two"])]
     requests = [
         make_request([seed % 97, 5], seed=seed, temperature=1.0, max_tokens=90, structured_output=structured[i % 4])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ class Worker:
     def shutdown(self) -> None:
         """Give model and cache back, when the steps in flight are over. Idempotent."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            with suppress(RuntimeError):  # a device that is broken says so here too, and nobody cares any more
+                torch.cuda.synchronize(self.device)
         self._runner = None
         gc.collect()
         if self.device.type == "cuda":

@@ -1,6 +1,6 @@
 """What a step costs besides the model: schedule and bookkeeping, for a batch of decoding requests.
 
-    python -m loadtest.scheduler_steps [--running 256] [--steps 400]
+    python -m loadtest.scheduler_steps [--running 256] [--steps 400] [--depth 1]
 
 Runs an EngineCore over an executor that computes nothing, in this process, and prints the microseconds of
 `Scheduler.schedule` and `Scheduler.update` per step, and of the whole step.
@@ -28,22 +28,34 @@ class NullExecutor:
     block_size = 16
     vocab_size = 1000
 
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NullExecutor:
-        self._num_sampled = len(plan.request_ids)
-        return self
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> NullStep:
+        return NullStep(len(plan.request_ids))
+
+    def shutdown(self) -> None: ...
+
+
+class NullStep:
+    """A step in which everybody samples."""
+
+    def __init__(self, num_sampled: int) -> None:
+        self._num_sampled = num_sampled
 
     def result(self) -> ModelRunnerOutput:
         return ModelRunnerOutput(sampled_token_ids=[7] * self._num_sampled, logprobs={})
-
-    def shutdown(self) -> None: ...
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--depth", type=int, default=1, help="steps in flight")
     options = parser.parse_args()
-    config = EngineConfig(max_model_len=4096, max_num_seqs=options.running, max_num_batched_tokens=2**20)
+    config = EngineConfig(
+        max_model_len=4096,
+        max_num_seqs=options.running,
+        max_num_batched_tokens=2**20,
+        pipeline_depth=options.depth,
+    )
     core = EngineCore(config, NullExecutor())
     for number in range(options.running):
         sampling = SamplingParams(temperature=0, max_tokens=options.steps + 2, ignore_eos=True, seed=0)

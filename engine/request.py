@@ -57,6 +57,7 @@ class Request:
         "eos_token_ids",
         "events",
         "first_token_deadline",
+        "generates",
         "grammar",
         "is_complete",
         "max_num_tokens",
@@ -107,6 +108,7 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + min(
             room if sampling.max_tokens is None else sampling.max_tokens, room
         )
+        self.generates = sampling.max_tokens != 0  # or it is there for its prompt alone
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
         self.grammar = grammar
@@ -134,11 +136,6 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Who goes first: the smaller priority value, then the earlier arrival."""
         return (self.priority, self.sequence_number)
-
-    @property
-    def generates(self) -> bool:
-        """Whether it is there for more than its prompt."""
-        return self.sampling.max_tokens != 0
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -174,10 +171,12 @@ class Request:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
         self.token_ids.append(token_id)
-        grammar_ends = self.grammar is not None and self.grammar.accept(token_id)
-        if self.grammar is not None and self.grammar.error is not None:
-            self.status = RequestStatus.FINISHED_ERROR
-            return True
+        grammar_ends = False
+        if self.grammar is not None:
+            grammar_ends = self.grammar.accept(token_id)
+            if self.grammar.error is not None:
+                self.status = RequestStatus.FINISHED_ERROR
+                return True
         if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             if token_id not in self.eos_token_ids:

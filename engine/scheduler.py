@@ -435,6 +435,7 @@ class Scheduler:
         gained = self.take_ended()
         block_size = self.kv.block_size
         logprobs = output.logprobs
+        prompt_logprobs, embeddings = output.prompt_logprobs, output.embeddings
         scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True)
         for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
             request = self.requests.get(request_id)
@@ -451,11 +452,12 @@ class Scheduler:
                 gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
             elif request.events:
                 gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
-            if index in output.prompt_logprobs:  # a prefill has been booked, so there is an output of it
-                entries = output.prompt_logprobs[index]
+            # Few ask, so that usually no row is looked up. What is given is of a prefill, which has an output for its event.
+            if prompt_logprobs and index in prompt_logprobs:
+                entries = prompt_logprobs[index]
                 gained[-1].prompt_logprobs = request.take_prompt_logprobs(computed_before, entries)
-            if index in output.embeddings:
-                gained[-1].embedding = output.embeddings[index]
+            if embeddings and index in embeddings:
+                gained[-1].embedding = embeddings[index]
         return gained
 
     def _book_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
@@ -464,20 +466,26 @@ class Scheduler:
         self._prompt_tokens += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before)
 
     def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
-        finished = request.append_output_token(token_id)
-        if finished:
+        if not request.append_output_token(token_id):  # the usual case
+            output = EngineCoreOutput(
+                request_id=request.request_id, new_token_ids=[token_id], num_cached_tokens=request.num_cached_tokens
+            )
+        else:
             self._release(request)
-        return EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[token_id] if request.generates else [],
-            finish_reason=FINISH_REASONS[request.status] if finished else None,
-            stop_reason=request.stop_reason,
-            logprobs=None if logprobs is None else [logprobs],
-            num_cached_tokens=request.num_cached_tokens,
-            error=None if request.grammar is None else request.grammar.error,
-            is_complete=request.is_complete,
-            events=request.take_events() if request.events else None,
-        )
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[token_id] if request.generates else [],
+                finish_reason=FINISH_REASONS[request.status],
+                stop_reason=request.stop_reason,
+                num_cached_tokens=request.num_cached_tokens,
+                error=None if request.grammar is None else request.grammar.error,
+                is_complete=request.is_complete,
+            )
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if request.events:
+            output.events = request.take_events()
+        return output
 
     def take_ended(self) -> list[EngineCoreOutput]:
         """Ends that did not come from a sampled token: deadlines and failures."""

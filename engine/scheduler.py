@@ -452,7 +452,7 @@ class Scheduler:
                 gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
             elif request.events:
                 gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
-            # Few ask, so that usually no row is looked up. What is given is of a prefill, which has an output for its event.
+            # Few ask, so that usually no row is looked up. A prefill has been booked, so there is an output of it.
             if prompt_logprobs and index in prompt_logprobs:
                 entries = prompt_logprobs[index]
                 gained[-1].prompt_logprobs = request.take_prompt_logprobs(computed_before, entries)

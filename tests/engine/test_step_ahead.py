@@ -15,6 +15,7 @@ from engine.channel import Close, RequestChannel
 from engine.client import run_until_closed
 from engine.config import EngineConfig
 from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
+from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, StepAbandoned
 from engine.messages import (
     EngineCoreOutput,
@@ -24,7 +25,17 @@ from engine.messages import (
     StructuredOutputKind,
 )
 from engine.plan import ModelRunnerOutput, SchedulerOutput
-from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of, until
+from engine.structured import GrammarCompiler
+from tests.engine.helpers import (
+    assert_nothing_left,
+    byte_level_tokenizer,
+    make_core,
+    make_request,
+    run_to_end,
+    simulated,
+    tokens_of,
+    until,
+)
 from tests.engine.simulated import expected_output
 from tests.engine.simulated_ahead import QueueingExecutor
 
@@ -253,18 +264,26 @@ def test_deeper_than_two_is_refused() -> None:
 
 
 def test_what_a_grammar_has_to_read_first_is_not_planned_ahead() -> None:
-    core = core_ahead()
-    grammar = StructuredOutput(kind=StructuredOutputKind.REGEX, value="a*")
-    requests = [
-        make_request(range(9), "free", max_tokens=8),
-        make_request(range(20, 29), "bound", max_tokens=8, structured_output=grammar),
-    ]
-    for request in requests:
-        core.add(request)
-    core.step()
-    assert [plan.request_ids for plan in queue_of(core).plans] == [["free", "bound"], ["free"]]
-    run_to_end(core)
-    assert queue_of(core).computed == {"free": 16, "bound": 16}
+    class Watching(QueueingExecutor):
+        def submit(self, plan, abandoned=None):  # type: ignore[no-untyped-def]
+            in_flight = [request_id for step in self._in_flight for request_id in step.plan.request_ids]
+            assert not {"bound"}.intersection(plan.request_ids, in_flight)
+            return super().submit(plan, abandoned)
+
+    tokenizer = byte_level_tokenizer()
+    vocab_size = tokenizer.get_vocab_size()
+    compiler = GrammarCompiler(Vocabulary(tokenizer), vocab_size=vocab_size, eos_token_ids=(258,))
+    executor = Watching(64, 4, vocab_size)
+    config = EngineConfig(max_model_len=MAX_MODEL_LEN, pipeline_depth=2, eos_token_ids=(258,))
+    core = EngineCore(config, executor, compiler)
+    grammar = StructuredOutput(kind=StructuredOutputKind.REGEX, value="(xy){5}")
+    core.add(make_request(range(9), "free", max_tokens=60, ignore_eos=True))
+    core.add(make_request(range(20, 29), "bound", structured_output=grammar))
+    outputs = run_to_end(core)
+    assert tokenizer.decode(tokens_of(outputs["bound"])) == "xy" * 5
+    assert len(tokens_of(outputs["free"])) == 60
+    assert executor.most_in_flight == 2
+    core.shutdown()
 
 
 @pytest.mark.anyio

@@ -16,7 +16,7 @@ QUIET := $(if $(CI),-qq)
 INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint format storm nginx lock clean
+.PHONY: help serve chat test lint format storm nginx npm lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,7 +28,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: lint nginx
+test: lint nginx npm
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -56,7 +56,7 @@ lock: $(VENV)/.dev
 	@mv requirements.lock.new requirements.lock
 
 clean:
-	rm -rf $(VENV) build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) tests/npm/node_modules build *.egg-info gpu/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # ------------------------------------------------------------------------------------------- the environment
 # A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
@@ -93,3 +93,17 @@ nginx:
 	  { command -v apt-get && $$root true && \
 	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends nginx-light; } >/dev/null || \
 	  { echo "The tests need nginx, and it could not be installed. On Debian: apt install nginx-light" >&2; exit 1; }
+
+# The clients from npm that the server's tests drive, and Node from the distribution, where they are missing.
+npm: tests/npm/node_modules/.installed
+
+tests/npm/node_modules/.installed: tests/npm/package.json tests/npm/package-lock.json
+	@command -v node >/dev/null && command -v npm >/dev/null && exit; \
+	  if [ "$$(id -u)" = 0 ]; then root=; else root="sudo -n"; fi; \
+	  echo "Installing Node for the tests"; \
+	  { command -v apt-get && $$root true && \
+	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends nodejs npm; } >/dev/null || \
+	  { echo "The tests need Node, and it could not be installed. On Debian: apt install nodejs npm" >&2; exit 1; }
+	@echo "Installing the clients from npm"
+	@cd tests/npm && npm ci --ignore-scripts --no-audit --no-fund --loglevel error
+	@touch $@

@@ -100,8 +100,12 @@ def message_format(model: ServedModel, body: GenerationRequest, outputs: Request
     """How the answer to `body` is read into parts. A completion is text and nothing else."""
     if not isinstance(body, ChatCompletionRequest):
         return MessageFormat()
-    prompt_end = b"".join(map(model.llm.vocabulary.token_bytes, outputs.prompts[0][-PROMPT_TAIL:]))
-    return body.message_format(model.prompts.syntax, prompt_end)
+    return body.message_format(model.prompts.syntax, _prompt_end(model, outputs.prompts[0]))
+
+
+def _prompt_end(model: ServedModel, prompt: list[int]) -> bytes:
+    """The text that tells whether a prompt has begun the answer's reasoning."""
+    return b"".join(map(model.llm.vocabulary.token_bytes, prompt[-PROMPT_TAIL:]))
 
 
 def take_request_id(request: RequestScope, given: str | None) -> str:
@@ -149,8 +153,6 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
     body = work.body
     request.generation_id = work.request_id
     sampling = body.to_sampling_params(model.measures.vocab_size)
-    if isinstance(body, ChatCompletionRequest):
-        sampling = body.with_syntax(sampling, model.prompts.syntax)
     deadline, first_token_deadline = _deadlines(server, request, body)
     patience = min(deadline, first_token_deadline) - time.monotonic()
     priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)
@@ -164,6 +166,8 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         prompts = await work.tokenize(model)
+        if isinstance(body, ChatCompletionRequest):
+            sampling = body.with_syntax(sampling, model.prompts.syntax, _prompt_end(model, prompts[0]))
         num_prompt_tokens = sum(map(len, prompts))
         place.count_tokens(num_prompt_tokens)
         body.check_prompt_logprobs(num_prompt_tokens)

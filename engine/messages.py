@@ -53,6 +53,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
     closed: bool = False  # whether objects take no properties but those they declare, where a schema leaves it open
     whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
+    reasoning: tuple[str, str] | None = None  # tags around free text that may come first; opened already if "" opens it
 
     def check(self) -> None:
         """Raise `InvalidRequest` for a grammar that is too large to be looked at."""

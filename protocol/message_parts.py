@@ -82,15 +82,13 @@ class MessageFormat:
     """How the text of one request's choices is to be read.
 
     `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
-    false drops it. One of `demanded_calls`, the beginnings of the calls that a grammar enforces, ends it even if the
-    model has forgotten to. `new_tool_reader` None means that the text holds no calls. `call_is_named` says that the
+    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_named` says that the
     client has asked for this very call, which some wire formats then do not count as the model's decision.
     """
 
     reasoning: ReasoningTags | None = None
     reasoning_is_open: bool = False
     show_reasoning: bool = True
-    demanded_calls: tuple[str, ...] = ()
     new_tool_reader: Callable[[], ToolReader] | None = None
     call_is_named: bool = False
 
@@ -114,9 +112,8 @@ class MessageParser:
         self._splitter: ReasoningSplitter | None = None
         self._counter: ReasoningCounter | None = None
         if tags := message_format.reasoning:
-            is_open, answers = message_format.reasoning_is_open, message_format.demanded_calls
-            self._splitter = ReasoningSplitter(tags, is_open=is_open, answers=answers)
-            self._counter = ReasoningCounter(tags, token_bytes, is_open=is_open, answers=answers)
+            self._splitter = ReasoningSplitter(tags, is_open=message_format.reasoning_is_open)
+            self._counter = ReasoningCounter(tags, token_bytes, is_open=message_format.reasoning_is_open)
         self._tools = message_format.new_tool_reader() if message_format.new_tool_reader else None
 
     @property

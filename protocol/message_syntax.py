@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from msgspec import structs
+
 from engine.messages import StructuredOutput
 from protocol.message_parts import MessageFormat
 from protocol.reasoning import BRACKETS, THINK, ReasoningTags
@@ -58,11 +60,20 @@ class MessageSyntax:
             return without_tools(messages, functions, self._tools), None
         return messages, [function.for_template() for function in functions] or None
 
-    def grammar(self, tools: ToolUse | None, *, thinks: bool = True) -> StructuredOutput | None:
-        """What the text has to follow on account of the tools. `thinks` false: the client has turned reasoning off."""
-        if tools is None or (tools.choice == "auto" and not self._reads_calls):
-            return None
-        return self._tools.grammar(tools, text_before=thinks and self._reasoning is not None)
+    def grammar(
+        self, tools: ToolUse | None, asked: StructuredOutput | None, *, prompt_end: bytes
+    ) -> StructuredOutput | None:
+        """What the text has to follow: `asked` is what the client wants of an answer in words.
+
+        A demanded call comes in its place, because there is no such answer then. The model may reason before either.
+        """
+        grammar = asked
+        if tools is not None and (tools.choice == "required" or (asked is None and self._reads_calls)):
+            grammar = self._tools.grammar(tools)
+        if grammar is None or self._reasoning is None:
+            return grammar
+        opening = "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening
+        return structs.replace(grammar, reasoning=(opening, self._reasoning.closing))
 
     def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
         """Special tokens that have to be in the text although special tokens are left out: tags that are read."""
@@ -78,12 +89,10 @@ class MessageSyntax:
     ) -> MessageFormat:
         """How the answer is read. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens."""
         hidden = [tag for tag in self._tags(tools) if tag in self._special_tokens] if hide_special_tokens else []
-        opening = self._reasoning.opening.encode() if self._reasoning else b""
         return MessageFormat(
             reasoning=self._reasoning,
-            reasoning_is_open=bool(opening) and prompt_end.rstrip().endswith(opening),
+            reasoning_is_open=self._reasoning_is_open(prompt_end),
             show_reasoning=show_reasoning,
-            demanded_calls=self._tools.demanded_calls(tools) if tools else (),
             new_tool_reader=self._tools.reader(tools, hidden) if tools and self._reads(tools) else None,
             call_is_named=tools is not None and tools.named is not None,
         )
@@ -98,6 +107,9 @@ class MessageSyntax:
         if "tool_call_id" in message:
             return {**message, "tool_call_id": known(message["tool_call_id"])}
         return message
+
+    def _reasoning_is_open(self, prompt_end: bytes) -> bool:
+        return self._reasoning is not None and prompt_end.rstrip().endswith(self._reasoning.opening.encode())
 
     def _reads(self, tools: ToolUse) -> bool:
         return self._reads_calls or tools.choice == "required"

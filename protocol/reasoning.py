@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from protocol.tags import Padding, find_tag, unfinished_tag
+from protocol.tags import Padding, unfinished_tag
 
 
 class ReasoningTags(NamedTuple):
@@ -34,14 +34,10 @@ class _Place(enum.Enum):
 
 
 class ReasoningSplitter:
-    """Splits the text of one choice into reasoning and answer, as it comes.
+    """Splits the text of one choice into reasoning and answer, as it comes."""
 
-    The answer also begins where one of `answers` does, which belongs to it.
-    """
-
-    def __init__(self, tags: ReasoningTags, *, is_open: bool, answers: Sequence[str] = ()) -> None:
+    def __init__(self, tags: ReasoningTags, *, is_open: bool) -> None:
         self._tags = tags
-        self._ends = (tags.closing, *answers)
         self._place = _Place.INSIDE_START if is_open else _Place.BEFORE
         self._held = ""  # what may become a tag
         self._padding = Padding()  # white space that the reasoning may end with
@@ -77,16 +73,15 @@ class ReasoningSplitter:
     def _inside(self, text: str) -> tuple[str, str]:
         """The reasoning in `text`, and what comes after its end."""
         answer = ""
-        found = find_tag(text, self._ends)
-        if found is not None:
-            end, tag = found
-            text, answer = text[:end], text[end + len(tag) if tag == self._tags.closing else end :]
-        elif length := unfinished_tag(text, self._ends):
+        end = text.find(self._tags.closing)
+        if end >= 0:
+            text, answer = text[:end], text[end + len(self._tags.closing) :]
+        elif length := unfinished_tag(text, [self._tags.closing]):
             text, self._held = text[:-length], text[-length:]
         if self._place is _Place.INSIDE_START and (text := text.lstrip()):
             self._place = _Place.INSIDE
         text = self._padding.feed(text)
-        if found is not None:
+        if end >= 0:
             self._padding.take()
             self._place = _Place.ANSWER_START
         return text, answer
@@ -98,18 +93,10 @@ class ReasoningCounter:
     Text cannot tell: it trails the tokens, and control tokens are not in it.
     """
 
-    def __init__(
-        self,
-        tags: ReasoningTags,
-        token_bytes: Callable[[int], bytes],
-        *,
-        is_open: bool,
-        answers: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, tags: ReasoningTags, token_bytes: Callable[[int], bytes], *, is_open: bool) -> None:
         self.num_tokens = 0
         self._opening = tags.opening.encode()
-        self._ends = [end.encode() for end in (tags.closing, *answers)]
-        self._longest_end = max(map(len, self._ends))
+        self._closing = tags.closing.encode()
         self._token_bytes = token_bytes
         self._is_open = is_open
         self._is_over = False
@@ -131,5 +118,5 @@ class ReasoningCounter:
                 self._is_open, self._seen = True, start.removeprefix(self._opening)
             self.num_tokens += self._num_seen
             self._num_seen = 0
-            self._is_over = any(end in self._seen for end in self._ends)
-            self._seen = self._seen[-self._longest_end :]
+            self._is_over = self._closing in self._seen
+            self._seen = self._seen[-len(self._closing) :]

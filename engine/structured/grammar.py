@@ -35,6 +35,15 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
 
     Raises InvalidRequest for what is refused before it is compiled.
     """
+    grammar = _grammar(structured, special_tokens)
+    if structured.reasoning is None:
+        return grammar
+    opening, closing = structured.reasoning
+    begun = _pieces(opening, special_tokens) if opening else []
+    return _after_reasoning(grammar, begun, _pieces(closing, special_tokens))
+
+
+def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
     match structured.kind:
         case StructuredOutputKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(_json_schema(_parsed(structured.value), structured))
@@ -105,6 +114,30 @@ def _from_gbnf(text: str) -> str:
         raise refused("it is nested too deeply.") from None
     except Exception as error:  # the translator raises its own error for some faults, and whatever it meets for others
         raise refused(f"it is not valid GBNF: {error}") from None
+
+
+# --- reasoning
+
+
+def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str]) -> str:
+    """Lark for text between two tags, which are given as Lark's literals, and then what `grammar` describes.
+
+    Without an opening tag the reasoning has begun before; with one, the model may do without.
+    """
+    if grammar.startswith("{"):  # a JSON Schema in llguidance's own form
+        schema = msgspec.json.decode(grammar)["grammars"][0]["json_schema"]
+        grammar = f"start: %json {msgspec.json.encode(schema).decode()}"
+    lazy = "" if closing[0].startswith("<[") else "[lazy]"  # no text can hold a token of its own
+    reasoning = f"{' '.join(opening)} reasoning_end reasoning_gap?"
+    return "\n".join(
+        [
+            _START.sub("after_reasoning:", grammar),
+            f"REASONING_TEXT: {_ANY_TEXT}",
+            r"reasoning_gap: /[ \t\r\n]{1,8}/",
+            f"reasoning_end{lazy}: REASONING_TEXT {' '.join(closing)}",
+            f"start: ({reasoning})? after_reasoning" if opening else f"start: {reasoning} after_reasoning",
+        ]
+    )
 
 
 # --- structural tags

@@ -229,16 +229,16 @@ class ChatCompletionRequest(GenerationRequest):
         """What may and must be called; None if nothing."""
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
-    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax) -> SamplingParams:
-        """`sampling`, with what the served model's syntax adds: a call that is required is a grammar.
+    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
+        """`sampling`, with what the served model's syntax adds for a prompt that ends with `prompt_end`.
 
-        It replaces that of a response format, which is for answers in words.
+        A call that is required is a grammar, and tags that are special tokens have to be in the text.
         """
-        shown = syntax.shown_special_tokens(self.tool_use)
-        grammar = syntax.grammar(self.tool_use, thinks=self.template_variables().get("enable_thinking") is not False)
-        if grammar is None or (sampling.structured_output and self.tool_use and self.tool_use.choice == "auto"):
-            grammar = sampling.structured_output
-        return structs.replace(sampling, structured_output=grammar, shown_special_tokens=shown)
+        return structs.replace(
+            sampling,
+            structured_output=syntax.grammar(self.tool_use, sampling.structured_output, prompt_end=prompt_end),
+            shown_special_tokens=syntax.shown_special_tokens(self.tool_use),
+        )
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's refusal of this request, with the fields called what this client calls them."""

@@ -44,27 +44,21 @@ class ToolFormat:
     new_call_id: NewCallId
     known_call_id: Callable[[str], str] | None = None
 
-    def demanded_calls(self, tools: ToolUse) -> tuple[str, ...]:
-        """What the calls begin with that the request demands; none if it leaves the model free."""
-        demanded = tools.callable_functions if tools.choice == "required" else ()
-        return tuple(self.tag(function.name, True).begin for function in demanded)
-
     def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
         """What makes a reader for a choice of such a request. `hidden` are tags that no client may see."""
         names = frozenset(function.name for function in tools.functions)
         new_reader = partial(self.new_reader, self.new_call_id, names, tuple(hidden))
         return new_reader if tools.parallel else lambda: _FirstCallOnly(new_reader())
 
-    def grammar(self, tools: ToolUse, *, text_before: bool) -> StructuredOutput | None:
+    def grammar(self, tools: ToolUse) -> StructuredOutput | None:
         """What makes the model call as the request demands; None if that leaves it free.
 
-        Where a call is required, `text_before` lets reasoning come first. Where it is not, arguments are held to
-        their schema if a function is strict.
+        Where no call is required, arguments are held to their schema all the same if a function is strict.
         """
         if tools.choice == "required":
             tags = [self.tag(function.name, function.closed_schema) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
-            return _compact(tagged_json(tags, text=text_before, required=True, repeat=repeat, separator=self.separator))
+            return _compact(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
         if self.opening is None or not any(function.strict for function in tools.functions):
             return None
         tags = [

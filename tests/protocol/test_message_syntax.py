@@ -9,6 +9,7 @@ import pytest
 from protocol.chat_template import CHATML, ChatTemplate, segments_text
 from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
 from protocol.message_syntax import MessageSyntax
+from protocol.structured import json_schema
 from protocol.tools.functions import Function, ToolUse
 from tests.protocol.wire_helpers import token_bytes
 
@@ -43,6 +44,10 @@ def read(syntax, text, tools, **options):
     return [(part.index, part.name) if isinstance(part, ToolCallStart) else part for part in parts]
 
 
+def grammar_of(syntax, tools, asked=None, prompt_end=b""):
+    return syntax.grammar(tools, asked, prompt_end=prompt_end)
+
+
 CALLED = [(0, "weather"), ToolCallArguments(0, '{"a": 1}')]
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>',
@@ -68,8 +73,8 @@ def test_the_family_is_told_by_the_template(template, family):
 def test_what_a_grammar_writes_is_read_as_a_call(template):
     tools = ToolUse(functions=(WEATHER, TIME), choice="required")
     for parser in ("auto", "none"):
-        syntax = syntax_of(template, tool_parser=parser, reasoning_parser="none")
-        grammar = json.loads(syntax.grammar(tools).value)
+        syntax = syntax_of(template, tool_parser=parser)
+        grammar = json.loads(grammar_of(syntax, tools).value)
         assert (grammar["required"], grammar["repeat"], grammar["text"]) == (True, True, False)
         written = grammar["separator"].join(f"{tag['begin']}{{}}{tag['end']}" for tag in grammar["tags"])
         assert read(syntax, written, tools) == [
@@ -82,25 +87,42 @@ def test_what_a_grammar_writes_is_read_as_a_call(template):
 
 def test_the_grammar_is_as_narrow_as_the_choice():
     syntax = syntax_of(QWEN)
-    assert syntax.grammar(None) is None
-    assert syntax.grammar(ToolUse(functions=(WEATHER,))) is None
-    named = json.loads(syntax.grammar(ToolUse(functions=(WEATHER, TIME), choice="required", named="time")).value)
+    assert grammar_of(syntax, None) is None
+    assert grammar_of(syntax, ToolUse(functions=(WEATHER,))) is None
+    named = json.loads(grammar_of(syntax, ToolUse(functions=(WEATHER, TIME), choice="required", named="time")).value)
     assert [tag["begin"] for tag in named["tags"]] == ['<tool_call>\n{"name": "time", "arguments": ']
     assert named["tags"][0]["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
     assert named["repeat"] is False
-    assert named["text"] is True  # the model may think before it calls
-    one = syntax.grammar(ToolUse(functions=(WEATHER,), choice="required", parallel=False), thinks=False)
-    assert (json.loads(one.value)["repeat"], json.loads(one.value)["text"]) == (False, False)
+    one = grammar_of(syntax, ToolUse(functions=(WEATHER,), choice="required", parallel=False))
+    assert json.loads(one.value)["repeat"] is False
+
+
+def test_what_the_client_wants_of_an_answer_holds_unless_a_call_is_demanded():
+    syntax, asked = syntax_of(LLAMA), json_schema({"type": "object"})
+    strict = Function(name="f", parameters={"type": "object"}, strict=True)
+    assert grammar_of(syntax, None, asked) == asked
+    assert grammar_of(syntax_of(MISTRAL), ToolUse(functions=(strict,)), asked) == asked
+    demanded = grammar_of(syntax, ToolUse(functions=(strict,), choice="required"), asked)
+    assert [tag["begin"] for tag in json.loads(demanded.value)["tags"]] == ['{"name": "f", "parameters": ']
+
+
+def test_a_model_that_reasons_may_do_so_before_what_is_demanded():
+    asked = json_schema({"type": "object"})
+    for tools in (None, ToolUse(functions=(WEATHER,), choice="required")):
+        assert grammar_of(syntax_of(QWEN), tools, asked).reasoning == ("<think>", "</think>")
+        opened = grammar_of(syntax_of(QWEN), tools, asked, prompt_end=b"assistant\n<think>\n")
+        assert opened.reasoning == ("", "</think>")
+        assert grammar_of(syntax_of(LLAMA), tools, asked).reasoning is None
 
 
 def test_strict_functions_are_held_to_their_schema_where_a_call_can_be_told_from_text():
     strict = Function(name="f", parameters={"type": "object", "maxProperties": 1}, strict=True)
     tools = ToolUse(functions=(strict, WEATHER))
-    grammar = json.loads(syntax_of(QWEN).grammar(tools).value)
+    grammar = json.loads(grammar_of(syntax_of(QWEN), tools).value)
     assert [tag["schema"] for tag in grammar["tags"]] == [strict.parameters, {"type": "object"}]
     assert (grammar["triggers"], grammar["text"], grammar["required"]) == (["<tool_call>"], True, False)
-    assert syntax_of(LLAMA).grammar(tools) is None
-    assert syntax_of(QWEN, tool_parser="none").grammar(tools) is None
+    assert grammar_of(syntax_of(LLAMA), tools) is None
+    assert grammar_of(syntax_of(QWEN, tool_parser="none"), tools) is None
 
 
 def test_without_parallel_calls_the_first_one_is_kept():
@@ -181,13 +203,6 @@ def test_other_templates_are_told_of_tools_in_words(template):
 def test_reasoning_is_looked_for_where_the_template_or_the_operator_says(template, parser, prompt_end, parts):
     syntax = syntax_of(template, reasoning_parser=parser)
     assert read(syntax, "<think>a</think>b", None) == parts
-
-
-def test_a_demanded_call_ends_reasoning_that_nothing_else_has_ended():
-    text = f"<think>I call <tool_call>. {WRITTEN['hermes']}"
-    demanded = ToolUse(functions=(WEATHER,), choice="required")
-    assert read(syntax_of(QWEN), text, demanded) == [ReasoningDelta("I call <tool_call>."), *CALLED]
-    assert read(syntax_of(QWEN), text, ToolUse(functions=(WEATHER,))) == [ReasoningDelta(text.removeprefix("<think>"))]
 
 
 def test_reasoning_that_the_prompt_has_opened_needs_no_tag():

@@ -39,7 +39,8 @@ def prepared(schema: Any, *, closed: bool) -> Any:
         if key in _MAP_OF_SCHEMAS and isinstance(value, dict):
             copy[key] = {name: prepared(entry, closed=closed) for name, entry in value.items()}
         elif key in _LIST_OF_SCHEMAS and isinstance(value, list):
-            copy[key] = [prepared(entry, closed=closed) for entry in value]
+            # Each of `allOf` declares a part: closed, one would forbid what another asks for.
+            copy[key] = [prepared(entry, closed=closed and key != "allOf") for entry in value]
         elif key in _SCHEMA:
             copy[key] = prepared(value, closed=closed)
     return copy

@@ -56,21 +56,20 @@ class ToolFormat:
         Where no call is required, arguments are held to their schema all the same if a function is strict.
         """
         if tools.choice == "required":
-            tags = [self.tag(function.name, function.closed_schema) for function in tools.callable_functions]
+            tags = [self.tag(function.name, function.schema) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
-            return _compact(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
+            return _for_programs(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
         if self.opening is None or not any(function.strict for function in tools.functions):
             return None
         tags = [
-            self.tag(function.name, function.closed_schema if function.strict else ANY_OBJECT)
-            for function in tools.functions
+            self.tag(function.name, function.schema if function.strict else ANY_OBJECT) for function in tools.functions
         ]
-        return _compact(tagged_json(tags, triggers=[self.opening]))
+        return _for_programs(tagged_json(tags, triggers=[self.opening]))
 
 
-def _compact(grammar: StructuredOutput) -> StructuredOutput:
-    # Arguments are for programs: line breaks and indents would only cost tokens.
-    return structs.replace(grammar, any_whitespace=False)
+def _for_programs(grammar: StructuredOutput) -> StructuredOutput:
+    # Line breaks and indents only cost tokens, and a function fails on an argument that it does not know.
+    return structs.replace(grammar, any_whitespace=False, closed=True)
 
 
 def _new_openai_id() -> str:

@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_SAYS_MORE = frozenset(
-    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
-)
-
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -21,12 +17,6 @@ class Function:
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
-
-    @property
-    def closed_schema(self) -> Mapping[str, Any]:
-        """What a grammar holds arguments to: no parameters but those that are declared, unless the schema says more."""
-        says_more = _SAYS_MORE & self.schema.keys() or "properties" not in self.schema
-        return self.schema if says_more else {**self.schema, "additionalProperties": False}
 
     @property
     def schema(self) -> Mapping[str, Any]:

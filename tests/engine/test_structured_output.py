@@ -122,6 +122,13 @@ def test_blanks_are_few_or_none_or_as_the_pattern_says() -> None:
         assert not re.search(forbidden, outside_strings)
 
 
+def test_the_parts_of_a_closed_object_do_not_forbid_each_other() -> None:
+    parts = [{"properties": {name: {"const": 1}}, "required": [name]} for name in ("a", "b")]
+    text, _ = outcome(changed(json_schema({"type": "object", "allOf": parts}), closed=True), max_tokens=60)
+    assert '"a"' in text
+    assert '"b"' in text
+
+
 ARGUMENTS = {"type": "object", "properties": {"f": {"const": 1}}, "required": ["f"], "additionalProperties": False}
 CALL = Tag("<call>", ARGUMENTS, "</call>")
 

@@ -89,9 +89,12 @@ def test_the_grammar_is_as_narrow_as_the_choice():
     syntax = syntax_of(QWEN)
     assert grammar_of(syntax, None) is None
     assert grammar_of(syntax, ToolUse(functions=(WEATHER,))) is None
-    named = json.loads(grammar_of(syntax, ToolUse(functions=(WEATHER, TIME), choice="required", named="time")).value)
+    named_grammar = grammar_of(syntax, ToolUse(functions=(WEATHER, TIME), choice="required", named="time"))
+    named = json.loads(named_grammar.value)
     assert [tag["begin"] for tag in named["tags"]] == ['<tool_call>\n{"name": "time", "arguments": ']
-    assert named["tags"][0]["schema"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert named["tags"][0]["schema"] == {"type": "object", "properties": {}}
+    assert named_grammar.closed
+    assert not named_grammar.any_whitespace
     assert named["repeat"] is False
     one = grammar_of(syntax, ToolUse(functions=(WEATHER,), choice="required", parallel=False))
     assert json.loads(one.value)["repeat"] is False

@@ -137,6 +137,31 @@ def test_count_tokens(sdk: anthropic.Anthropic, server: Server) -> None:
     assert sdk.messages.count_tokens(model=MODEL, messages=too_long).input_tokens > 4096
 
 
+def test_what_coding_agents_send_is_taken(sdk: anthropic.Anthropic) -> None:
+    """The beta route and its headers, caches, budgets, accounting, and fields that mean nothing here."""
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    with sdk.beta.messages.stream(
+        model=MODEL,
+        max_tokens=1500,
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>Hi</system-reminder>"}]},
+            {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?", **cached}]},
+        ],
+        metadata={"user_id": "user_1_session_2"},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        betas=["context-management-2025-06-27"],
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        extra_body={**GREEDY, "output_config": {"effort": "low"}},
+    ) as stream:
+        message = stream.get_final_message()
+    assert message.stop_reason == "end_turn"
+    assert "Paris" in message.content[0].text
+
+
 # --- tools and formats
 
 CITIES = ["Paris", "Rome"]

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.server.harness import PATIENCE, Server
+from tests.server.raw_client import sse_events
 from tests.server.tiny_model import NAME, tiny_server
 
 BEGUN = {"add_generation_prompt": False, "continue_final_message": True, "ignore_eos": True}
@@ -84,3 +85,26 @@ def test_an_answer_without_tags_is_an_answer(sdk: openai.OpenAI) -> None:
     assert whole.usage
     assert whole.usage.completion_tokens_details
     assert whole.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_reasoning_is_a_thinking_block_of_a_message(thinking_server: Server) -> None:
+    body = {
+        "messages": fields("<think>")["messages"],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "thinking": {"type": "adaptive"},
+    }
+    message = thinking_server.post("/v1/messages", body).json()
+    [block] = message["content"]
+    assert block["type"] == "thinking"
+    assert block["signature"]
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 8}
+
+    events = list(sse_events([thinking_server.post("/v1/messages", body | {"stream": True}).content]))
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == block["thinking"] != ""
+    assert deltas[-1] == {"type": "signature_delta", "signature": block["signature"]}
+
+    hidden = thinking_server.post("/v1/messages", body | {"thinking": {"type": "adaptive", "display": "omitted"}})
+    assert hidden.json()["content"] == [block | {"thinking": ""}]

@@ -103,6 +103,36 @@ def test_logprobs_come_with_their_text(sdk: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in content.logprobs)
 
 
+def test_what_coding_agents_send_is_taken(sdk: openai.OpenAI) -> None:
+    """Codex's request: nothing is kept, the whole history is sent, reasoning is asked for in every form."""
+    stream = sdk.responses.create(
+        model=MODEL,
+        instructions="You are an agent.",
+        input=[
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": '{"command":["ls"]}'},
+            {"type": "function_call_output", "call_id": "call_1", "output": "README.md"},
+        ],
+        tools=[
+            {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning={"effort": "medium", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="session",
+        store=False,
+        stream=True,
+        extra_body={"client_metadata": {"a": "b"}, "max_output_tokens": 8, "temperature": 0},
+    )
+    *_, last = stream
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text
+
+
 # --- functions
 
 CITIES = ["Paris", "Rome"]

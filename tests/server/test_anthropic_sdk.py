@@ -217,6 +217,14 @@ def test_a_tools_result_goes_back_into_the_conversation(sdk: anthropic.Anthropic
     assert without.input_tokens > sdk.messages.count_tokens(model=MODEL, messages=messages).input_tokens
 
 
+def test_a_format_is_kept(server: Server) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": CITIES}}, "required": ["city"]}
+    form = {"type": "json_schema", "schema": schema | {"additionalProperties": False}}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        [block] = ask(server, max_tokens=60, **fields)["content"]
+        assert orjson.loads(block["text"])["city"] in CITIES
+
+
 def test_an_answer_that_the_client_has_begun_is_continued(server: Server) -> None:
     begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
     assert ask(server, messages=begun, max_tokens=4)["content"][0]["text"].startswith(" Paris")
@@ -249,6 +257,15 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "b"}]}, "'bash_20250124'"),
     ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "maximum context length"),
+    (
+        "",
+        {
+            "messages": QUESTION,
+            "max_tokens": 1,
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "string", "pattern": "("}}},
+        },
+        "output_config.format",
+    ),
     ("/count_tokens", {}, "messages is required"),
 ]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import orjson
 import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from tests.server.harness import MODEL, PATIENCE, Server
 from tests.server.raw_client import sse_events
@@ -133,7 +133,7 @@ def test_what_coding_agents_send_is_taken(sdk: openai.OpenAI) -> None:
     assert last.response.output_text
 
 
-# --- functions
+# --- functions and formats
 
 CITIES = ["Paris", "Rome"]
 WEATHER = {
@@ -191,6 +191,20 @@ def test_events_of_a_call_are_in_order_and_strictly_their_types(server: Server) 
     assert names[:3] == ["created", "in_progress", "output_item.added"]
     assert set(names[3:-3]) == {"function_call_arguments.delta"}
     assert names[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+
+
+class City(BaseModel):
+    """What is asked for."""
+
+    name: Literal["Paris", "Rome"]
+    is_capital: bool
+
+
+def test_a_format_is_kept_and_parsed(sdk: openai.OpenAI) -> None:
+    response = sdk.responses.parse(**GREEDY, max_output_tokens=60, text_format=City)
+    assert isinstance(response.output_parsed, City)
+    free = sdk.responses.create(**GREEDY, max_output_tokens=30, text={"format": {"type": "json_object"}})
+    assert free.status == "incomplete" or isinstance(orjson.loads(free.output_text), dict)
 
 
 # --- responses that are kept
@@ -300,6 +314,11 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "string", "pattern": "("}}}},
+        "text.format",
+        "text.format",
+    ),
     ({"metadata": {"a": 1}}, "metadata.a", "a string"),
     ({"metadata": {"a": "b" * 513}}, "metadata", "512"),
     ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "lots"),

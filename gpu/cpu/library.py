@@ -119,6 +119,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p)),
     "hr_write_kv": (None, (POINTER(HeadsStruct), c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
     "hr_attend": (None, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
+    "hr_draw": (
+        None,
+        (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7),
+    ),
 }
 
 

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
+from gpu.cpu.sampling import can_draw, draw
 from gpu.sampling.filters import cutoffs
 from gpu.sampling.greedy import largest
 from gpu.sampling.logprobs import token_logprobs
@@ -88,6 +89,20 @@ def _add_bias(logits: torch.Tensor, bias: SparseBias) -> None:
 
 def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Draw from each row of `logits` (overwritten)."""
+    if can_draw(logits):
+        return draw(
+            logits,
+            temperature=metadata.temperature,
+            top_k=metadata.top_k,
+            top_p=metadata.top_p,
+            min_p=metadata.min_p,
+            uniform=uniform(metadata.seed, metadata.position),
+        )
+    return draw_with_torch(logits, metadata)
+
+
+def draw_with_torch(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The draw as torch computes it: the definition, and what serves where the library was not built."""
     device = logits.device
     # The largest logit becomes 0, so that no temperature can make it overflow.
     logits -= logits.amax(-1, keepdim=True)

@@ -7,11 +7,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "attention.h"
-#include "matrix.h"
+#include "engine.h"
 
 using namespace headrace;
 
@@ -55,54 +54,6 @@ namespace {
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Memory that only ever grows, of a type without constructors.
-template <class T>
-class Buffer {
-  public:
-    T* reserve(size_t count) {
-        if (count > size_) {
-            data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})));
-            size_ = count;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
-    };
-    std::unique_ptr<T, Free> data_;
-    size_t size_ = 0;
-};
-
-struct ActivationBuffer {
-    Buffer<int8_t> q;
-    Buffer<float> scale, sum;
-    Buffer<uint16_t> bf16;
-    Activations rows;
-
-    Activations& reserve(const Matrix& w, int count) {
-        rows.cols = w.cols;
-        size_t size = (size_t)count * w.cols;
-        if (w.form == kBF16) {
-            rows.bf16 = bf16.reserve(size);
-        } else {
-            rows.q = q.reserve(size);
-            rows.scale = scale.reserve(size / kBlock);
-            rows.sum = sum.reserve(size / kBlock);
-        }
-        return rows;
-    }
-};
-
-struct Engine {
-    explicit Engine(int num_threads) : pool(num_threads) {}
-    Pool pool;
-    Buffer<float> residual, wide, attended;
-    Buffer<uint16_t> queries;
-    ActivationBuffer input;
-};
 
 // Rows are cheap; below this many of them a loop that several threads share costs more than it saves.
 constexpr int kRowsPerItem = 8;

@@ -13,6 +13,7 @@
 namespace headrace {
 
 typedef float f32x16 __attribute__((vector_size(64)));
+typedef double f64x16 __attribute__((vector_size(128)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
@@ -50,6 +51,14 @@ inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 inline float sum(f32x16 x) {
     float total = 0;
+    for (int i = 0; i < 16; i++) total += x[i];
+    return total;
+}
+
+inline f64x16 to_f64(f32x16 x) { return __builtin_convertvector(x, f64x16); }
+
+inline double sum(f64x16 x) {
+    double total = 0;
     for (int i = 0; i < 16; i++) total += x[i];
     return total;
 }

@@ -1,0 +1,116 @@
+"""The library's draw against the torch one, which is its definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu.cpu.sampling import draw
+from gpu.sampling import SamplingMetadata
+from gpu.sampling.noise import uniform
+from gpu.sampling.sampler import draw_with_torch
+
+
+def metadata_of(
+    rows: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> SamplingMetadata:
+    return SamplingMetadata(
+        temperature=np.full(rows, temperature, np.float32),
+        top_k=np.full(rows, top_k, np.int64),
+        top_p=np.full(rows, top_p),
+        min_p=np.full(rows, min_p),
+        seed=np.arange(seed, seed + rows).astype(np.uint64),
+        position=np.arange(rows, dtype=np.int64),
+        num_logprobs=np.full(rows, -1, np.int64),
+    )
+
+
+def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, np.ndarray]:
+    return draw(
+        logits.clone(),
+        temperature=metadata.temperature,
+        top_k=metadata.top_k,
+        top_p=metadata.top_p,
+        min_p=metadata.min_p,
+        uniform=uniform(metadata.seed, metadata.position),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    vocab_size=st.sampled_from([1, 15, 16, 97, 1024, 3001]),
+    spread=st.sampled_from([0.0, 0.5, 4.0, 30.0]),
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 40, 1000, 10**6]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
+    min_p=st.sampled_from([0.0, 1e-6, 0.05, 0.7, 1.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_every_token_is_the_one_that_torch_draws(vocab_size, spread, temperature, top_k, top_p, min_p, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, vocab_size, generator=generator) * spread
+    metadata = metadata_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    seen, finite = fast(logits, metadata)
+    expected, _ = draw_with_torch(logits.clone(), metadata)
+    assert finite.all()
+    # Both round, so a draw that falls on the border of two tokens, or a filter's on that of two weights, may go either
+    # way; the border is then next to the token that was drawn.
+    for row in np.flatnonzero(seen != expected):
+        weights = ((logits[row] - logits[row].max()) / temperature).double().exp()
+        near = _border_distance(weights.numpy(), int(seen[row]), int(expected[row]), metadata, int(row))
+        assert near < 1e-5, (row, seen[row], expected[row])
+
+
+def _border_distance(weights: np.ndarray, seen: int, expected: int, metadata: SamplingMetadata, row: int) -> float:
+    """How far the draw, or the sum that top-p cuts, is from where the other token would have been right."""
+    order = np.sort(weights)[::-1]
+    floor = max(metadata.min_p[row], order[metadata.top_k[row] - 1] if 0 < metadata.top_k[row] <= len(order) else 0.0)
+    kept = np.where(weights >= floor * (1 - 1e-6), weights, 0.0)
+    sums = np.cumsum(order[order >= floor * (1 - 1e-6)])
+    distances = [np.abs(sums / sums[-1] - metadata.top_p[row]).min()]
+    level = order[min(np.searchsorted(sums, metadata.top_p[row] * sums[-1]), len(sums) - 1)]
+    if metadata.top_p[row] < 1:
+        kept = np.where(kept >= level * (1 - 1e-6), kept, 0.0)
+    cumulative = np.cumsum(kept)
+    target = uniform(metadata.seed, metadata.position)[row] * cumulative[-1]
+    low, high = sorted((seen, expected))
+    distances.append(np.abs(cumulative[low : high + 1] - target).min() / cumulative[-1])
+    return float(min(distances))
+
+
+def test_rows_are_drawn_alike_alone_and_together_on_any_number_of_threads():
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(1)) * 3
+    metadata = metadata_of(40, temperature=0.9, top_k=0, top_p=0.95, min_p=0.0, seed=5)
+    together, _ = fast(logits, metadata)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert fast(logits, metadata)[0].tolist() == together.tolist()
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 7, 39):
+        part = metadata.drawing(np.array([row]))
+        assert fast(logits[row : row + 1], part)[0].tolist() == [together[row]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 16, 999, 1000])
+def test_a_row_that_is_no_distribution_is_told_and_spares_its_neighbours(value: float, place: int):
+    logits = torch.randn(3, 1001)
+    metadata = metadata_of(3, temperature=1.0, top_k=0, top_p=0.9, min_p=0.0, seed=5)
+    clean, _ = fast(logits, metadata)
+    logits[1, place] = value
+    seen, finite = fast(logits, metadata)
+    assert finite.tolist() == [True, False, True]
+    assert seen[[0, 2]].tolist() == clean[[0, 2]].tolist()
+    _, finite = fast(torch.full((3, 7), -torch.inf), metadata)
+    assert not finite.any()
+
+
+def test_tokens_that_are_forbidden_are_never_drawn():
+    logits = torch.full((200, 3000), -torch.inf)
+    logits[:, [5, 2999]] = 0.0
+    seen, finite = fast(logits, metadata_of(200, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=9))
+    assert finite.all()
+    assert set(seen.tolist()) == {5, 2999}

@@ -132,13 +132,13 @@ class CallObject:
             return
         self._expect = _Expect.COMMA_OR_END
         if key == "name":
-            self._name = self._name or json.loads(value)
+            self._name = self._name or _unquoted(value)
             if not self._name or (self._names is not None and self._name not in self._names):
                 self.state = BlockState.BROKEN
             elif self._waiting:
                 self._give(self._waiting)
         elif key in _ARGUMENTS and not self._has_arguments:
-            if value.startswith('"') and not _is_object(value := json.loads(value)):
+            if value.startswith('"') and not _is_object(value := _unquoted(value)):
                 self.state = BlockState.BROKEN
             elif self._name is None:
                 self._waiting = value
@@ -159,6 +159,12 @@ class CallObject:
             self._give("{}")
         self._sink.end()
         self.state = BlockState.DONE
+
+
+def _unquoted(literal: str) -> str:
+    """The text of a JSON string; empty if it holds half a character, which no JSON can carry further."""
+    text: str = json.loads(literal)
+    return "" if any("\ud800" <= character <= "\udfff" for character in text) else text
 
 
 def _is_object(text: str) -> bool:

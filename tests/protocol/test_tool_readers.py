@@ -86,6 +86,13 @@ HERMES_CASES = {
         *call(0, "f", '{"a": 01'),
         *content("}}!"),
     ],
+    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>': content(
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    ),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>': content(
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'
+    ),
+    '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>': call(0, "f", '{"a": "\\ud800"}'),
     '<tool_call>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>': [
         *content("<tool_call>"),
         *call(0, "f", "{}"),

@@ -108,6 +108,22 @@ def test_where_it_is_free_the_model_may_answer_in_words(sdk: openai.OpenAI) -> N
     assert answers[0].usage.prompt_tokens > answers[1].usage.prompt_tokens  # told of the tools, or not
 
 
+def test_a_call_that_the_model_makes_by_itself_is_told_from_its_words(sdk: openai.OpenAI) -> None:
+    # The model is too small to do so reliably: a pattern makes it write what a larger one would.
+    call = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)", "unit": "C"\}\}\n</tool_call>'
+    fields = FIELDS | {"extra_body": {"structured_outputs": {"regex": rf"I look\.\n\n{call}"}}}
+    [whole] = sdk.chat.completions.create(**fields).choices
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content == "I look."
+    [called] = whole.message.tool_calls or []
+    assert is_weather_call(called)
+    with sdk.chat.completions.stream(**fields) as stream:
+        [streamed] = stream.get_final_completion().choices
+    assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "I look.")
+    [same] = streamed.message.tool_calls or []
+    assert same.function.arguments == called.function.arguments
+
+
 def test_a_call_and_its_result_go_back_to_the_model(sdk: openai.OpenAI) -> None:
     called = sdk.chat.completions.create(**FIELDS, tool_choice="required", parallel_tool_calls=False).choices[0].message
     [call] = called.tool_calls or []

@@ -86,6 +86,7 @@ def end_parent() -> None:
         return
     # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
     # Before it ends, because point 5 ends this process then.
+    gc.unfreeze()  # what is frozen would not be found
     for lock in gc.get_objects():
         if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]

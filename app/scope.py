@@ -56,6 +56,42 @@ class RequestScope:
     `blocked_seconds` is how long sending had to wait for the client to read.
     """
 
+    # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
+    __slots__ = (
+        "_answered",
+        "_asgi_send",
+        "_body_timeout",
+        "_connection",
+        "_ended_by",
+        "_handler",
+        "_last_words",
+        "_max_body_bytes",
+        "_num_sending",
+        "_receive",
+        "_send_timeout",
+        "_sending_since",
+        "_shield",
+        "_task_group",
+        "arrival_time",
+        "blocked_seconds",
+        "body",
+        "client_gone",
+        "error_code",
+        "generation",
+        "generation_id",
+        "headers",
+        "http_version",
+        "method",
+        "on_tick",
+        "path",
+        "path_params",
+        "query_string",
+        "received_time",
+        "request_id",
+        "status",
+        "tenant",
+    )
+
     def __init__(
         self,
         scope: Scope,

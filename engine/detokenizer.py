@@ -56,7 +56,9 @@ class Vocabulary:
 
     def decoder(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> TokenDecoder:
         """A decoder of one sequence. Without special tokens those in `shown` are text all the same."""
-        skipped = self.special_ids.difference(shown) if skip_special_tokens else frozenset[int]()
+        skipped = frozenset[int]()
+        if skip_special_tokens:
+            skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one for all
         return _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped)
 
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import platform
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +35,8 @@ from loadtest.gpu_parts.rooflines import Card, measure_card
 from loadtest.gpu_parts.timing import Timer
 
 PARTS = ("kernels", "engine", "served", "peers")
+# Seconds that must be left for a part to be begun: what it takes with 8 billion parameters, and some more.
+RESERVE = {"kernels": 30.0, "engine": 60.0, "served": 150.0, "peers": 90.0}
 
 
 def main() -> int:
@@ -39,7 +44,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", default="Llama-3.1-8B,Qwen3-0.6B", help=f"of {', '.join(PUBLISHED)}")
     parser.add_argument("--parts", default=",".join(PARTS), help="which to run; correctness comes first in any case")
-    parser.add_argument("--seconds", type=float, default=560.0, help="no part is begun after so much of them")
+    parser.add_argument(
+        "--seconds", type=float, default=570.0, help="how long it may take; what does not fit is left out"
+    )
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: try the control flow")
     options = parser.parse_args()
@@ -47,6 +54,8 @@ def main() -> int:
     if unknown:
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     report = Report()
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.alarm(math.ceil(options.seconds))
     try:
         bench(report, options)
     finally:
@@ -69,8 +78,8 @@ def bench(report: Report, options: argparse.Namespace) -> None:
     report.add("card", "copy bandwidth", card.bandwidth / 1e9, "GB/s")
     report.add("card", "matrix rate", card.flops / 1e12, "TFLOP/s")
 
-    def time_is_left(reserve: float = 0.0) -> bool:
-        return time.monotonic() - started < options.seconds - reserve
+    def time_is_left(part: str) -> bool:
+        return time.monotonic() - started + RESERVE[part] < options.seconds
 
     with torch.inference_mode():
         correct = check_all(report, device, tiny=options.tiny)
@@ -78,26 +87,33 @@ def bench(report: Report, options: argparse.Namespace) -> None:
         if "kernels" in parts:
             sizes = kernel_speed.Sizes.tiny() if options.tiny else kernel_speed.Sizes()
             speed = kernel_speed.KernelSpeed(report, timer, card, dtype, sizes, correct)
-            _guarded(report, "kernels", lambda: speed.run(time_is_left))
+            _guarded(report, "kernels", lambda: speed.run(partial(time_is_left, "kernels")))
+    left_for_engine, left_for_peers = partial(time_is_left, "engine"), partial(time_is_left, "peers")
     models = ["tiny"] if options.tiny else options.models.split(",")
     sizes = engine_runs.Sizes.tiny() if options.tiny else engine_runs.Sizes()
     for name in models:
         _free(device)
         if "engine" in parts:
             _guarded(
-                report, f"{name} offline", lambda name=name: offline(report, name, device, card, sizes, time_is_left)
+                report,
+                f"{name} offline",
+                lambda name=name: offline(report, name, device, card, sizes, left_for_engine),
             )
         _free(device)
         if "served" in parts:
-            if time_is_left(reserve=60.0) or options.tiny:
+            if time_is_left("served"):
                 left = options.seconds - (time.monotonic() - started)
                 _guarded(
                     report, f"{name} served", lambda name=name, left=left: served(report, name, device, sizes, left)
                 )
             else:
                 report.note(f"{name} over HTTP was left out, for time")
-        if "peers" in parts and time_is_left():
-            transformers_beside(report, name, load_shape(name), device, sizes, time_is_left)
+        if "peers" in parts:
+            _guarded(
+                report,
+                f"{name} beside transformers",
+                lambda name=name: transformers_beside(report, name, load_shape(name), device, sizes, left_for_peers),
+            )
 
 
 def offline(
@@ -156,6 +172,10 @@ def _guarded(report: Report, what: str, part: Callable[[], None]) -> None:
     except (Exception, SystemExit) as problem:
         traceback.print_exc()
         report.fail(f"{what}: {type(problem).__name__}: {str(problem)[:300]}")
+
+
+def _out_of_time(number: int, frame: object) -> None:
+    raise TimeoutError("the time was up")
 
 
 def _free(device: torch.device) -> None:

@@ -16,8 +16,9 @@ import triton.language as tl
 
 from gpu.kernels.jit.online import accumulate
 
-# A part is at least this many tokens: below it, merging costs more than the parallelism gains.
-MIN_SPLIT_TOKENS = 256
+# A part is at least this many tokens. Requests are cut so small only where they are too few to fill the device; then
+# each tile more that a program takes is waited for by everybody.
+MIN_SPLIT_TOKENS = 64
 MAX_SPLITS = 64
 # Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
 PROGRAMS_PER_PROCESSOR = 4

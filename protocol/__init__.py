@@ -17,6 +17,7 @@ The app room parses bodies with this package and sends what it builds. Of the en
     anthropic       one of them: Anthropic's messages
     responses       the other: OpenAI's Responses
     tokens          text to token ids and back
+    administration  what administrators send
     answers         the shapes of answers, for the description of the API
     operations      every route with its request and answer models
     openapi         the description that is made from them

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from protocol import answers
+from protocol.administration import AbortRequest
 from protocol.anthropic.messages import CountTokensRequest, MessagesRequest
 from protocol.body import ClientModel
 from protocol.openai.chat import ChatCompletionRequest
@@ -113,3 +114,10 @@ OPERATIONS = (
     Operation("get", "/openapi.json", "This description, for programs.", "application/json"),
     Operation("get", "/docs", "This description, for people.", "text/html"),
 )
+
+ADMINISTRATION = (
+    Operation("get", "/server_info", "Version, model, measures and settings.", answers.ServerInfo, errors=(503,)),
+    Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
+    Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
+)
+"""Routes that exist where there are administrators' keys."""

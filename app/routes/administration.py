@@ -5,19 +5,16 @@ Without such keys these routes do not exist.
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import orjson
-from pydantic import Field
 from starlette.routing import Route
 
 from app.generation import parse
 from app.routes.probes import VERSION
 from app.scope import Handler, RequestScope
 from app.server import Server
-from protocol.body import ClientModel, at_most, fail_fast
-
-MAX_ABORTED = 1024  # ids of one call
+from protocol.administration import AbortRequest
 
 # What a server may say of its settings: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
@@ -26,12 +23,6 @@ SHOWN_SETTINGS = (
     *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
     *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
 )
-
-
-class AbortRequest(ClientModel):
-    """The body of POST /abort_requests."""
-
-    request_ids: Annotated[list[str], fail_fast, at_most(MAX_ABORTED, "ids")] = Field(min_length=1)
 
 
 class MakeRoute(Protocol):

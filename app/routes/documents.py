@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import orjson
 from anyio import to_thread
@@ -10,35 +11,45 @@ from anyio import to_thread
 from app.docs_page import render
 from app.routes.probes import VERSION
 from app.scope import Handler, RequestScope
+from app.server import Server
 from protocol.openapi import document
+from protocol.operations import ADMINISTRATION, OPERATIONS
 
 # A browser loads nothing for this page, from here or from elsewhere.
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
-def openapi() -> Handler:
+def openapi(server: Server) -> Handler:
     """The handler of GET /openapi.json."""
+    administered = server.tenants.administered
 
     async def handler(request: RequestScope) -> None:
-        await request.send_json(200, await to_thread.run_sync(_description))
+        await request.send_json(200, await to_thread.run_sync(_description, administered))
 
     return handler
 
 
-def docs() -> Handler:
+def docs(server: Server) -> Handler:
     """The handler of GET /docs: one page without scripts, pictures or anything from elsewhere."""
+    administered = server.tenants.administered
 
     async def handler(request: RequestScope) -> None:
-        await request.send_body(200, await to_thread.run_sync(_page), "text/html; charset=utf-8", _PAGE_HEADERS)
+        await request.send_body(
+            200, await to_thread.run_sync(_page, administered), "text/html; charset=utf-8", _PAGE_HEADERS
+        )
 
     return handler
 
 
 @cache
-def _description() -> bytes:
-    return orjson.dumps(document(VERSION))
+def _description(administered: bool) -> bytes:
+    return orjson.dumps(_document(administered))
 
 
 @cache
-def _page() -> bytes:
-    return render(document(VERSION)).encode()
+def _page(administered: bool) -> bytes:
+    return render(_document(administered)).encode()
+
+
+def _document(administered: bool) -> dict[str, Any]:
+    return document(VERSION, OPERATIONS + ADMINISTRATION if administered else OPERATIONS)

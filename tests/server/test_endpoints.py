@@ -178,6 +178,20 @@ def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
         assert secret not in answer.text
 
 
+def test_an_engine_in_a_process_tells_of_prompts_too(governed: Server) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 2}
+    choice = ask(governed, "POST", "/v1/completions", body, key="client").json()["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == len(choice["prompt_logprobs"]) == 3
+    answer = ask(governed, "POST", EMBEDDINGS, {"input": [[5, 6, 7], [8]]}, key="client").json()
+    assert [len(item["embedding"]) for item in answer["data"]] == [32, 32]
+
+
+def test_administration_is_described_where_there_is_one(governed: Server, server: Server) -> None:
+    described = ask(governed, "GET", "/openapi.json", key="client").json()["paths"]
+    assert {"/server_info", "/reset_prefix_cache", "/abort_requests"} <= described.keys()
+    assert "/server_info" not in server.client.get("/openapi.json").json()["paths"]
+
+
 def test_the_prefix_cache_is_forgotten(governed: Server) -> None:
     def cached() -> int:
         body = {"prompt": list(range(100, 164)), "max_tokens": 1}

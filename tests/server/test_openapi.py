@@ -7,7 +7,7 @@ and a shape that are described. The model is random and its context short, so th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 
 import pytest
@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 from app.application import create_app
 from app.settings import Settings
 from protocol.openapi import document
-from protocol.operations import OPERATIONS
+from protocol.operations import ADMINISTRATION, OPERATIONS, Operation
 from tests.server.harness import Server
 from tests.server.tiny_model import tiny_server
 
@@ -113,13 +113,18 @@ def test_after_all_of_this_the_server_is_well(described: Server) -> None:
     assert described.post("/v1/completions", body).json()["usage"]["completion_tokens"] == 3
 
 
-def test_every_route_is_described_and_nothing_else() -> None:
+@pytest.mark.parametrize(
+    ("admin_keys", "operations"), [((), OPERATIONS), (("key",), OPERATIONS + ADMINISTRATION)], ids=["open", "governed"]
+)
+def test_every_route_is_described_and_nothing_else(
+    admin_keys: tuple[str, ...], operations: Sequence[Operation]
+) -> None:
     routes = {
         (method.lower(), re.sub(r":\w+}", "}", route.path))
-        for route in create_app(Settings()).routes
+        for route in create_app(Settings(admin_keys=admin_keys)).routes
         for method in route.methods - {"HEAD"}
     }
-    assert routes == {(operation.method, operation.path) for operation in OPERATIONS}
+    assert routes == {(operation.method, operation.path) for operation in operations}
 
 
 def test_the_page_for_people_needs_nothing_from_elsewhere(described: Server) -> None:

@@ -41,7 +41,26 @@ C = TypeVar("C", bound=TranslatedChat)
 
 
 class DialectRequest(ClientModel):
-    """Fields that every dialect takes beside its own, under chat's names and with chat's meaning."""
+    """Fields that every dialect takes beside its own, under chat's names and with chat's meaning.
+
+    Those of chat's that would change the answer, and have another name in the dialects or none, are refused.
+    """
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "n": (1,),
+        "max_completion_tokens": (),
+        "response_format": ({"type": "text"},),
+        "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "logprobs": (False,),
+        "functions": (),
+        "function_call": ("none",),
+    }
 
     model: str | None = None
     temperature: float | None = None

@@ -113,7 +113,12 @@ class CountTokensRequest(DialectRequest):
     effect.
     """
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"container": (), "mcp_servers": ([],)}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **DialectRequest.unsupported,
+        "stop": (),
+        "container": (),
+        "mcp_servers": ([],),
+    }
 
     messages: Annotated[list[Turn], fail_fast, at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
     system: Text | None = None

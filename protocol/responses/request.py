@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from protocol.body import ClientModel, at_most, fail_fast
 from protocol.dialect import DialectRequest, TranslatedChat, check_type, known_types, translated, type_tag
+from protocol.openai.common import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
 
 MAX_TOOLS = 128
@@ -167,6 +168,9 @@ class InputTokensRequest(DialectRequest):
     """The body of POST /v1/responses/input_tokens: what of a request makes its prompt."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **DialectRequest.unsupported,
+        "messages": (),
+        "max_tokens": (),
         "background": (False,),
         "conversation": (),
         "prompt": (),
@@ -256,6 +260,7 @@ class ResponsesRequest(InputTokensRequest):
 
     max_output_tokens: int | None = None
     truncation: Literal["disabled", "auto"] = "disabled"
+    stop: StopStrings | None = None
     top_logprobs: int = 0
     include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
     store: bool | None = None
@@ -285,6 +290,7 @@ class ResponsesRequest(InputTokensRequest):
         return {
             **super().chat_fields(),
             "max_tokens": self.max_output_tokens,
+            "stop": self.stop,
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
         }

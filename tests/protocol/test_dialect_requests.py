@@ -61,10 +61,15 @@ def test_claude_codes_accounting_line_stays_out_of_the_prompt():
 
 def test_responses_say_it_in_chats_words():
     chat = responses_chat(
-        instructions="Be brief.", max_output_tokens=9, top_p=0.5, top_logprobs=2, reasoning={"effort": "none"}
+        instructions="Be brief.",
+        max_output_tokens=9,
+        top_p=0.5,
+        top_logprobs=2,
+        reasoning={"effort": "none"},
+        stop="END",
     )
     params = chat.to_sampling_params(1000)
-    assert (params.max_tokens, params.top_p, params.logprobs) == (9, 0.5, 2)
+    assert (params.max_tokens, params.top_p, params.logprobs, params.stop) == (9, 0.5, 2, ("END",))
     assert chat.messages_for_template()[0] == {"role": "system", "content": "Be brief."}
     assert chat.template_variables()["enable_thinking"] is False
 

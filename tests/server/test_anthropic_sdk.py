@@ -266,6 +266,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         },
         "output_config.format",
     ),
+    ("", {"messages": QUESTION, "max_tokens": 1, "n": 2}, "n is not supported"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "stop": "a"}, "stop is not supported"),
     ("/count_tokens", {}, "messages is required"),
 ]
 

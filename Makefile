@@ -72,8 +72,8 @@ $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/c
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable .
-	@ls gpu/cpu/*.so >/dev/null 2>&1 || \
-	  echo "No C++ compiler was found: Headrace runs on torch alone, several times slower. On Debian: apt install g++" >&2
+	@[ "$$(uname -m)" != x86_64 ] || ls gpu/cpu/*.so >/dev/null 2>&1 || \
+	  echo "No C++ compiler was found: models run on torch alone, several times slower. On Debian: apt install g++" >&2
 	@touch $@
 
 # instructor bounds jiter below what the SDKs ask for, needlessly. Triton comes with CUDA builds of torch; elsewhere the

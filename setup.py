@@ -1,23 +1,33 @@
 """Builds the C++ library of gpu/cpu; everything else about the project is in pyproject.toml.
 
-One build for each step of a processor's instruction set, so that an installed Headrace chooses when it starts. Where
-there is no compiler the installation goes on without, and the model runs on torch.
+One build for each kind of processor that it is for, so that an installed Headrace chooses when it starts. Elsewhere,
+and where there is no compiler, the installation goes on without, and models run on torch.
 """
 
 import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.h"))
-FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16"]
+FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+VNNI = ["-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
+BUILDS = {"_kernels_vnni": VNNI, "_kernels_bf16": [*VNNI, "-mavx512bf16"]}  # gpu/cpu/library.py has their names too
 
-builds = {"_kernels": []}
-if platform.machine() == "x86_64":
-    builds |= {"_kernels_avx2": AVX2, "_kernels_avx512": AVX2 + AVX512}
+
+class BuildApart(build_ext):
+    """Keeps the objects of each build in a folder of their own: they come from the same sources."""
+
+    def build_extension(self, ext: Extension) -> None:
+        shared = self.build_temp
+        self.build_temp = str(Path(shared) / ext.name)
+        try:
+            super().build_extension(ext)
+        finally:
+            self.build_temp = shared
+
 
 setup(
     ext_modules=[
@@ -30,6 +40,8 @@ setup(
             extra_link_args=["-pthread"],
             optional=True,
         )
-        for name, flags in builds.items()
-    ]
+        for name, flags in BUILDS.items()
+        if platform.machine() == "x86_64"
+    ],
+    cmdclass={"build_ext": BuildApart},
 )

@@ -4,7 +4,8 @@ library     finds the library and describes its structs
 matrices    weights as the library computes with them: 4 and 8 bits as a GGUF file has them, or bfloat16
 decoder     a model on top of it, with the interface that the model runner needs
 
-Where there is no compiler there is no library, and models run on torch (`gpu.models`), which stays the reference.
+It is for processors with AVX-512 VNNI. Elsewhere, and where there is no compiler, models run on torch (`gpu.models`),
+which stays the reference.
 """
 
 from gpu.cpu.decoder import CPUCausalLM

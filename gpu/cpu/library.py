@@ -8,7 +8,6 @@ csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -16,12 +15,9 @@ from pathlib import Path
 
 from gpu.host import processor_flags
 
-# The builds from best to plainest (setup.py), and the instructions that each needs beyond the plain ones.
-BUILDS = {
-    "_kernels_avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c"},
-    "_kernels_avx2": {"avx2", "fma", "f16c"},
-    "_kernels": set[str](),
-}
+# The builds, best first (setup.py makes them), and the instructions that each needs.
+_VNNI = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
+BUILDS = {"_kernels_bf16": _VNNI | {"avx512_bf16"}, "_kernels_vnni": _VNNI}
 STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
 
 StopFunction = ctypes.CFUNCTYPE(c_int32)
@@ -131,8 +127,8 @@ class Library:
 
     @property
     def instructions(self) -> str:
-        """What it was built for, for the log: "avx512"."""
-        return self.name.removeprefix("_kernels").removeprefix("_") or "plain"
+        """What it was built for, for the log."""
+        return {"_kernels_bf16": "AVX-512 VNNI and BF16", "_kernels_vnni": "AVX-512 VNNI"}[self.name]
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -162,10 +158,9 @@ def built(folder: Path = Path(__file__).parent) -> dict[str, Path]:
 
 @cache
 def load_library() -> Library | None:
-    """The best build that this processor runs; None where none was built. HEADRACE_CPU_BUILD names another one."""
+    """The best build that this processor runs; None where there is none."""
     flags = processor_flags()
-    chosen = os.environ.get("HEADRACE_CPU_BUILD")
     for name, path in built().items():
-        if BUILDS[name] <= flags and chosen in (None, name):
+        if BUILDS[name] <= flags:
             return Library(name, path)
     return None

@@ -60,13 +60,7 @@ class Pool {
     // About 50 microseconds: longer than the gaps within a step, shorter than what anybody would miss between steps.
     static constexpr int kSpins = 2000;
 
-    static void pause() {
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        asm volatile("yield");
-#endif
-    }
+    static void pause() { __builtin_ia32_pause(); }
 
     // Take indices as long as the ticket is of this generation. Generation and next index share one word, so an index
     // can only be taken of the loop that is running: its caller waits for it, and what it points to is alive.

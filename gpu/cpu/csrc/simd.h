@@ -1,14 +1,12 @@
-// Vectors of 16 lanes, written once for every processor: the compiler splits them where registers are narrower. Only
-// what no compiler finds by itself (dot products of bytes and of bfloat16, half-precision loads) is spelled out.
+// Vectors of 16 lanes, in the compiler's own notation. What no compiler finds by itself (dot products of bytes and of
+// bfloat16, half-precision loads) is spelled out for AVX-512 with VNNI, and BF16 where the processor has it.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
 namespace headrace {
 
@@ -40,11 +38,7 @@ inline f32x16 to_f32(i32x16 x) { return __builtin_convertvector(x, f32x16); }
 // Written out, because whether a compiler contracts a * b + c may differ from one place to the next, and results are
 // promised to be the same bits wherever a row is computed.
 inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-#if defined(__AVX512F__)
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
 }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
@@ -77,22 +71,7 @@ inline float largest(f32x16 x) {
 
 // 16 half-precision floats.
 inline f32x16 load_f16(const uint16_t* from) {
-#if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-    f32x16 result;
-    store(&result, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
-    store((float*)&result + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8))));
-    return result;
-#else
-    f32x16 result;
-    for (int i = 0; i < 16; i++) {
-        _Float16 half;
-        std::memcpy(&half, from + i, 2);
-        result[i] = (float)half;
-    }
-    return result;
-#endif
 }
 
 inline float f16_to_f32(uint16_t bits) {
@@ -132,15 +111,7 @@ inline float from_bf16(uint16_t half) {
 
 // sums[j] += weights[4j] * x[0] + ... + weights[4j + 3] * x[3]: unsigned bytes by four signed ones.
 inline i32x16 dot_bytes(i32x16 sums, u8x64 weights, const int8_t* x) {
-    int32_t four = load<int32_t>(x);
-#if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(four));
-#else
-    (void)four;
-    i32x16 words = (i32x16)weights;
-    for (int i = 0; i < 4; i++) sums += ((words >> (8 * i)) & 0xff) * (int32_t)x[i];
-    return sums;
-#endif
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(x)));
 }
 
 // sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.

@@ -182,6 +182,11 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _tool_choice_can_be_met(self) -> Self:
         check_tool_choice(self.tools, self.tool_choice)
+        # A response format is about answers in words, which there is none of then; other grammars are about all text.
+        grammars = self.grammars_asked_for.keys() - {"response_format"}
+        if grammars and self.tool_use is not None and self.tool_use.choice == "required":
+            name = min(grammars)
+            raise InvalidRequest(f"{name} cannot hold for a call that tool_choice demands; leave one out.", param=name)
         return self
 
     @model_validator(mode="after")
@@ -249,9 +254,7 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def _tools_give_the_grammar(self) -> bool:
         tools = self.tool_use
-        return tools is not None and (
-            tools.choice == "required" or any(function.strict for function in tools.functions)
-        )
+        return tools is not None and (tools.choice == "required" or not self.grammars_asked_for)
 
     def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
         """How the answer is read, if the prompt ends with `prompt_end`."""

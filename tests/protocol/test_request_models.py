@@ -164,6 +164,7 @@ BAD_CHATS = [
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be 'function'"),
     ({"tools": [tool("f")], "tool_choice": 5}, "tool_choice", "none, auto, required or"),
+    ({"tools": [tool("f")], "tool_choice": "required", "guided_choice": ["a"]}, "guided_choice", "leave one out"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),

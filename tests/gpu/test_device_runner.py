@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -28,6 +29,7 @@ from gpu.device.graphs import LARGEST, DecodeGraphs, Replay, ladder
 from gpu.device.rows import words_of
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
+from gpu.kernels.dispatch import interpreted
 from gpu.model_runner import ModelRunner
 from gpu.models import build_model
 from gpu.worker import FinishedStep
@@ -247,6 +249,61 @@ def test_a_steady_decode_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyP
     executor.submit(plan_of(decodes, new_blocks={"r0": [9], "r1": [10], "r2": [11]})).result()
     executor.submit(plan_of(decodes)).result()
     assert sent == [4, 3, 0]  # who is in the step, padded to a graph's size; three blocks; nothing
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation that, on a card, would stop the host until all work before it is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        sized_by_data = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal") or by_mask or sized_by_data:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
+    """On the kernels, since their twins look at what they compute; prefill, mixed steps, decodes, every wish but those
+    of a prompt."""
+    graphs = Again()
+    executor = make_executor("device", graphs)
+    wishes: list[dict[str, object]] = [
+        {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2},
+        {"min_tokens": 3, "stop_token_ids": (1, 2)},
+        {"logprobs": 2, "top_p": 0.9},
+        {},
+    ]
+    everyone = [
+        new_request(f"r{i}", range(i, i + 5), block_ids=[2 * i, 2 * i + 1], temperature=1.0, seed=i, **wish)
+        for i, wish in enumerate(wishes)
+    ]
+    names = [request.request_id for request in everyone]
+    plans = [
+        plan_of({"r0": 5, "r1": 3, "r3": 4}, new=[everyone[0], everyone[1], everyone[3]]),
+        plan_of({"r0": 1, "r1": 2, "r2": 5, "r3": 1}, new=[everyone[2]]),
+        plan_of(dict.fromkeys(names, 1)),
+        plan_of({"r3": 1}),
+    ]
+    with interpreted():
+        assert isinstance(executor.runner, DeviceRunner)
+        for _ in ladder(MAX_NUM_SEQS):  # those of whole steps; the others would only take time
+            executor.runner.prepare()
+        for plan in plans:
+            with Waits() as waits:
+                step = executor.submit(plan)
+            assert waits.found == []
+            assert len(step.result().sampled_token_ids) == len(plan.request_ids)
+    assert graphs.num_replayed == 1
+    with Waits() as waits:
+        executor.submit(plan_of({"r0": 1}))
+    assert waits.found  # by the twins, which shows that it would be noticed
 
 
 def test_log_probabilities_are_those_of_the_other_runner() -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -239,6 +240,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one round of half the requests")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure of every round there")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers on the way out, as Ctrl-C does
     given = [HEADRACE, *([VLLM] if options.vllm else []), *([LLAMA] if options.llama else [])]
     names = options.servers.split(",") if options.servers else given
     streams = [int(number) for number in options.streams.split(",")]

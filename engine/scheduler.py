@@ -440,7 +440,11 @@ class Scheduler:
         for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
-                continue  # failed a moment ago, or gone or preempted since it was planned
+                # Failed a moment ago, or gone or preempted since it was planned. Its seat was used all the same: if it
+                # were free, two tenants could take it from each other for ever, each before a step of it is booked.
+                if request is not None:
+                    self.shares.charge(request.tenant, max(num_scheduled, OUTPUT_TOKEN_COST))
+                continue
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled
             if num_scheduled > 1 or computed_before < request.num_prompt_tokens:

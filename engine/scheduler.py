@@ -381,8 +381,10 @@ class Scheduler:
         """
         steps = [self._in_flight.end() for _ in plans]
         reach = {
-            request_id: self.requests[request_id].num_computed_tokens + num_tokens
-            for request_id, num_tokens in steps[0].items()
+            # One that was preempted since is as suspect as the others: it has to come past what it is known to hold.
+            request_id: request.num_computed_tokens + num_tokens if request_id in steps[0] else len(request.token_ids)
+            for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True)
+            if (request := self.requests.get(request_id)) is not None
         }
         for request_id in dict.fromkeys(chain.from_iterable(steps)):
             self._preempt(self.running[request_id], now)

@@ -60,6 +60,7 @@ class AsyncLLM:
         self.error: BaseException | None = None
         self.last_stats: SchedulerStats | None = None
         self._client = client
+        self._tokenizer = tokenizer
         self._grammars = grammars
         self._compiling = anyio.CapacityLimiter(COMPILER_THREADS)
         self._seed = seed
@@ -179,7 +180,10 @@ class AsyncLLM:
         elif isinstance(message, EngineReady):
             self.ready = message
             self._inputs = InputProcessor(
-                vocab_size=message.vocab_size, max_model_len=message.max_model_len, seed=self._seed
+                vocab_size=message.vocab_size,
+                max_model_len=message.max_model_len,
+                seed=self._seed,
+                tokenizer=self._tokenizer,
             )
             self._loaded.set()
         else:

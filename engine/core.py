@@ -85,11 +85,11 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def add(self, request: EngineCoreRequest) -> None:
-        wanted = request.sampling.structured_output
-        grammar = self._structured.start(wanted) if self._structured is not None and wanted is not None else None
-        self.scheduler.add(request, grammar)
-        if wanted is not None and grammar is None:
-            self.scheduler.fail(request.request_id, "this engine cannot enforce grammars")
+        restricted = request.sampling.restricts_tokens
+        matcher = self._structured.start(request.sampling) if self._structured is not None and restricted else None
+        self.scheduler.add(request, matcher)
+        if restricted and matcher is None:
+            self.scheduler.fail(request.request_id, "this engine cannot enforce what may be generated")
 
     def check_grammars(self, sampling: Iterable[SamplingParams]) -> None:
         """Raise InvalidRequest for a grammar that cannot be enforced. Blocks while it is compiled."""

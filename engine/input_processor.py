@@ -6,15 +6,21 @@ import itertools
 import random
 
 import msgspec
+from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest
 from engine.messages import EngineCoreRequest
+from engine.structured.token_rules import bad_word_token_ids
 
 
 class InputProcessor:
     """Checks requests against the model's measures and fans out n > 1."""
 
-    def __init__(self, *, vocab_size: int, max_model_len: int, seed: int | None = None) -> None:
+    def __init__(
+        self, *, vocab_size: int, max_model_len: int, seed: int | None = None, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Without a `tokenizer` there are no `bad_words`."""
+        self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self._random = random.Random(seed)
@@ -31,6 +37,11 @@ class InputProcessor:
         sampling = request.sampling
         sampling.check(self.vocab_size)
         self._check_prompt(request.prompt_token_ids)
+        if sampling.bad_words:
+            if self._tokenizer is None:
+                raise InvalidRequest("bad_words need a tokenizer, and this engine has none.", param="bad_words")
+            words = bad_word_token_ids(self._tokenizer, sampling.bad_words)
+            sampling = msgspec.structs.replace(sampling, bad_words_token_ids=words)
         max_tokens = self._max_tokens(len(request.prompt_token_ids), sampling.max_tokens)
         seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
         return [

@@ -48,7 +48,10 @@ class LLM:
         self.core = core
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(
-            vocab_size=core.executor.vocab_size, max_model_len=core.config.max_model_len, seed=seed
+            vocab_size=core.executor.vocab_size,
+            max_model_len=core.config.max_model_len,
+            seed=seed,
+            tokenizer=tokenizer,
         )
         self._outputs = OutputProcessor(Vocabulary(tokenizer))
 

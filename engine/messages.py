@@ -19,6 +19,9 @@ from engine.errors import InvalidRequest
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16384
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARACTERS = 128
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
@@ -93,11 +96,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same
     structured_output: StructuredOutput | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated, EOS included
+    bad_words: tuple[str, ...] = ()  # never generated
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same in tokens; the front door fills it in
     prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def restricts_tokens(self) -> bool:
+        """Whether each step has to be told which tokens may follow."""
+        return self.structured_output is not None or self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def has_penalties(self) -> bool:
@@ -140,6 +151,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 _in_range("logit_bias", bias, -100.0, 100.0)
         if self.structured_output is not None:
             self.structured_output.check()
+        if self.allowed_token_ids is not None:
+            _at_most("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not self.allowed_token_ids:
+                raise InvalidRequest("allowed_token_ids must name at least one token.", param="allowed_token_ids")
+            for token_id in self.allowed_token_ids:
+                _in_range("allowed_token_ids", token_id, 0, vocab_size - 1)
+        _at_most("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for word in self.bad_words:
+            if not word.strip() or len(word) > MAX_BAD_WORD_CHARACTERS:
+                raise InvalidRequest(
+                    f"bad_words must have 1 to {MAX_BAD_WORD_CHARACTERS} characters each and not be blank.",
+                    param="bad_words",
+                )
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

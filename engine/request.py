@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
-from engine.structured import GrammarMatcher
+from engine.structured import TokenMatcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -87,7 +87,7 @@ class Request:
         sequence_number: int,
         eos_token_ids: Iterable[int],
         max_model_len: int,
-        grammar: GrammarMatcher | None = None,
+        grammar: TokenMatcher | None = None,
     ) -> None:
         sampling = message.sampling
         self.request_id = message.request_id
@@ -150,7 +150,7 @@ class Request:
         Not if that token is the last one, by the limit (other ends show later, and cost a token for nobody), and not if
         a grammar has to read it before it can say what may follow.
         """
-        return num_planned_tokens + 1 < self.max_num_tokens and self.sampling.structured_output is None
+        return num_planned_tokens + 1 < self.max_num_tokens and not self.sampling.restricts_tokens
 
     def is_late(self, now: float) -> bool:
         """Whether a deadline has passed that still counts."""

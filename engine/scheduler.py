@@ -33,7 +33,7 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Sche
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.plan_draft import PlanDraft
 from engine.request import FINISH_REASONS, Request, RequestStatus
-from engine.structured import GrammarMatcher
+from engine.structured import TokenMatcher
 from engine.waiting_queue import WaitingQueue
 
 
@@ -71,7 +71,7 @@ class Scheduler:
 
     # --- arrivals and departures
 
-    def add(self, message: EngineCoreRequest, grammar: GrammarMatcher | None = None) -> None:
+    def add(self, message: EngineCoreRequest, grammar: TokenMatcher | None = None) -> None:
         """Queue a request. One with a grammar starts when that is compiled.
 
         Raises KeyError if the id is in use: the front end guarantees that it is not.
@@ -417,7 +417,7 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
 
-    def matchers_of(self, plan: SchedulerOutput) -> list[tuple[int, GrammarMatcher]]:
+    def matchers_of(self, plan: SchedulerOutput) -> list[tuple[int, TokenMatcher]]:
         """The requests of a plan that have a grammar, by their places in it."""
         if not self._num_grammars:
             return []

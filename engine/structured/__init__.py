@@ -3,6 +3,7 @@
 A `StructuredOutput` (`engine.messages`) is text. `grammar` translates it for llguidance, `compiler` compiles it, within
 limits and with a cache, `matcher` is one request's place in its grammar, and `manager` is what the engine's core owns:
 it compiles beside the steps and computes the masks of allowed tokens while the device computes the logits.
+`token_rules` takes the same way for `allowed_token_ids` and `bad_words`.
 
 The front door compiles first (`AsyncLLM.stream`), so that a grammar that cannot be enforced is refused before it is
 queued; the core compiles again, mostly from the cache, because it may live in another process.
@@ -10,6 +11,6 @@ queued; the core compiles again, mostly from the cache, because it may live in a
 
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.manager import StructuredOutputManager
-from engine.structured.matcher import GrammarMatcher
+from engine.structured.matcher import GrammarMatcher, TokenMatcher
 
-__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarMatcher", "StructuredOutputManager"]
+__all__ = ["CompiledGrammar", "GrammarCompiler", "GrammarMatcher", "StructuredOutputManager", "TokenMatcher"]

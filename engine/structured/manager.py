@@ -12,10 +12,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages import StructuredOutput
+from engine.messages import SamplingParams, StructuredOutput
 from engine.plan import TokenMasks
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
-from engine.structured.matcher import GrammarMatcher
+from engine.structured.matcher import GrammarMatcher, TokenMatcher
+from engine.structured.token_rules import TokenRules
 
 COMPILER_THREADS = 2
 MASK_THREADS = 4
@@ -35,8 +36,17 @@ class StructuredOutputManager:
         self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
         self._compilers.submit(compiler.build_tokenizer)  # now, and not while requests run
 
-    def start(self, structured: StructuredOutput) -> GrammarMatcher:
-        """The matcher of a new request. It is not ready before its grammar is compiled."""
+    def start(self, sampling: SamplingParams) -> TokenMatcher | None:
+        """The matcher of a new request, if it needs one. It is not ready before its grammar is compiled."""
+        wanted = sampling.structured_output
+        grammar = None if wanted is None else self._start_grammar(wanted)
+        if sampling.allowed_token_ids is None and not sampling.bad_words_token_ids:
+            return grammar
+        return TokenRules(
+            allowed_token_ids=sampling.allowed_token_ids, bad_words=sampling.bad_words_token_ids, grammar=grammar
+        )
+
+    def _start_grammar(self, structured: StructuredOutput) -> GrammarMatcher:
         future = self._compilers.submit(self._compiler.compile, structured)
         self._compiling = {other for other in self._compiling if not other.done()} | {future}
         return GrammarMatcher(future)
@@ -46,7 +56,7 @@ class StructuredOutputManager:
         if self._compiling:
             _, self._compiling = wait(self._compiling, timeout=WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
-    def masks(self, matchers: Sequence[tuple[int, GrammarMatcher]]) -> PendingMasks | None:
+    def masks(self, matchers: Sequence[tuple[int, TokenMatcher]]) -> PendingMasks | None:
         """Begin to compute the masks of a plan, by the places of its requests; None if there are none."""
         if not matchers:
             return None
@@ -78,6 +88,6 @@ class PendingMasks:
         return self._masks
 
 
-def _fill(matchers: Sequence[tuple[int, GrammarMatcher]], bits: NDArray[np.uint32]) -> None:
+def _fill(matchers: Sequence[tuple[int, TokenMatcher]], bits: NDArray[np.uint32]) -> None:
     for (_, matcher), row in zip(matchers, bits, strict=True):
         matcher.fill(row)

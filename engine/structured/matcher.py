@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher
@@ -21,6 +22,28 @@ from engine.structured.compiler import CompiledGrammar
 # microseconds; a grammar made to take long would hold up all requests beside it.
 SECONDS_AT_ONCE = 1.0
 SECONDS_PER_TOKEN = 0.002
+
+
+class TokenMatcher(Protocol):
+    """What the scheduler and the manager need of whatever says which tokens may follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on; None while it can."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether masks can be computed. False for ever if there is an `error`."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a sampled token. Returns whether the output is complete."""
+        ...
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write the mask of the tokens that may come next."""
+        ...
 
 
 class GrammarMatcher:

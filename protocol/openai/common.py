@@ -14,7 +14,14 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.messages import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from protocol.body import ClientModel, at_most, fail_fast
 from protocol.message_parts import MessageFormat
 from protocol.openai.logprobs import TokenBytes
@@ -66,8 +73,6 @@ class GenerationRequest(StructuredOutputFields):
     wire: ClassVar[WireFormat]
     prompt_field: ClassVar[str]
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "dry_multiplier": (0,),
         "kv_transfer_params": (),
         "length_penalty": (1,),
@@ -100,6 +105,8 @@ class GenerationRequest(StructuredOutputFields):
     repetition_penalty: float = 1.0
     logit_bias: LogitBias | None = None
     seed: int | None = None
+    allowed_token_ids: Annotated[TokenIds, at_most(MAX_ALLOWED_TOKEN_IDS, "entries")] | None = None
+    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
     stop: StopStrings | None = None
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "entries")] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -245,6 +252,8 @@ class GenerationRequest(StructuredOutputFields):
             logprobs=self._logprobs()[1],
             skip_special_tokens=self.skip_special_tokens,
             structured_output=self.structured_output()[1],
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words),
             prompt_logprobs=_larger(self.prompt_logprobs, self._echo_logprobs()),
         )
         try:

@@ -98,7 +98,12 @@ BAD_FOR_BOTH = [
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
     ({"truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
     ({"stream_interval": 2}, "stream_interval", "leave it out or send 1"),
-    ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "got 1000000"),
+    ({"bad_words": [" "]}, "bad_words", "not be blank"),
+    ({"bad_words": ["a" * 129]}, "bad_words", "1 to 128 characters"),
+    ({"bad_words": "word"}, "bad_words", "array"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 

@@ -139,3 +139,18 @@ def test_what_cannot_be_honoured_is_refused_by_name(server: Server, fields: dict
         assert answer.json()["error"]["param"] == param
         assert words in answer.json()["error"]["message"]
     assert "uniqueItems" not in server.log, "what clients send is not logged"
+
+
+def test_only_allowed_tokens_come_and_bad_words_do_not(server: Server) -> None:
+    plain = server.complete("The capital of France is", max_tokens=6, return_token_ids=True)["choices"][0]
+    assert "Paris" in plain["text"]
+    for fields in ({}, {"n": 2, "temperature": 1.0, "seed": 3}):
+        answer = server.complete("The capital of France is", max_tokens=6, bad_words=["Paris", "the city"], **fields)
+        assert all("Paris" not in choice["text"] and "the city" not in choice["text"] for choice in answer["choices"])
+    allowed = plain["token_ids"][1:3]
+    answer = server.complete("The capital of France is", max_tokens=6, allowed_token_ids=allowed, return_token_ids=True)
+    assert set(answer["choices"][0]["token_ids"]) <= set(allowed)
+    both = server.complete(
+        "The capital of France is", max_tokens=6, guided_choice=["Paris", "London"], bad_words=["Paris"]
+    )
+    assert both["choices"][0]["text"] == "London"

@@ -1,0 +1,82 @@
+"""What a client forbids token by token: everything but `allowed_token_ids`, and what would complete one of `bad_words`.
+
+It takes the same way as a grammar: masks beside the step, the tokens read one by one. With a grammar both hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from engine.structured.matcher import GrammarMatcher
+
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
+
+
+class TokenRules:
+    """A `TokenMatcher` of one request: a grammar's if there is one, narrowed.
+
+    `bad_words` are sequences of token ids, none of them empty. A sequence of one token is never generated; of a longer
+    one the last token is not, where the others have just been.
+    """
+
+    def __init__(
+        self,
+        *,
+        allowed_token_ids: Sequence[int] | None,
+        bad_words: Sequence[Sequence[int]],
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        self._grammar = grammar
+        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids)
+        self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
+
+    @property
+    def error(self) -> str | None:
+        return None if self._grammar is None else self._grammar.error
+
+    @property
+    def is_ready(self) -> bool:
+        return self._grammar is None or self._grammar.is_ready
+
+    def accept(self, token_id: int) -> bool:
+        self._recent.append(token_id)
+        return self._grammar is not None and self._grammar.accept(token_id)
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        if self._grammar is None:
+            mask[:] = ALL_TOKENS
+        else:
+            self._grammar.fill(mask)
+        if self._allowed is not None:
+            words = min(len(mask), len(self._allowed))
+            mask[:words] &= self._allowed[:words]
+            mask[words:] = 0
+        recent = tuple(self._recent)
+        for before, token_id in self._bad_words:
+            if token_id // 32 < len(mask) and recent[len(recent) - len(before) :] == before:
+                mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word, as it is at the start of a text and as it is behind a blank; vLLM's rule: the second
+    only where it is as long as the first and begins with another token."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
+        second = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).ids)
+        found += [first] if first else []
+        if second and len(second) == len(first) and second[0] != first[0]:
+            found.append(second)
+    return tuple(dict.fromkeys(found))
+
+
+def _bits(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)

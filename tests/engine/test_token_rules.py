@@ -1,0 +1,53 @@
+"""What clients forbid token by token, against the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from engine.structured.token_rules import TokenRules, bad_word_token_ids
+from tests.embedded_model import embedded_gguf
+
+VOCAB_SIZE = 90
+WORDS = -(-VOCAB_SIZE // 32)
+IDS = st.integers(0, VOCAB_SIZE - 1)
+
+
+def allowed_by(rules: TokenRules) -> set[int]:
+    mask = np.zeros(WORDS, dtype=np.uint32)
+    rules.fill(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]).tolist())
+
+
+@given(
+    allowed=st.none() | st.sets(IDS, min_size=1),
+    bad_words=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6),
+    output=st.lists(st.integers(0, 3), max_size=30),
+)
+def test_a_token_is_allowed_if_it_is_listed_and_completes_no_bad_word(allowed, bad_words, output):
+    rules = TokenRules(allowed_token_ids=None if allowed is None else sorted(allowed), bad_words=bad_words)
+    for length in range(len(output) + 1):
+        expected = set(range(VOCAB_SIZE)) if allowed is None else set(allowed)
+        for token_id in list(expected):
+            text = [*output[:length], token_id]
+            if any(text[-len(word) :] == word for word in bad_words):
+                expected.discard(token_id)
+        assert allowed_by(rules) == expected
+        if length < len(output):
+            assert not rules.accept(output[length])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    from gpu.weights import open_model
+
+    return open_model(str(embedded_gguf())).tokenizer
+
+
+def test_a_word_is_bad_at_the_start_of_a_text_and_behind_a_blank(tokenizer: Tokenizer):
+    found = bad_word_token_ids(tokenizer, [" Paris", "Paris"])
+    assert sorted(tokenizer.decode(list(word)) for word in found) == [" Paris", "Paris"]
+    assert all(len(word) == 1 for word in found)

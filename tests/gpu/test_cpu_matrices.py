@@ -147,3 +147,15 @@ def test_an_arena_hands_out_zeroed_aligned_pieces_that_do_not_overlap():
         assert not piece.any()
         piece.fill_(value)
     assert all((piece == value).all() for value, piece in enumerate(pieces, 1))
+
+
+@pytest.mark.parametrize("place", [0, 1, 17, 31, 95])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_among_the_inputs_is_not_finite_among_the_outputs(
+    library: Library, place: int, value: float
+):
+    x = torch.randn(2, 96)
+    x[1, place] = value
+    out = product(library, pack(library, Arena(), [rows_of("Q4_1", 16, 96)]), x)
+    assert out[0].isfinite().all()
+    assert not out[1].isfinite().any()

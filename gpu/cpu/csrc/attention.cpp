@@ -189,15 +189,17 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
     int tile = offset / kTile, lane = offset % kTile;
     uint16_t* keys = cache.keys(block, tile, head);
     uint16_t* values = cache.values(block, tile, head);
-    for (int d = 0; d < heads.dim; d++) keys[(d / 2) * 2 * kTile + lane * 2 + d % 2] = to_bf16(key[d]);
     uint16_t* pair = values + (int64_t)(lane / 2) * heads.dim * 2;
-    if (lane % 2 == 0) {  // its partner is read with it, with a weight of zero, before it is written
-        for (int d = 0; d < heads.dim; d++) {
-            pair[2 * d] = to_bf16(value[d]);
-            pair[2 * d + 1] = 0;
+    for (int d = 0; d < heads.dim; d += 16) {
+        u16x16 rounded = to_bf16(load<f32x16>(key + d));
+        for (int i = 0; i < 16; i += 2) {
+            uint16_t two[2] = {rounded[i], rounded[i + 1]};
+            std::memcpy(keys + (int64_t)(d + i) * kTile + lane * 2, two, sizeof(two));
         }
-    } else {
-        for (int d = 0; d < heads.dim; d++) pair[2 * d + 1] = to_bf16(value[d]);
+        u32x16 widened = __builtin_convertvector(to_bf16(load<f32x16>(value + d)), u32x16);
+        // The first of a pair clears the second, which is read with it, with a weight of zero, before it is written.
+        u32x16 present = lane % 2 == 0 ? u32x16{} : load<u32x16>(pair + 2 * d) & 0xffffu;
+        store(pair + 2 * d, lane % 2 == 0 ? widened : present | widened << 16);
     }
 }
 

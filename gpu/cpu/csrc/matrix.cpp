@@ -178,7 +178,7 @@ void Activations::set_row(int row, Form form, const float* x) {
         store(to, __builtin_convertvector(a, i8x16));
         store(to + 16, __builtin_convertvector(c, i8x16));
         int32_t total = headrace::sum(a + c);
-        if (!(size < INFINITY)) step = NAN;
+        if (!(size < INFINITY) || has_nan(low + high)) step = NAN;
         scale[(int64_t)row * blocks + b] = step;
         sum[(int64_t)row * blocks + b] = step * (float)total;
     }

@@ -43,31 +43,22 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-inline float sum(f32x16 x) {
-    float total = 0;
-    for (int i = 0; i < 16; i++) total += x[i];
-    return total;
-}
+inline float sum(f32x16 x) { return _mm512_reduce_add_ps((__m512)x); }
 
 inline f64x16 to_f64(f32x16 x) { return __builtin_convertvector(x, f64x16); }
 
 inline double sum(f64x16 x) {
-    double total = 0;
-    for (int i = 0; i < 16; i++) total += x[i];
-    return total;
+    __m512d halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return _mm512_reduce_add_pd(_mm512_add_pd(halves[0], halves[1]));
 }
 
-inline int32_t sum(i32x16 x) {
-    int32_t total = 0;
-    for (int i = 0; i < 16; i++) total += x[i];
-    return total;
-}
+inline int32_t sum(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
 
-inline float largest(f32x16 x) {
-    float result = x[0];
-    for (int i = 1; i < 16; i++) result = x[i] > result ? x[i] : result;
-    return result;
-}
+// Of the lanes that are numbers; whether there are others, `has_nan` tells.
+inline float largest(f32x16 x) { return _mm512_reduce_max_ps((__m512)x); }
+
+inline bool has_nan(f32x16 x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
 
 // 16 half-precision floats.
 inline f32x16 load_f16(const uint16_t* from) {

@@ -36,7 +36,9 @@ void score_tile(const uint16_t* keys, int dim, const uint16_t* const* queries, f
     f32x16 even[kRows] = {}, odd[kRows] = {};  // two sums of each, so that one need not wait for the other
     for (int d = 0; d < dim; d += 4) {
         u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) even[r] = dot_bf16(even[r], first, queries[r] + d);
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) odd[r] = dot_bf16(odd[r], second, queries[r] + d + 2);
     }
     for (int r = 0; r < kRows; r++) store(scores[r], (even[r] + odd[r]) * splat(scale));
@@ -57,7 +59,9 @@ void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_
         const uint16_t* row = values + ((int64_t)t * dim + d) * 2;
         u32x16 value[kVectors];
         for (int v = 0; v < kVectors; v++) value[v] = load<u32x16>(row + 32 * v);
+#pragma GCC unroll 6
         for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
             for (int v = 0; v < kVectors; v++) acc[r][v] = dot_bf16(acc[r][v], value[v], weights[r] + 2 * t);
     }
     for (int r = 0; r < kRows; r++)

@@ -50,8 +50,10 @@ inline void multiply_u4(const Source& source, int blocks, const Activations& x, 
     f32x16 acc[kRows] = {};
     for (int b = 0; b < blocks; b++) {
         const WideBlock& w = source(b);
+#pragma GCC unroll 8  // so that the sums stay in registers
         for (int r = 0; r < kRows; r++) {
             i32x16 dot = {};
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i++) dot = dot_bytes(dot, w.q[i], q + (int64_t)r * x.cols + b * kBlock + 4 * i);
             acc[r] = fma(to_f32(dot) * splat(scale[(int64_t)r * blocks + b]), w.d, acc[r]);
             acc[r] = fma(w.m, splat(sum[(int64_t)r * blocks + b]), acc[r]);
@@ -71,8 +73,10 @@ inline void multiply_u8(const uint8_t* tile, int blocks, const Activations& x, i
         u8x64 w[8];
         for (int i = 0; i < 8; i++) w[i] = load<u8x64>(block + 64 * i);
         f32x16 d = load_f16((const uint16_t*)(block + 512));
+#pragma GCC unroll 8  // so that the sums stay in registers
         for (int r = 0; r < kRows; r++) {
             i32x16 dot = {};
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i++) dot = dot_bytes(dot, w[i], q + (int64_t)r * x.cols + b * kBlock + 4 * i);
             f32x16 centred = fma(to_f32(dot), splat(scale[(int64_t)r * blocks + b]),
                                  splat(-kU8Offset * sum[(int64_t)r * blocks + b]));
@@ -91,6 +95,7 @@ inline void multiply_bf16(const uint8_t* tile, int cols, const Activations& x, i
     for (; k + 4 <= cols; k += 4) {
         u32x16 first = load<u32x16>(tile + (int64_t)k * 32);
         u32x16 second = load<u32x16>(tile + (int64_t)k * 32 + 64);
+#pragma GCC unroll 8  // so that the sums stay in registers
         for (int r = 0; r < kRows; r++) {
             even[r] = dot_bf16(even[r], first, values + (int64_t)r * x.cols + k);
             odd[r] = dot_bf16(odd[r], second, values + (int64_t)r * x.cols + k + 2);

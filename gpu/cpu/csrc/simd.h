@@ -30,10 +30,10 @@ inline void store(void* to, V value) {
     std::memcpy(to, &value, sizeof(V));
 }
 
-inline f32x16 splat(float x) { return f32x16{} + x; }
-inline i32x16 splat(int32_t x) { return i32x16{} + x; }
+inline f32x16 splat(float x) { return (f32x16)_mm512_set1_ps(x); }
+inline i32x16 splat(int32_t x) { return (i32x16)_mm512_set1_epi32(x); }
 inline f32x16 as_f32(u32x16 bits) { return (f32x16)bits; }
-inline f32x16 to_f32(i32x16 x) { return __builtin_convertvector(x, f32x16); }
+inline f32x16 to_f32(i32x16 x) { return (f32x16)_mm512_cvtepi32_ps((__m512i)x); }
 
 // Written out, because whether a compiler contracts a * b + c may differ from one place to the next, and results are
 // promised to be the same bits wherever a row is computed.

@@ -16,7 +16,7 @@ QUIET := $(if $(CI),-qq)
 INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint format storm nginx npm lock clean
+.PHONY: help serve chat test lint format storm compiler nginx npm lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -28,7 +28,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: lint nginx npm
+test: compiler lint nginx npm
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -85,25 +85,29 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) triton==3.9.0
 	@touch $@
 
-# The proxy that the server's tests put before it, from the distribution, where it is missing.
-nginx:
-	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v nginx >/dev/null && exit; \
+# $(call from_debian,COMMAND,PACKAGES) installs what the tests need from the distribution, where COMMAND is missing.
+define from_debian
+	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; command -v $(1) >/dev/null && exit; \
 	  if [ "$$(id -u)" = 0 ]; then root=; else root="sudo -n"; fi; \
-	  echo "Installing nginx for the tests"; \
+	  echo "Installing $(2) for the tests"; \
 	  { command -v apt-get && $$root true && \
-	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends nginx-light; } >/dev/null || \
-	  { echo "The tests need nginx, and it could not be installed. On Debian: apt install nginx-light" >&2; exit 1; }
+	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends $(2); } >/dev/null || \
+	  { echo "The tests need $(2), and it could not be installed. On Debian: apt install $(2)" >&2; exit 1; }
+endef
+
+# The proxy that the server's tests put before it.
+nginx:
+	$(call from_debian,nginx,nginx-light)
+
+# What the library of gpu/cpu is built with: the tests hold it to its word.
+compiler:
+	$(call from_debian,c++,g++)
 
 # The clients from npm that the server's tests drive, and Node from the distribution, where they are missing.
 npm: tests/npm/node_modules/.installed
 
 tests/npm/node_modules/.installed: tests/npm/package.json tests/npm/package-lock.json
-	@command -v node >/dev/null && command -v npm >/dev/null && exit; \
-	  if [ "$$(id -u)" = 0 ]; then root=; else root="sudo -n"; fi; \
-	  echo "Installing Node for the tests"; \
-	  { command -v apt-get && $$root true && \
-	    $$root apt-get update -qq && $$root apt-get install -qq --no-install-recommends nodejs npm; } >/dev/null || \
-	  { echo "The tests need Node, and it could not be installed. On Debian: apt install nodejs npm" >&2; exit 1; }
+	$(call from_debian,npm,nodejs npm)
 	@echo "Installing the clients from npm"
 	@cd tests/npm && npm ci --ignore-scripts --no-audit --no-fund --loglevel error
 	@touch $@

@@ -156,6 +156,12 @@ def built(folder: Path = Path(__file__).parent) -> dict[str, Path]:
     return {name: path for name, path in paths.items() if path.exists()}
 
 
+def is_for_this_processor() -> bool:
+    """Whether there is a build that it could run."""
+    flags = processor_flags()
+    return any(needed <= flags for needed in BUILDS.values())
+
+
 @cache
 def load_library() -> Library | None:
     """The best build that this processor runs; None where there is none."""

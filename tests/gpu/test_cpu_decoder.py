@@ -13,12 +13,15 @@ from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.config import ModelConfig
 from gpu.cpu import CPUCausalLM
-from gpu.cpu.library import BUILDS, Library, built, load_library
+from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
 from gpu.host import processor_flags
 from gpu.models import WeightsMismatch, build_model
 from gpu.weights.dummy import dummy_weights
 from tests.gpu.paging import Span, make_metadata, positions_of
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
+
+# What is built is run; that it was built where it can be is a test of its own.
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
 SHAPE = {
     "vocab_size": 101,

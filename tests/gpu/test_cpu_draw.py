@@ -6,10 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu.cpu.library import is_for_this_processor
 from gpu.cpu.sampling import draw
 from gpu.sampling import SamplingMetadata
 from gpu.sampling.noise import uniform
 from gpu.sampling.sampler import draw_with_torch
+
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
 
 def metadata_of(

@@ -2,6 +2,8 @@
 
 library     finds the library and describes its structs
 matrices    weights as the library computes with them: 4 and 8 bits as a GGUF file has them, or bfloat16
+memory      where weights and KV lie: large pages
+sampling    the draw of `gpu.sampling`, by the library
 decoder     a model on top of it, with the interface that the model runner needs
 
 It is for processors with AVX-512 VNNI. Elsewhere, and where there is no compiler, models run on torch (`gpu.models`),

@@ -1,6 +1,6 @@
 """The C++ library of csrc/: which build of it this processor can run, and its functions and structs.
 
-There is no Python in the library and no torch: plain pointers and sizes, so that it compiles in seconds with any C++
+There is no Python in the library and no torch: plain pointers and sizes, so that it compiles quickly with any C++
 compiler, and whoever calls it lets go of the interpreter for as long as a step takes. The structs are those of
 csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
 """

@@ -30,7 +30,7 @@ def wait_until_stopped(pid: int, stopped: bool) -> None:
     """A signal takes its time until every thread has heard it."""
     end = time.monotonic() + 10
     while (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T") != stopped:
-        assert time.monotonic() < end
+        assert time.monotonic() < end, "the signal was never heard"
         time.sleep(0.01)
 
 

@@ -53,7 +53,7 @@ extern "C" {
 
 int64_t hr_matrix_bytes(const Matrix* w) { return w->tiles() * w->tile_bytes(); }
 
-// Fill `w`, whose memory is zero. `bits` is 40 for Q4_0, 41 for Q4_1, 80 for Q8_0: rows of the file's blocks.
+// Fill `w`, whose memory is zero. `kind` is 40 for Q4_0, 41 for Q4_1, 80 for Q8_0: rows of the file's blocks.
 int32_t hr_pack_blocks(const Matrix* w, int32_t kind, const uint8_t* rows, int64_t row_bytes) {
     for (int row = 0; row < w->rows; row++, rows += row_bytes) {
         uint8_t* tile = tile_of(w, row);

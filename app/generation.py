@@ -178,6 +178,7 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
                 sampling=sampling,
                 arrival_time=request.arrival_time,
                 priority=priority,
+                precedence=tenant.precedence(priority),
                 deadline=None if math.isinf(deadline) else deadline,
                 first_token_deadline=None if math.isinf(first_token_deadline) else first_token_deadline,
                 tenant=tenant.name,

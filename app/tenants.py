@@ -7,6 +7,7 @@ A tenant is named in the TOML file of `api_keys_file`:
     weight = 2.0                # share of the engine relative to others; 1 by default
     max_running = 16            # choices that run at once; no limit by default
     max_queued_requests = 100   # choices that wait for their first token; no limit by default
+    priority_over_others = true # its requests' priorities count against other tenants', too; false by default
 
 or is simply one of `api_keys`, with a name made from a digest of the key. Without any keys everybody is anonymous.
 """
@@ -26,7 +27,8 @@ from app.settings import Settings, SettingsError
 
 
 class Tenant(BaseModel):
-    """Compared and hashed by name. `weight` is relative; the limits count choices, None is no limit."""
+    """Compared and hashed by name. `weight` is relative; the limits count choices, None is no limit. Without
+    `priority_over_others` a request's priority orders its own tenant's requests only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,6 +36,11 @@ class Tenant(BaseModel):
     weight: float = Field(default=1.0, ge=0.001, le=1000, allow_inf_nan=False)
     max_running: int | None = Field(default=None, ge=1)
     max_queued_requests: int | None = Field(default=None, ge=1)
+    priority_over_others: bool = Field(default=False, strict=True)
+
+    def precedence(self, priority: int) -> int:
+        """What a priority that one of its requests asks for counts against the requests of other tenants."""
+        return priority if self.priority_over_others else 0
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -122,7 +129,7 @@ def _read(path: Path) -> list[_TenantEntry]:
             raise SettingsError(
                 f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings "
                 f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (at least "
-                f"1). {works}"
+                f"1), priority_over_others (true or false). {works}"
             ) from None
     return entries
 

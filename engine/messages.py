@@ -192,7 +192,8 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     prompt_token_ids: list[int]
     sampling: SamplingParams
     arrival_time: float
-    priority: int = 0  # lower runs first
+    priority: int = 0  # among the tenant's own requests: lower runs first
+    precedence: int = 0  # among all tenants' requests: lower runs first, whoever was served what
     deadline: float | None = None  # time by which it must have ended
     first_token_deadline: float | None = None
     tenant: str = ""  # salts the prefix cache: no hits across tenants

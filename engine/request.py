@@ -68,6 +68,7 @@ class Request:
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "pooling",
+        "precedence",
         "priority",
         "request_id",
         "sampling",
@@ -92,6 +93,7 @@ class Request:
         sampling = message.sampling
         self.request_id = message.request_id
         self.sampling = sampling
+        self.precedence = message.precedence
         self.priority = message.priority
         self.pooling = message.pooling
         self.tenant = message.tenant
@@ -134,7 +136,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first: the smaller priority value, then the earlier arrival."""
+        """Who goes first of one tenant's requests: the smaller priority value, then the earlier arrival."""
         return (self.priority, self.sequence_number)
 
     @property

@@ -6,13 +6,15 @@ caught up samples a token, which puts it one token behind again: that is decodin
 resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
-(so that no prefill delays a stream), then waiting requests, by priority, fair share of their tenant, and arrival.
+(so that no prefill delays a stream), then waiting requests, by fair share of their tenant, the tenant's own priority,
+and arrival (`engine/waiting_queue.py`).
 
-When blocks run out, the running request of the worst rank is preempted: its blocks are given back and it is computed
-again later, mostly from the prefix cache. The one of the worst rank is never preempted for its own sake; it waits
-with its blocks while those before it go on. The best-ranked running request can always be scheduled, since one
-request of `max_model_len` fits into the whole pool, so somebody always advances. A tenant that holds more than its
-share of the seats gives one up when a tenant that holds less than its own is waiting.
+When blocks run out, the running request of the worst rank (`engine/preemption.py`) is preempted: its blocks are given
+back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never preempted for its
+own sake; it waits with its blocks while those before it go on. In a step ranks change only when somebody is preempted,
+so who has waited as the worst is the next victim, and whoever is left in the end has all the room: one request of
+`max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more than its share of the
+seats gives one up when a tenant that holds less than its own is waiting.
 
 Nothing here raises for one request's sake: what is wrong with a request ends that request.
 
@@ -32,6 +34,7 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, SchedulerStats, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.plan_draft import PlanDraft
+from engine.preemption import worst_ranked
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.structured import TokenMatcher
 from engine.waiting_queue import WaitingQueue
@@ -218,8 +221,8 @@ class Scheduler:
                 continue
             while (block_ids := self.kv.extend(request, end)) is None:
                 undisturbed = False
-                victim = self._bystander(only) or max(self.running.values(), key=_rank)
-                if victim is request:
+                victim = self._bystander(only) or self._worst_ranked(self.running.values())
+                if victim is None or victim is request:
                     break
                 plan.drop(victim)
                 self._preempt(victim, now)
@@ -323,17 +326,20 @@ class Scheduler:
             request
             for request in self.running.values()
             if request.tenant in above
-            and (newcomer.priority, served) <= (request.priority, self.shares.served(request.tenant))
+            and (newcomer.precedence, served) <= (request.precedence, self.shares.served(request.tenant))
             and request not in admitted
         )
-        return max(candidates, key=_rank, default=None)
+        return self._worst_ranked(candidates)
 
     def _bystander(self, only: Collection[str] | None) -> Request | None:
         """While a step is restricted: a running request that may not run, the worst-ranked one."""
         if only is None:
             return None
         idle = [request for request in self.running.values() if request.request_id not in only]
-        return max(idle, key=_rank, default=None)
+        return self._worst_ranked(idle)
+
+    def _worst_ranked(self, candidates: Iterable[Request]) -> Request | None:
+        return worst_ranked(candidates, self.shares, len(self.running))
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
         """Indices of the blocks that become full and computed when the request advances by `num_tokens`, as far as it
@@ -524,7 +530,3 @@ class Scheduler:
             raise AssertionError("the tenants' counts differ from the requests there are")
         if not set(self._in_flight.num_tokens) <= set(self.running):
             raise AssertionError("a step in flight counts for a request that does not run")
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.rank

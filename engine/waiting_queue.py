@@ -1,7 +1,8 @@
 """Requests that wait for a seat, in the order in which they will get one.
 
-First by priority; within a priority the tenants take turns by what they have been served (`engine.fairness`); within a
-tenant by arrival, those that were preempted before all others.
+First by precedence, which a client cannot choose; within a precedence the tenants take turns by what they have been
+served (`engine.fairness`); within a tenant by its own priorities, and then by arrival, those that were preempted before
+all others.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from itertools import takewhile
 from engine.fairness import TenantShares
 from engine.request import Request, RequestStatus
 
+Line = OrderedDict[str, Request]
+
 
 class WaitingQueue:
-    """One line per priority and tenant. Every operation is O(1) but for iteration and
+    """One line per precedence, tenant and priority. Every operation is O(1) but for iteration and
     what passes preempted requests. Owned by the Scheduler."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._lines: dict[int, dict[str, OrderedDict[str, Request]]] = {}
+        self._lines: dict[int, dict[str, dict[int, Line]]] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -37,15 +40,13 @@ class WaitingQueue:
         return self._in_order(self._shares.is_at_its_limit)
 
     def _in_order(self, is_out: Callable[[str], bool]) -> Iterator[Request]:
-        for priority in sorted(self._lines):
-            yield from self._take_turns(self._lines[priority], is_out)
+        for precedence in sorted(self._lines):
+            yield from self._take_turns(self._lines[precedence], is_out)
 
-    def _take_turns(
-        self, lines: dict[str, OrderedDict[str, Request]], is_out: Callable[[str], bool]
-    ) -> Iterator[Request]:
+    def _take_turns(self, tenants: dict[str, dict[int, Line]], is_out: Callable[[str], bool]) -> Iterator[Request]:
         turns: list[tuple[float, int, str, Iterator[Request]]] = [
-            (self._shares.served(tenant), number, tenant, iter(line.values()))
-            for number, (tenant, line) in enumerate(lines.items())
+            (self._shares.served(tenant), number, tenant, _by_priority(lines))
+            for number, (tenant, lines) in enumerate(tenants.items())
         ]
         heapq.heapify(turns)
         while turns:
@@ -59,16 +60,17 @@ class WaitingQueue:
             heapq.heapreplace(turns, (served, number, tenant, requests))
 
     def push(self, request: Request) -> None:
-        """Behind everybody of the same priority and tenant."""
-        lines = self._lines.setdefault(request.priority, {})
-        lines.setdefault(request.tenant, OrderedDict())[request.request_id] = request
+        """Behind everybody of the same tenant and priority."""
+        tenants = self._lines.setdefault(request.precedence, {})
+        lines = tenants.setdefault(request.tenant, {})
+        lines.setdefault(request.priority, OrderedDict())[request.request_id] = request
         self._size += 1
 
     def push_front(self, request: Request) -> None:
-        """Before everybody of the same priority and tenant who has not run, because a preempted request has waited its
+        """Before everybody of the same tenant and priority who has not run, because a preempted request has waited its
         turn already; among those preempted by arrival."""
         self.push(request)
-        line = self._lines[request.priority][request.tenant]
+        line = self._lines[request.precedence][request.tenant][request.priority]
         line.move_to_end(request.request_id, last=False)
         earlier = [
             other
@@ -79,11 +81,19 @@ class WaitingQueue:
             line.move_to_end(other.request_id, last=False)
 
     def remove(self, request: Request) -> None:
-        lines = self._lines[request.priority]
-        line = lines[request.tenant]
+        tenants = self._lines[request.precedence]
+        lines = tenants[request.tenant]
+        line = lines[request.priority]
         del line[request.request_id]
         if not line:
-            del lines[request.tenant]
+            del lines[request.priority]
             if not lines:
-                del self._lines[request.priority]
+                del tenants[request.tenant]
+                if not tenants:
+                    del self._lines[request.precedence]
         self._size -= 1
+
+
+def _by_priority(lines: dict[int, Line]) -> Iterator[Request]:
+    for priority in sorted(lines):
+        yield from lines[priority].values()

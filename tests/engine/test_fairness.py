@@ -44,13 +44,14 @@ def request_of(
     weight: float = 1.0,
     max_running: int = 0,
     priority: int = 0,
+    precedence: int = 0,
     request_id: str | None = None,
 ) -> EngineCoreRequest:
     """A request whose prompt nobody else has."""
     start = next(_prompts)
     token_ids = [start % VOCAB_SIZE, *(start * position % VOCAB_SIZE for position in range(1, prompt))]
     request = make_request(token_ids, request_id, tenant=tenant, max_tokens=max_tokens, priority=priority)
-    return replace(request, tenant_weight=weight, tenant_max_running=max_running)
+    return replace(request, tenant_weight=weight, tenant_max_running=max_running, precedence=precedence)
 
 
 def flooded(tenant: str = "flood", *, requests: int = 30, max_tokens: int = 100, **options: int) -> EngineCore:
@@ -337,41 +338,6 @@ def test_what_is_remembered_of_idle_tenants_is_bounded_and_the_busy_are_never_fo
     assert shares.served("tenant-19999") >= 5.0
 
 
-# --- priority
-
-
-def test_priority_comes_before_the_tenants_shares() -> None:
-    core = make_core(max_num_seqs=1)
-    run_alone(core, "busy", requests=1)
-    core.add(request_of("quiet", max_tokens=30))
-    core.step()
-    for tenant, priority in (("quiet", 1), ("quiet", 0), ("busy", -1), ("busy", 1), ("busy", -1)):
-        core.add(request_of(tenant, max_tokens=2, priority=priority))
-    assert first_seats(core, 3) == ["busy", "busy", "quiet"]
-
-
-def test_nobody_gives_up_a_seat_for_a_less_urgent_request() -> None:
-    core = make_core(max_num_seqs=2)
-    for _ in range(4):
-        core.add(request_of("urgent", max_tokens=20, priority=-1))
-    core.step()
-    core.add(request_of("patient", max_tokens=20))
-    while len(core.scheduler.waiting) > 1:
-        core.step()
-        assert not seats_held(core)["patient"]
-
-
-def test_preempted_requests_of_a_tenant_resume_in_order_of_arrival() -> None:
-    core = make_core(max_num_seqs=4)
-    for name in "abcd":
-        core.add(make_request([ord(name)], name, max_tokens=30))
-    core.step()
-    for name in "bdac":
-        core.scheduler._preempt(core.scheduler.running[name], 0.0)
-    core.add(make_request([1], "e", max_tokens=30))
-    assert [request.request_id for request in core.scheduler.waiting] == list("abcde")
-
-
 # --- everything together
 
 _seen: Counter[str] = Counter()
@@ -405,7 +371,8 @@ class TenantsMachine(RuleBasedStateMachine):
                 max_tokens=draw.randint(1, 19),
                 weight=self.weights[tenant],
                 max_running=self.limits[tenant],
-                priority=draw.choice([0, 0, 0, 0, 1]),
+                priority=draw.choice([0, 0, 0, 0, 1, -1000, draw.randint(-9, 9)]),
+                precedence=draw.choice([0, 0, 1, -5]) if tenant == "heavy" else 0,
             )
             self.requests[request.request_id] = request
             self.gained[request.request_id] = []

@@ -192,6 +192,7 @@ def test_keys_are_in_no_log_and_no_metric_and_no_answer(server: Server) -> None:
         ("[tenants.a]\nkeys = ['hush-1']\nmax_running = 0", "wrong at max_running = 0"),
         ("[tenants.a]\nkeys = ['hush-1']\nmax_queued_requests = -1", "wrong at max_queued_requests = -1"),
         ("[tenants.a]\nkeys = ['hush-1']\nmax_runing = 1", "wrong at max_runing"),
+        ("[tenants.a]\nkeys = ['hush-1']\npriority_over_others = 1", "wrong at priority_over_others = 1"),
         ("[tenants.a]\nname = 'b'\nkeys = ['hush-1']", "wrong at name"),
         ("[tenants.'']\nkeys = ['hush-1']", "wrong at name"),
         ("[tenants.a]\nkeys = ['hush-1']\n[tenants.b]\nkeys = ['hush-1']", "'b' is given twice"),

@@ -1,8 +1,9 @@
 """Who may queue: the server says no early, cheaply and with a time to come back, instead of late.
 
 A request takes places in the queue (one per choice) and tokens (its prompt, once per prompt) from its arrival, before
-anything is tokenized, until its first output. What does not fit is refused with 429 and a Retry-After from the rate at
-which the queue has been draining. Belongs to the event loop.
+anything is tokenized; each choice gives its part back with its first output. Tenants share both by `app.queue_shares`.
+What does not fit is refused with 429 and a Retry-After from the rate at which its tenant's requests have been starting.
+Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from app.queue_shares import SharedRoom, place_reserves, token_reserves
 from app.settings import Settings
-from app.tenants import Tenant
+from app.tenants import ANONYMOUS, Tenant
 from protocol.errors import ApiError
 
 MAX_RETRY_AFTER = 60  # seconds
@@ -66,47 +67,57 @@ class Pace:
 
 
 class Place:
-    """A request's place in the queue. `leave` is called with its first output, or when its scope is left."""
+    """A request's place in the queue. `begin` is called with the first output of each choice, `leave` when its scope is
+    left."""
 
     def __init__(self, admission: Admission, tenant: Tenant, choices: int, tokens: int) -> None:
         self.tenant = tenant
-        self.choices = choices
+        self.choices = choices  # that wait
         self.tokens = tokens
         self._admission = admission
-        self._waiting = True
 
     def count_tokens(self, tokens: int) -> None:
-        """The prompt has been tokenized: the estimate becomes a count."""
-        if self._waiting:
-            self._admission.queued_tokens += tokens - self.tokens
+        """The prompt has been tokenized: the estimate becomes a count. Nothing has begun yet."""
+        if self.choices:
+            self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
             self.tokens = tokens
 
-    def leave(self, *, started: bool) -> None:
-        """Give the place back; `started` if the request got its first output. Idempotent."""
-        if self._waiting:
-            self._waiting = False
-            self._admission.release(self, started)
+    def begin(self) -> None:
+        """A choice got its first output, and leaves the queue with its part of the tokens."""
+        if self.choices:
+            self._admission.release(self, 1, self.tokens // self.choices, started=True)
+
+    def leave(self) -> None:
+        """Give back what is left. Idempotent."""
+        if self.choices:
+            self._admission.release(self, self.choices, self.tokens, started=False)
 
 
 class Admission:
     """The queue's books. Limits count choices and prompt tokens that wait for their first output.
 
-    `on_refused` is told of every refusal that is answered with 429.
+    `tenants` are all there are. `on_refused` is told of every refusal that is answered with 429.
     """
 
-    def __init__(self, settings: Settings, on_refused: Callable[[Limit], None] = lambda limit: None) -> None:
-        self._max_requests = settings.max_queued_requests
-        self._max_tokens = settings.max_queued_tokens
-        self.queued_requests = 0
-        self.queued_tokens = 0
-        self._by_tenant: Counter[str] = Counter()
+    def __init__(
+        self,
+        settings: Settings,
+        on_refused: Callable[[Limit], None] = lambda limit: None,
+        tenants: Collection[Tenant] = (ANONYMOUS,),
+    ) -> None:
+        self.places = SharedRoom(settings.max_queued_requests, place_reserves(settings.max_queued_requests, tenants))
+        self.tokens = SharedRoom(settings.max_queued_tokens, token_reserves(settings.max_queued_tokens, tenants))
+        self._num_tenants = len(tenants)
+        self._num_waiting_tenants = 0
         self._on_refused = on_refused
-        self._pace = Pace()
+        self._pace = Pace()  # of all together
+        self._paces: dict[str, Pace] = {}
 
     @property
     def is_full(self) -> bool:
-        """Whether the next request would be refused."""
-        return self.queued_requests >= self._max_requests or self.queued_tokens >= self._max_tokens
+        """Whether the next request would be refused, whose ever it is."""
+        everybody_waits = self._num_waiting_tenants >= self._num_tenants
+        return self.places.is_full or (everybody_waits and self.tokens.is_full)
 
     @contextmanager
     def queue(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> Iterator[Place]:
@@ -115,66 +126,83 @@ class Admission:
         Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
         could never be one.
         """
-        self._pace.advance(waiting=self.queued_requests > 0)
+        self._advance(tenant)
         self._check(tenant, choices, tokens, patience)
         place = Place(self, tenant, choices, tokens)
-        self.queued_requests += choices
-        self.queued_tokens += tokens
-        self._by_tenant[tenant.name] += choices
+        self._num_waiting_tenants += not self.places.taken_by(tenant.name)
+        self.places.take(tenant.name, choices)
+        self.tokens.take(tenant.name, tokens)
         try:
             yield place
         finally:
-            place.leave(started=False)
+            place.leave()
 
-    def release(self, place: Place, started: bool) -> None:
-        """Called by a Place, once."""
-        self._pace.advance(waiting=True)
-        self.queued_requests -= place.choices
-        self.queued_tokens -= place.tokens
-        self._by_tenant[place.tenant.name] -= place.choices
-        if not self._by_tenant[place.tenant.name]:
-            del self._by_tenant[place.tenant.name]
+    def release(self, place: Place, choices: int, tokens: int, *, started: bool) -> None:
+        """Called by a Place, for a part of it."""
+        name = place.tenant.name
+        self._advance(place.tenant)
+        place.choices -= choices
+        place.tokens -= tokens
+        self.places.take(name, -choices)
+        self.tokens.take(name, -tokens)
+        self._num_waiting_tenants -= not self.places.taken_by(name)
         if started:
-            self._pace.start(place.choices)
+            self._pace.start(choices)
+            self._paces[name].start(choices)
+
+    def _advance(self, tenant: Tenant) -> None:
+        self._pace.advance(waiting=self.places.total > 0)
+        pace = self._paces.setdefault(tenant.name, Pace())
+        pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> None:
+        name = tenant.name
         own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
-        possible = min(own_limit, self._max_requests)
+        possible = min(own_limit, self.places.most_for(name))
         if choices > possible:  # it would be refused for ever
             raise ApiError(400, f"The request asks for {choices} choices; at most {possible} can wait.", param="n")
-        own = self._by_tenant[tenant.name]
+        own = self.places.taken_by(name)
         if own + choices > own_limit:
-            raise self._refusal(Limit.TENANT, f"Your queue is full: {own} of {own_limit} places are taken.")
-        if self.queued_requests + choices > self._max_requests:
+            raise self._refusal(tenant, Limit.TENANT, f"Your queue is full: {own} of {own_limit} places are taken.")
+        if not self.places.fits(name, choices):
+            raise self._refusal(tenant, Limit.REQUESTS, self._full(self.places, name, "places are taken"))
+        # Who has nobody waiting is let in with any prompt: it may be longer than the tenant's reserve, and even than
+        # the limit, so there might never be room for it beside others who keep the queue full.
+        if own and not self.tokens.fits(name, tokens):
+            raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
+        rate = self._paces[name].per_second  # its own: by their shares, nobody waits for the queue of another
+        if patience is not None and rate > 0 and own / rate > max(patience, 0.0):
             raise self._refusal(
-                Limit.REQUESTS, f"The queue is full: {self.queued_requests} of {self._max_requests} places are taken."
-            )
-        if self.queued_requests and self.queued_tokens + tokens > self._max_tokens:
-            raise self._refusal(
-                Limit.TOKENS, f"The queue is full: {self.queued_tokens} of {self._max_tokens} prompt tokens wait."
-            )
-        rate = self._pace.per_second
-        if patience is not None and rate > 0 and self.queued_requests / rate > max(patience, 0.0):
-            raise self._refusal(
+                tenant,
                 Limit.DEADLINE,
                 f"The queue is too long for a first token within {patience:g} s: "
-                f"{self.queued_requests} wait and {rate:.2g} start per second.",
+                f"{own} wait and {rate:.2g} start per second.",
             )
 
-    def _refusal(self, limit: Limit, message: str) -> ApiError:
+    @staticmethod
+    def _full(room: SharedRoom, tenant: str, what: str) -> str:
+        kept = room.kept_from(tenant)
+        others = f", {room.taken_by(tenant)} of them yours, and {kept} are kept for other tenants" if kept else ""
+        return f"The queue is full: {room.total} of {room.limit} {what}{others}."
+
+    def _refusal(self, tenant: Tenant, limit: Limit, message: str) -> ApiError:
         self._pace.refuse()
+        self._paces[tenant.name].refuse()
         self._on_refused(limit)
         return ApiError(
             429,
             f"{message} Please try again later.",
             code="queue_full",
-            headers={"retry-after": str(self.retry_after())},
+            headers={"retry-after": str(self.retry_after(tenant))},
         )
 
-    def retry_after(self) -> int:
-        """Seconds until half of the queue, and all who were refused lately, can be expected to have had their turn."""
-        rate = self._pace.per_second
+    def retry_after(self, tenant: Tenant = ANONYMOUS) -> int:
+        """Seconds until half of those of this tenant that wait, and all that were refused lately, can be expected to
+        have had their turn. Of a tenant that has nobody waiting it is others who have to make room."""
+        pace, waiting = self._paces.get(tenant.name), self.places.taken_by(tenant.name)
+        if pace is None or not waiting or pace.per_second == 0.0:
+            pace, waiting = self._pace, self.places.total
+        rate = pace.per_second
         if rate == 0.0:
             return 1
-        ahead = self.queued_requests / 2 + self._pace.refusals
-        return max(1, min(math.ceil(ahead / rate), MAX_RETRY_AFTER))
+        return max(1, min(math.ceil((waiting / 2 + pace.refusals) / rate), MAX_RETRY_AFTER))

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 import anyio
 from anyio import to_thread
 
-from app.admission import Place
 from app.events import HEADERS_WITHIN, EventStream
 from app.scope import RequestScope
 from app.server import ServedModel, Server
@@ -191,25 +190,20 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
         ]
         async with model.llm.stream(*core_requests) as outputs:
             request.generation = outputs
+            outputs.on_begin = place.begin
             answer = _send_events if body.stream else _send_whole
-            await answer(server, request, work, outputs, place)
+            await answer(server, request, work, outputs)
 
 
-async def _send_whole(
-    server: Server, request: RequestScope, work: Generation, outputs: RequestStream, place: Place
-) -> None:
+async def _send_whole(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
     writer = work.body_writer(outputs)
-    await outputs.wait()
-    place.leave(started=True)
     await outputs.wait_finished()
     async for output in outputs:
         writer.feed(output)
     await request.send_json(200, writer.body())
 
 
-async def _send_events(
-    server: Server, request: RequestScope, work: Generation, outputs: RequestStream, place: Place
-) -> None:
+async def _send_events(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
     settings = server.settings
     assert work.event_writer is not None
     writer = work.event_writer(outputs)
@@ -232,8 +226,7 @@ async def _send_events(
         return True
 
     async for output in outputs:
-        place.leave(started=True)
-        outputs.listen(forward)  # not before the first output, which is what leaves the queue
+        outputs.listen(forward)
         frames = writer.feed(output)  # raises for a failed output: before the first byte, that is a plain answer
         if not events.started:
             await events.start()

@@ -98,7 +98,7 @@ class Server:
         self.phase = Phase.STARTING
         self.start_up = StartUp()
         self.tenants = Tenants(settings)
-        self.admission = Admission(settings, on_refused=self.metrics.on_rejection)
+        self.admission = Admission(settings, self.metrics.on_rejection, self.tenants.all)
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings)
         self._requests: set[RequestScope] = set()  # all there are
@@ -146,7 +146,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next request would be accepted."""
+        """Whether the next request would be accepted, of some tenant at least."""
         if self.phase is not Phase.READY or self._llm is None:
             return False
         return self._llm.is_available and self.is_alive and not self.admission.is_full

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -86,6 +87,11 @@ class Tenants:
             if hmac.compare_digest(given, digest):
                 found = tenant
         return found
+
+    @property
+    def all(self) -> Collection[Tenant]:
+        """Everybody whose requests there may be."""
+        return {tenant.name: tenant for tenant in self._by_digest.values()}.values() or (ANONYMOUS,)
 
     @property
     def administered(self) -> bool:

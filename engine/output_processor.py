@@ -61,6 +61,7 @@ class RequestStream:
         self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
         self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
+        self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
         self._is_patient = False  # the reader waits for the end
@@ -311,8 +312,11 @@ class _Choice:
 
         self.num_output_tokens += num_used
         stream.num_output_tokens += num_used
-        if self.last_token_time is None and self.leads and (token_ids or finish_reason is FinishReason.LENGTH):
-            stream.num_cached_tokens += output.num_cached_tokens
+        if self.last_token_time is None:
+            if self.leads and (token_ids or finish_reason is FinishReason.LENGTH):
+                stream.num_cached_tokens += output.num_cached_tokens
+            if stream.on_begin is not None:
+                stream.on_begin()
         if token_ids:
             self.last_token_time = timestamp
             if stream.first_token_time is None:

@@ -46,12 +46,16 @@ def refused(
     return refusal.value
 
 
+def taken(admission: Admission) -> tuple[int, int]:
+    return admission.places.total, admission.tokens.total
+
+
 def serve(admission: Admission, clock: Clock, per_second: int, seconds: int) -> None:
     """Let requests come and start for a while at an even rate."""
     for _ in range(per_second * seconds):
         with admission.queue(ANONYMOUS, 1, 1, None) as place:
             clock.now += 1 / per_second
-            place.leave(started=True)
+            place.begin()
 
 
 def test_retry_after_grows_with_the_queue_and_shrinks_with_its_pace(admission: Admission, clock: Clock) -> None:
@@ -103,7 +107,7 @@ def test_a_quiet_server_is_not_taken_for_a_slow_one(admission: Admission, clock:
         clock.now += 9.9
         with admission.queue(ANONYMOUS, 1, 1, None) as place:
             clock.now += 0.1
-            place.leave(started=True)
+            place.begin()
     with admission.queue(ANONYMOUS, 1, 1, None), admission.queue(ANONYMOUS, 1, 1, 0.5):
         assert admission.retry_after() == 1
     assert refusals == []
@@ -117,7 +121,7 @@ def test_a_tenants_own_limit_binds_that_tenant_only(admission: Admission, refusa
         assert refused(admission, small).status == 429
         assert refusals == [Limit.TENANT]
         with admission.queue(other, 50, 1, None):
-            assert admission.queued_requests == 52
+            assert admission.places.total == 52
     with admission.queue(small, 2, 1, None):
         pass
     assert refused(admission, small, choices=3).status == 400, "it would never fit"
@@ -128,15 +132,19 @@ def test_a_tenants_own_limit_binds_that_tenant_only(admission: Admission, refusa
 def test_an_estimate_becomes_a_count_and_everything_comes_back(admission: Admission) -> None:
     with admission.queue(ANONYMOUS, 1, 900, None) as first:
         first.count_tokens(200)
-        assert admission.queued_tokens == 200
+        assert admission.tokens.total == 200
         with admission.queue(ANONYMOUS, 3, 800, None) as second:
             assert admission.is_full
-            second.leave(started=True)
-            second.leave(started=True)
+            second.begin()
+            assert taken(admission) == (3, 734)
+            second.begin()
+            second.begin()
+            second.begin()
+            second.leave()
             second.count_tokens(5000)
-            assert (admission.queued_requests, admission.queued_tokens) == (1, 200), "once, and for all"
-    assert (admission.queued_requests, admission.queued_tokens) == (0, 0)
+            assert taken(admission) == (1, 200), "once, and for all"
+    assert taken(admission) == (0, 0)
     assert not admission.is_full
     with pytest.raises(RuntimeError), admission.queue(ANONYMOUS, 1, 900, None):
         raise RuntimeError
-    assert (admission.queued_requests, admission.queued_tokens) == (0, 0)
+    assert taken(admission) == (0, 0)

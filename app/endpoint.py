@@ -6,6 +6,7 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
+from app.fair_threads import current_tenant
 from app.logs import log_request
 from app.scope import Handler, RequestScope
 from app.server import Server
@@ -37,6 +38,7 @@ class Endpoint:
             body_timeout=settings.body_timeout,
             send_timeout=settings.send_timeout,
         )
+        current_tenant.set(request.tenant.name)
         self._server.enter(request, quiet=self._quiet)
         try:
             await request.run(self._handler)

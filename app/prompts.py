@@ -10,11 +10,10 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
 
-import anyio
 import orjson
-from anyio import to_thread
 from tokenizers import Tokenizer
 
+from app.fair_threads import FairThreads
 from engine.errors import InvalidRequest
 from gpu.weights import ModelFiles
 from protocol.chat_template import CHATML, ChatTemplate, encode_segments
@@ -50,7 +49,7 @@ class PromptEncoder:
             reasoning_parser=reasoning_parser,
         )
         self._longest_token = max(map(len, files.tokenizer.get_vocab()))
-        self._threads = anyio.CapacityLimiter(TOKENIZER_THREADS)
+        self._threads = FairThreads(TOKENIZER_THREADS)
 
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
@@ -135,5 +134,4 @@ class PromptEncoder:
     async def _run(self, function: Callable[[], T], size: int) -> T:
         if size <= INLINE_CHARACTERS:
             return function()
-        # The thread of a client that leaves meanwhile runs on to its end, but nobody waits for it.
-        return await to_thread.run_sync(function, abandon_on_cancel=True, limiter=self._threads)
+        return await self._threads.run(function)

@@ -170,7 +170,7 @@ class Settings(BaseSettings):
     )
     api_keys_file: UserPath | None = Field(
         None,
-        description="TOML file of tenants with their keys, weights and limits; see docs/reliability.md.",
+        description="TOML file of tenants with their keys, weights, limits and rights; see docs/reliability.md.",
         examples=["/etc/headrace/tenants.toml"],
     )
     template_kwargs: CommaSeparated = Field(
@@ -189,10 +189,18 @@ class Settings(BaseSettings):
         "mean", description="How /v1/embeddings pools hidden states if a request does not say."
     )
     max_queued_requests: int = Field(
-        512, description="Most choices that wait for their first token; more are refused with 429.", ge=1, le=2**20
+        512,
+        description="Most choices that wait for their first token; more are refused with 429. Tenants share half of them "
+        "by weight, each has one at least; the rest is for whoever comes first.",
+        ge=1,
+        le=2**20,
     )
     max_queued_tokens: int = Field(
-        2**20, description="Most prompt tokens that wait; a request that would exceed it is refused.", ge=1, le=2**31
+        2**20,
+        description="Most prompt tokens that wait; a request that would exceed it is refused, unless its tenant has nobody "
+        "waiting. Tenants share half of them by weight.",
+        ge=1,
+        le=2**31,
     )
     default_timeout: float | None = Field(
         None,

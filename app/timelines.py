@@ -2,7 +2,8 @@
 
 The segments follow each other without a gap, so they add up to the request's time: `receive` (body), `tokenize`
 (validation, template, tokens), `queue`, `prefill`, `decode`, `deliver` (until the client has everything). Events are
-what the engine did in between. Kept in memory for the last `timeline_size` requests; a tenant sees its own only.
+what the engine did in between. Kept in memory for the last `timeline_size` requests; a tenant sees its own only, and
+one that asks a lot pushes out its own.
 """
 
 from __future__ import annotations
@@ -15,24 +16,36 @@ from app.scope import RequestScope
 
 
 class Timelines:
-    """Timelines of ended requests, the oldest forgotten first."""
+    """Timelines of ended requests. The oldest of the tenant that has the most is forgotten first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._kept: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()  # by tenant and request id
+        self._num_kept = 0
+        self._kept: dict[str, OrderedDict[str, dict[str, Any]]] = {}  # by tenant and request id
 
     def keep(self, request: RequestScope, status: int) -> None:
         """Remember a generation request that has ended."""
         if self._size:
-            key = (request.tenant.name, request.request_id)
-            self._kept[key] = timeline(request, status)
-            self._kept.move_to_end(key)
-            if len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+            own = self._kept.setdefault(request.tenant.name, OrderedDict())
+            self._num_kept += request.request_id not in own
+            own[request.request_id] = timeline(request, status)
+            own.move_to_end(request.request_id)
+            if self._num_kept > self._size:
+                self._forget_one(request.tenant.name)
+
+    def _forget_one(self, latest: str) -> None:
+        num_own = len(self._kept[latest])
+        tenant = latest
+        if num_own == 1 or num_own * len(self._kept) <= self._size:  # else nobody looks at all the others
+            tenant = max(self._kept, key=lambda each: len(self._kept[each]))
+        self._kept[tenant].popitem(last=False)
+        self._num_kept -= 1
+        if not self._kept[tenant]:
+            del self._kept[tenant]
 
     def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
         """A tenant's own request, if it is still remembered."""
-        return self._kept.get((tenant, request_id))
+        return self._kept.get(tenant, {}).get(request_id)
 
 
 def timeline(request: RequestScope, status: int) -> dict[str, Any]:

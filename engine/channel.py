@@ -85,7 +85,7 @@ class RequestChannel(Inbox):
         self._outbox: deque[OutboxMessage] = deque()
         self._deliver = deliver
         self._wake_up_pending = False
-        self._call_soon = _threadsafe_call_soon()
+        self._call_soon = threadsafe_call_soon()
 
     def send(self, message: OutboxMessage) -> None:
         """Hand a message to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
@@ -107,7 +107,7 @@ class RequestChannel(Inbox):
             self._deliver(messages)
 
 
-def _threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:
+def threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:
     """How to run a function soon on the current event loop from another thread, without waiting for it."""
     loop: Any = current_token().native_token
     call_soon: Callable[[Callable[[], None]], Any] = (

@@ -210,7 +210,7 @@ async def until(condition: Callable[[], object]) -> None:
 def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
     wake_ups: list[None] = []
-    original = engine.channel._threadsafe_call_soon
+    original = engine.channel.threadsafe_call_soon
 
     def counting() -> Callable[[Callable[[], None]], Any]:
         call_soon = original()
@@ -221,5 +221,5 @@ def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
         return count
 
-    monkeypatch.setattr(engine.channel, "_threadsafe_call_soon", counting)
+    monkeypatch.setattr(engine.channel, "threadsafe_call_soon", counting)
     return wake_ups

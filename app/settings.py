@@ -190,15 +190,15 @@ class Settings(BaseSettings):
     )
     max_queued_requests: int = Field(
         512,
-        description="Most choices that wait for their first token; more are refused with 429. Tenants share half of them "
-        "by weight, each has one at least; the rest is for whoever comes first.",
+        description="Most choices that wait for their first token; more are refused with 429. Tenants share half of "
+        "them by weight, each has one at least; the rest is for whoever comes first.",
         ge=1,
         le=2**20,
     )
     max_queued_tokens: int = Field(
         2**20,
-        description="Most prompt tokens that wait; a request that would exceed it is refused, unless its tenant has nobody "
-        "waiting. Tenants share half of them by weight.",
+        description="Most prompt tokens that wait; a request that would exceed it is refused, unless its tenant has "
+        "nobody waiting. Tenants share half of them by weight.",
         ge=1,
         le=2**31,
     )

@@ -45,7 +45,8 @@ class Timelines:
 
     def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
         """A tenant's own request, if it is still remembered."""
-        return self._kept.get(tenant, {}).get(request_id)
+        own = self._kept.get(tenant)
+        return None if own is None else own.get(request_id)
 
 
 def timeline(request: RequestScope, status: int) -> dict[str, Any]:

@@ -26,8 +26,10 @@ async def main(scope: Scope, receive: Receive, send: Send) -> None:
 def _application_from_environment() -> Starlette:
     from app.application import create_app, end_process
     from app.settings import SettingsError, load_settings
+    from app.workers import check_workers
 
     try:
+        check_workers()
         return create_app(load_settings())
     except SettingsError as error:
         # The server's first call is the lifespan, where Hypercorn would log an exception and serve on without one.

@@ -1,6 +1,7 @@
 """What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread.
 
-A text that is too long for the model whatever its tokens are is refused before anything is done with it: tokenizing
+A chat template that Headrace does not know is rendered in a process of its own, with two callers at most, so that they
+never keep anybody from tokenizing. A text that is too long for the model whatever its tokens are is refused before anything is done with it: tokenizing
 all that a body can hold takes many seconds.
 """
 
@@ -16,9 +17,11 @@ from tokenizers import Tokenizer
 from app.fair_threads import FairThreads
 from engine.errors import InvalidRequest
 from gpu.weights import ModelFiles
-from protocol.chat_template import CHATML, ChatTemplate, encode_segments
+from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
+from protocol.jinja_sandbox import CompiledTemplate
 from protocol.message_syntax import MessageSyntax, ReasoningParser, ToolParser
 from protocol.openai.chat import ChatCompletionRequest
+from protocol.template_process import TemplateProcesses
 
 T = TypeVar("T")
 
@@ -26,21 +29,38 @@ T = TypeVar("T")
 # load; anything longer would be felt by other streams.
 INLINE_CHARACTERS = 8192
 TOKENIZER_THREADS = 2
+RENDERING_PROCESSES = 2
 # What rendering a message costs, in characters.
 CHARACTERS_PER_MESSAGE = 64
 
 
 class PromptEncoder:
-    """Tokenizer and chat template of the served model. Used on the event loop."""
+    """Tokenizer and chat template of the served model. Made on a worker thread, used on the event loop.
+
+    `template_timeout` bounds, in seconds, one rendering by a template that has a process. `close` ends its processes.
+    """
 
     def __init__(
-        self, files: ModelFiles, *, tool_parser: ToolParser = "auto", reasoning_parser: ReasoningParser = "auto"
+        self,
+        files: ModelFiles,
+        *,
+        tool_parser: ToolParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
+        template_timeout: float = 10.0,
     ) -> None:
         self._tokenizer = files.tokenizer
         added = files.tokenizer.get_added_tokens_decoder()
         special = {token.content: token_id for token_id, token in added.items() if token.special}
         source = files.chat_template or CHATML
-        self._template = ChatTemplate(source, files.special_tokens, control_tokens=special)
+        self._processes: TemplateProcesses | None = None
+
+        def make_renderer(source: str) -> CompiledTemplate | TemplateProcesses:
+            if is_known(source):
+                return CompiledTemplate(source)
+            self._processes = TemplateProcesses(source, template_timeout)
+            return self._processes
+
+        self._template = ChatTemplate(source, files.special_tokens, special, make_renderer)
         self.syntax = MessageSyntax(
             source,
             special,
@@ -49,7 +69,13 @@ class PromptEncoder:
             reasoning_parser=reasoning_parser,
         )
         self._longest_token = max(map(len, files.tokenizer.get_vocab()))
-        self._threads = FairThreads(TOKENIZER_THREADS)
+        self._tokenizing = FairThreads(TOKENIZER_THREADS)
+        self._rendering = FairThreads(RENDERING_PROCESSES)
+
+    def close(self) -> None:
+        """End what runs outside of this process. Conversations cannot be encoded any more."""
+        if self._processes is not None:
+            self._processes.close()
 
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
@@ -63,7 +89,7 @@ class PromptEncoder:
             size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
         self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
 
-        def encode() -> list[int]:
+        def render() -> list[Segment]:
             segments = self._template.render(
                 messages,
                 add_generation_prompt=body.add_generation_prompt is not False,
@@ -72,13 +98,22 @@ class PromptEncoder:
                 documents=body.documents,
                 variables=body.template_variables(),
             )
+            # What a template adds to the messages is its own affair.
+            num_rendered = sum(len(text) for text, _ in segments)
+            self._check_length(self._fewest_tokens(num_rendered), max_model_len, "messages")
+            return segments
+
+        def encode(segments: list[Segment]) -> list[int]:
             token_ids = encode_segments(segments, self._encode_template, self._encode_plain)
             if body.add_special_tokens:
                 before, after = self._special_tokens_around
                 return [*before, *token_ids, *after]
             return token_ids
 
-        return await self._run(encode, size)
+        if self._processes is None:
+            return await self._run(lambda: encode(render()), size)
+        segments = await self._rendering.run(render)
+        return await self._run(lambda: encode(segments), sum(len(text) for text, _ in segments))
 
     async def encode_text(
         self, text: str, max_model_len: int, *, param: str = "prompt", add_special_tokens: bool = True
@@ -134,4 +169,4 @@ class PromptEncoder:
     async def _run(self, function: Callable[[], T], size: int) -> T:
         if size <= INLINE_CHARACTERS:
             return function()
-        return await self._threads.run(function)
+        return await self._tokenizing.run(function)

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,8 @@ from app.tracing import open_tracer
 from engine.async_llm import AsyncLLM
 from engine.errors import EngineDead
 from engine.messages import EngineReady, FinishReason
-from gpu.weights import ModelError
+from gpu.weights import ModelError, ModelFiles
+from protocol.chat_template import ChatTemplateError
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
 
@@ -242,7 +244,7 @@ class Server:
         """What has ended the server. Errors of model files know the file, not the setting that led to it."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if not isinstance(error, ModelError):
+        if not isinstance(error, ModelError | ChatTemplateError):
             return error
         model, works = self.settings.model, Settings.model_fields["model"].default
         advice = "" if model == works or works in str(error) else f" A value that works: {works}"
@@ -254,8 +256,17 @@ class Server:
         files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
         settings = self.settings
         prompts = await to_thread.run_sync(
-            lambda: PromptEncoder(files, tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser)
+            lambda: PromptEncoder(
+                files,
+                tool_parser=settings.tool_parser,
+                reasoning_parser=settings.reasoning_parser,
+                template_timeout=settings.template_timeout,
+            )
         )
+        with closing(prompts):
+            await self._serve(files, prompts)
+
+    async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:
         grammars = make_grammar_compiler(files)
         client = make_client(self.settings, files, self.start_up.report, grammars)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)

@@ -179,6 +179,12 @@ class Settings(BaseSettings):
         "*: any.",
         examples=["enable_thinking,date_string"],
     )
+    template_timeout: float = Field(
+        10.0,
+        description="Seconds that a chat template has for one conversation, if it is not one that Headrace knows.",
+        ge=0.1,
+        le=3600,
+    )
     admin_keys: CommaSeparatedSecrets = Field(
         (),
         description="Keys for /server_info, /reset_prefix_cache and /abort_requests, comma separated; none: there are "

@@ -1,7 +1,7 @@
 """Messages to the text that a model was trained on, by the Jinja template that came with the model.
 
-A template is foreign code: it runs in Jinja's immutable sandbox, sees JSON values only, and stops when its output
-passes a limit. Messages are foreign text: where one spells a control token (``<|im_end|>``) it must not become that
+A template is foreign code: it sees JSON values only, and runs in Jinja's immutable sandbox and, unless it is known to do
+no harm, in a process of its own (`protocol.template_process`). Messages are foreign text: where one spells a control token (``<|im_end|>``) it must not become that
 token, or a user could end their turn and speak as the system (CVE-2026-44222 in vLLM). Before rendering, each
 such spelling is put between markers nobody can guess; after it, the text is split there, and the caller encodes the
 marked segments without special tokens. Text that spells no control token, which is nearly all text, passes untouched
@@ -13,21 +13,14 @@ control token. Rendering runs for milliseconds per 100k characters: off the even
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, Protocol
 
 from engine.errors import HeadraceError, InvalidRequest
+from protocol.jinja_sandbox import CompiledTemplate, Failure, RenderingFailed
 
 CHATML = (
     "{% for message in messages %}"
@@ -37,9 +30,6 @@ CHATML = (
 )
 """For models that bring no template of their own."""
 
-MAX_RENDERED_CHARS = 32 * 2**20
-"""Above any context length that exists, below what hurts the server."""
-
 Segment = tuple[str, bool]
 """Text, and whether it is plain: to be encoded without recognizing special tokens."""
 
@@ -48,41 +38,56 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 
 _MAX_TEMPLATE_COMPLAINT = 200  # characters of it that reach the client
 
-# What raise_exception and Python raise when a template meets a message it was not written for.
-_RENDERING_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+# sha256 of sources that are rendered in the server: they loop over messages and nothing else.
+_KNOWN = {
+    hashlib.sha256(CHATML.encode()).hexdigest(),
+    "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",  # the embedded model's
+}
+
+
+def is_known(source: str) -> bool:
+    """Whether a template is one that Headrace was tested with, and needs no process of its own."""
+    return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest() in _KNOWN
 
 
 class ChatTemplateError(HeadraceError):
     """The model's template is at fault, not the request: it does not parse, or tries what the sandbox forbids."""
 
 
+class Renderer(Protocol):
+    """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.template_process`)."""
+
+    knows_tools: bool
+
+    def render(self, context: dict[str, Any]) -> str:
+        """Raises `RenderingFailed`. Threads may render at once."""
+
+
 class ChatTemplate:
-    """A compiled chat template. Immutable: any number of threads may render at once.
+    """A chat template. Immutable: any number of threads may render at once.
 
     `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
     strings that the tokenizer turns into control tokens; user text that spells one stays text.
-    `knows_tools` says whether the template does anything with tools. Raises `ChatTemplateError` if `source` does not
-    parse.
+    `make_renderer` compiles the source. `knows_tools` says whether the template does anything with tools. Raises
+    `ChatTemplateError` if `source` does not parse.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], control_tokens: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_tokens: Iterable[str] = (),
+        make_renderer: Callable[[str], Renderer] = CompiledTemplate,
+    ) -> None:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self._control = _runs_of({*control_tokens, *special_tokens.values()} - {""})
         try:
-            names = _ENVIRONMENT.parse(source).find_all(nodes.Name)
-            self.knows_tools = any(node.name == "tools" for node in names)
-            self._template = _ENVIRONMENT.from_string(source)
-        except jinja2.TemplateSyntaxError as exc:
-            raise ChatTemplateError(f"The chat template does not parse: {exc.message} (line {exc.lineno}).") from exc
+            self._renderer = make_renderer(source)
+        except RenderingFailed as exc:
+            what = "does not parse" if exc.kind is Failure.SYNTAX else "cannot be compiled"
+            raise ChatTemplateError(f"The chat template {what}: {exc.words}.") from exc
+        self.knows_tools = self._renderer.knows_tools
 
     def render(
         self,
@@ -114,30 +119,16 @@ class ChatTemplate:
                 "documents": shield.protect(documents),
                 "add_generation_prompt": add_generation_prompt and end is None,
             }
-            text = self._bounded(context)
+            text = self._renderer.render(context)
             return shield.split(text if end is None else end.cut(text))
-        except SecurityError as exc:
-            raise ChatTemplateError(f"The chat template of this model tries something unsafe: {exc}.") from exc
-        except _RENDERING_ERRORS as exc:
-            # Other exceptions may quote a message. These are in the template's words: cut short, without our markers.
-            speaks = isinstance(exc, jinja2.TemplateError | TypeError)
-            complaint = segments_text(shield.split(str(exc) if speaks else type(exc).__name__))
-            complaint = complaint[:_MAX_TEMPLATE_COMPLAINT]
-            raise InvalidRequest(
-                f"The chat template of this model cannot render these messages: {complaint}", param="messages"
-            ) from exc
-
-    def _bounded(self, context: dict[str, Any]) -> str:
-        pieces, size = [], 0
-        for piece in self._template.generate(context):
-            size += len(piece)
-            if size > MAX_RENDERED_CHARS:
-                raise InvalidRequest(
-                    f"messages must render to at most {MAX_RENDERED_CHARS} characters; send a shorter conversation.",
-                    param="messages",
-                )
-            pieces.append(piece)
-        return "".join(pieces)
+        except RenderingFailed as exc:
+            # A complaint in the template's words may quote a message: cut short, without our markers.
+            words = segments_text(shield.split(exc.words))[:_MAX_TEMPLATE_COMPLAINT]
+            if exc.kind is Failure.UNSAFE:
+                raise ChatTemplateError(f"The chat template of this model tries something unsafe: {words}.") from exc
+            raise _cannot_render(words) from exc
+        except (RecursionError, ValueError, TypeError) as exc:  # no JSON, or nested too deeply
+            raise _cannot_render(type(exc).__name__) from exc
 
 
 def segments_text(segments: Iterable[Segment]) -> str:
@@ -150,6 +141,10 @@ def encode_segments(
 ) -> list[int]:
     """Token ids of rendered segments: `encode` recognizes special tokens and adds none, `encode_plain` knows none."""
     return [token_id for text, plain in segments for token_id in (encode_plain if plain else encode)(text)]
+
+
+def _cannot_render(why: str) -> InvalidRequest:
+    return InvalidRequest(f"The chat template of this model cannot render these messages: {why}", param="messages")
 
 
 class _EndMark:
@@ -232,49 +227,3 @@ def _runs_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
 
 def _random_marker() -> str:
     return f"{secrets.randbelow(10**24):024d}"
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        # Jinja's own answer is an undefined value, which prints as nothing: a trick would pass unnoticed.
-        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - as in the base class
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _environment()

@@ -27,6 +27,18 @@ class HeadraceServe(Server):
         return ["app.cli", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
 
 
+class Workers(Server):
+    """`hypercorn --workers N app:main`, or with the number in Hypercorn's file."""
+
+    def __init__(self, workers: int, worker_class: str = "uvloop", file: Path | None = None, **settings: Any) -> None:
+        super().__init__(worker_class, **settings)
+        self.workers = ["--workers", str(workers)] if file is None else ["--config", str(file)]
+
+    def command(self) -> list[str]:
+        module, *arguments = super().command()
+        return [module, *self.workers, *arguments]
+
+
 def _write_files(directory: Path) -> None:
     """Everything that cases point to."""
     write_tiny_model(directory / "tiny")
@@ -35,6 +47,10 @@ def _write_files(directory: Path) -> None:
     (write_tiny_model(directory / "no-config") / "config.json").unlink()
     (write_tiny_model(directory / "broken-weights") / "model.safetensors").write_bytes(b"xx")
     write_tiny_model(directory / "mamba", architectures=["MambaForCausalLM"], model_type="mamba")
+    template = write_tiny_model(directory / "template-error") / "chat_template.jinja"
+    template.write_text("a\n{% if %}")
+    bomb = write_tiny_model(directory / "template-bomb") / "chat_template.jinja"
+    bomb.write_text("{{ 3 ** 1000000000 }}")
     (directory / "readme.gguf").write_text("hello")
     (directory / "notes.txt").write_text("hello")
     (directory / "unknown-key.toml").write_text("max_num_seq = 3\n")
@@ -98,6 +114,14 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an architecture that is not supported": (
         {"model": "{}/mamba"},
         ["model: got", "MambaForCausalLM", "supported are LlamaForCausalLM", "smollm2-135m-instruct"],
+    ),
+    "a chat template that does not parse": (
+        {"model": "{}/template-error"},
+        ["model: got", "chat template does not parse", "line 2", "smollm2-135m-instruct"],
+    ),
+    "a chat template that computes for ever": (
+        {"model": "{}/template-bomb", "template_timeout": 1},
+        ["model: got", "chat template cannot be compiled", "longer than 1 s", "smollm2-135m-instruct"],
     ),
     "a dtype that does not exist": (
         {"dtype": "fp16"},
@@ -205,6 +229,29 @@ def test_a_port_in_use_ends_the_server_before_it_loads_anything(kind: type[Serve
             f"error: Port {port} on 127.0.0.1 is in use. Stop what listens there, or take another: "
             f"headrace serve --port {port + 1}"
         )
+
+
+@pytest.mark.parametrize("worker_class", ["asyncio", "uvloop", "trio"])
+def test_more_than_one_worker_is_refused(worker_class: str, tmp_path: Path) -> None:
+    file = None
+    if worker_class == "asyncio":
+        file = tmp_path / "hypercorn.toml"
+        file.write_text("workers = 3\n")
+    number = 3 if file else 2
+    with Workers(number, worker_class, file) as server:
+        assert server.wait_exit() != 0
+        last = server.log.strip().splitlines()[-1]
+    for words in ("headrace: workers", f"got {number}", "hypercorn --workers 1 app:main", "data_parallel_size"):
+        assert words in last
+    assert server.log.count("workers: got") == 1, server.log
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize(("workers", "worker_class"), [(0, "trio"), (0, "uvloop"), (1, "asyncio")])
+def test_one_worker_and_none_serve(workers: int, worker_class: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    with Workers(workers, worker_class, model=model, load_format="dummy") as server:
+        server.poll(lambda: server.get_or_none("/livez"), lambda found: found is not None and found.status_code == 200)
 
 
 def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:

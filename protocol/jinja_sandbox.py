@@ -1,0 +1,138 @@
+"""Chat templates in Jinja's sandbox: compiled, rendered, and their failures in words.
+
+It keeps a template from what it must not touch, and bounds its output; it cannot bound the work and the memory that a
+template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds) can
+take all there is. So it runs in the server for templates that are known, and in `protocol.template_child` for others,
+which imports this file and little else: the standard library and Jinja.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_RENDERED_CHARS = 32 * 2**20
+"""Above any context length that exists, below what hurts the server."""
+
+
+class Failure(enum.IntEnum):
+    """Why there is no text."""
+
+    SYNTAX = 1  # it cannot be compiled
+    UNSAFE = 2  # it tries what the sandbox forbids
+    UNFIT = 3  # it breaks on these messages, or complains of them
+    TOO_LONG = 4  # more than MAX_RENDERED_CHARS
+    MEMORY = 5
+    TIME = 6
+    GONE = 7  # its process has ended
+
+
+class RenderingFailed(Exception):
+    """A template gave no text. `words` say why; they may quote the messages."""
+
+    def __init__(self, kind: Failure, words: str) -> None:
+        super().__init__(kind, words)
+        self.kind = kind
+        self.words = words
+
+
+class CompiledTemplate:
+    """Immutable: any number of threads may render at once. Raises `RenderingFailed`."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            names = _ENVIRONMENT.parse(source).find_all(nodes.Name)
+            self.knows_tools = any(node.name == "tools" for node in names)
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as exc:
+            raise RenderingFailed(Failure.SYNTAX, f"{exc.message} (line {exc.lineno})") from exc
+        except Exception as exc:  # what Python's own compiler says of it, or a source that is nested too deeply
+            raise _failed(exc, Failure.SYNTAX) from exc
+
+    def render(self, context: dict[str, Any]) -> str:
+        """The text. `context` holds the template's variables, JSON values."""
+        pieces, size = [], 0
+        try:
+            for piece in self._template.generate(context):
+                size += len(piece)
+                if size > MAX_RENDERED_CHARS:
+                    raise too_long()
+                pieces.append(piece)
+        except SecurityError as exc:
+            raise RenderingFailed(Failure.UNSAFE, str(exc)) from exc
+        except RenderingFailed:
+            raise
+        except (jinja2.TemplateError, TypeError) as exc:
+            # In the template's words. Other exceptions may quote a message.
+            raise RenderingFailed(Failure.UNFIT, str(exc)) from exc
+        except Exception as exc:
+            raise _failed(exc, Failure.UNFIT) from exc
+        return "".join(pieces)
+
+
+def too_long() -> RenderingFailed:
+    """The text is longer than `MAX_RENDERED_CHARS`."""
+    return RenderingFailed(
+        Failure.TOO_LONG, f"they may make at most {MAX_RENDERED_CHARS} characters; send a shorter conversation"
+    )
+
+
+def _failed(exc: Exception, kind: Failure) -> RenderingFailed:
+    if isinstance(exc, MemoryError):
+        return RenderingFailed(Failure.MEMORY, "it takes more memory than it may have")
+    return RenderingFailed(kind, type(exc).__name__)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        # Jinja's own answer is an undefined value, which prints as nothing: a trick would pass unnoticed.
+        raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r}")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()

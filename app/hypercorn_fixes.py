@@ -90,7 +90,8 @@ def end_parent() -> None:
     for lock in gc.get_objects():
         if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
-    os.kill(parent.pid, signal.SIGUSR1)
+    with suppress(ProcessLookupError):  # it has ended already
+        os.kill(parent.pid, signal.SIGUSR1)
 
 
 def end_with_parent() -> None:

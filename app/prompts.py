@@ -1,8 +1,8 @@
 """What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread.
 
-A chat template that Headrace does not know is rendered in a process of its own, with two callers at most, so that they
-never keep anybody from tokenizing. A text that is too long for the model whatever its tokens are is refused before anything is done with it: tokenizing
-all that a body can hold takes many seconds.
+A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, by threads
+of their own, so that tokenizing need not wait for it. A text that is too long for the model whatever its tokens are is
+refused before anything is done with it: tokenizing all that a body can hold takes many seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A few threads that work for coroutines, and no more than these, whoever has gone meanwhile.
 
-`anyio.to_thread` on asyncio gives back the place of an abandoned call at once, although its thread works on: clients that
-send long texts and hang up would start threads without end. Here an abandoned call keeps its thread until it is done,
-and one that has not begun never does. The threads are daemons, because a call that never ends must not keep the process.
+`anyio.to_thread` on asyncio gives back the place of an abandoned call at once, although its thread works on: clients
+that send long texts and hang up would start threads without end. Here an abandoned call keeps its thread until it is
+done, and one that has not begun never does. The threads are daemons: a call that never ends must not keep the process.
 """
 
 from __future__ import annotations

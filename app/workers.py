@@ -8,6 +8,7 @@ worker is a process that was handed Hypercorn's configuration.
 from __future__ import annotations
 
 import multiprocessing
+import os
 from typing import Any
 
 from app.settings import SettingsError
@@ -27,6 +28,8 @@ def check_workers() -> None:
     # log's last words. The others end with their parent.
     if process._identity[-1] < workers:
         parent.join(_PATIENCE)
+        if not parent.is_alive():
+            os._exit(1)
     raise SettingsError(
         f"workers: got {workers}, but one process serves one model: each worker would load the model again, and know "
         "nothing of the others' responses and limits. A value that works: hypercorn --workers 1 app:main. For more "

@@ -1,9 +1,9 @@
 """Chat templates in Jinja's sandbox: compiled, rendered, and their failures in words.
 
 It keeps a template from what it must not touch, and bounds its output; it cannot bound the work and the memory that a
-template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds) can
-take all there is. So it runs in the server for templates that are known, and in `protocol.template_child` for others,
-which imports this file and little else: the standard library and Jinja.
+template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds)
+can take all there is. So it runs in the server for templates that are known, and in `protocol.template_child` for
+others, which imports this file and little else: the standard library and Jinja.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def send(to: socket.socket, kind: int, payload: bytes, deadline: float | None = 
         to.sendall(piece)  # the socket's timeout is one for all of it
 
 
-def receive(
-    source: socket.socket, longest: float = math.inf, deadline: float | None = None
-) -> tuple[int, bytearray]:
+def receive(source: socket.socket, longest: float = math.inf, deadline: float | None = None) -> tuple[int, bytearray]:
     """The kind and payload of the next message. Raises `OSError`, `EOFError` at the end or beyond `longest` bytes."""
     kind, size = _HEADER.unpack(_exactly(source, _HEADER.size, deadline))
     if size > longest:
@@ -141,8 +139,8 @@ def _limit_resources() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(limit)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (allowed, allowed))
 
 
 def _limit_time(timeout: float) -> None:

@@ -62,7 +62,7 @@ class TemplateProcesses:
         self._idle.append(first)
 
     def render(self, context: dict[str, Any]) -> str:
-        """The text. Blocks, for as long as `timeout` and, if need be, a process's start. Threads may call it at once."""
+        """The text. Blocks, for `timeout` at most and, if need be, a process's start. Threads may call it at once."""
         # In pieces, as `json.dumps` does not: it would keep the interpreter, and with it the event loop, to itself.
         message = b"".join(map(to_bytes, _JSON.iterencode(context)))
         began = time.monotonic()
@@ -139,7 +139,7 @@ class _Process:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own words
                 [sys.executable, "-I", "-S", "-B", "-c", _MAIN, str(timeout), *_PATHS],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=watched,
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},

@@ -177,5 +177,10 @@ def test_a_process_is_deaf_to_signals_for_the_group_and_knows_nothing(monkeypatc
         assert {entry.partition(b"=")[0] for entry in environment.split(b"\0")} <= {b"", b"TZ", b"TZDIR", b"LC_CTYPE"}
         assert {entry.name for entry in Path(f"/proc/{pid}/fd").iterdir()} == {"0", "1", "2"}
         limits = Path(f"/proc/{pid}/limits").read_text()
-        for name, limit in (("address space", "1073741824"), ("processes", "0"), ("file size", "0"), ("open files", "16")):
+        for name, limit in (
+            ("address space", "1073741824"),
+            ("processes", "0"),
+            ("file size", "0"),
+            ("open files", "16"),
+        ):
             assert any(name in line and limit in line.split() for line in limits.splitlines()), limits

@@ -25,7 +25,7 @@ TIMEOUT = 2.0
 HARM = {
     "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a string of gigabytes": "{{ ('a' * n * 10**9) | length }}",
-    "a power": "{{ (n ** 10**9) % 7 }}",
+    "a power": "{{ (n ** 1000000000) % 7 }}",
     "billion laughs": "{% set ns = namespace(x=['ha']) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}"
     "{% endfor %}{{ ns.x | string | length }}",
     "billion laughs compared": "{% set ns = namespace(x=['ha'], y=['ha']) %}{% for i in range(40) %}"
@@ -68,10 +68,10 @@ def helpers(server: Server) -> set[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and os.getpgid(int(entry.name)) == server._process.pid:
-                if b"protocol.template_child" in (entry / "cmdline").read_bytes():
-                    found.add(int(entry.name))
-        except (OSError, ValueError):
+            ours = entry.name.isdigit() and os.getpgid(int(entry.name)) == server._process.pid
+            if ours and b"protocol.template_child" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+        except OSError:  # it has just ended
             continue
     return found
 
@@ -100,7 +100,7 @@ def test_more_renderings_than_helpers_wait_for_their_turn_and_leave_none_behind(
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda n: ask(server, "Hi" if n % 3 else "a string of gigabytes"), range(12)))
     assert [answer.status_code for answer in answers] == [200 if n % 3 else 400 for n in range(12)]
-    assert 1 <= len(helpers(server)) <= 2
+    assert len(helpers(server)) <= 2
 
 
 def test_clients_that_leave_do_not_pile_up_renderings(server: Server) -> None:

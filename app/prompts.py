@@ -121,7 +121,7 @@ class PromptEncoder:
         """Tokenize a completion's prompt, with the BOS token if the model wants one. Raises InvalidRequest."""
         self._check_length(self._fewest_tokens(len(text)), max_model_len, param)
         return await self._run(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, len(text)
+            lambda: tokenize(self._tokenizer, text, param=param, add_special_tokens=add_special_tokens), len(text)
         )
 
     def decode(self, token_ids: list[int]) -> str:
@@ -154,10 +154,10 @@ class PromptEncoder:
             )
 
     def _encode_template(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenize(self._tokenizer, text, param="messages")
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._plain_tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenize(self._plain_tokenizer, text, param="messages")
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
@@ -170,3 +170,14 @@ class PromptEncoder:
         if size <= INLINE_CHARACTERS:
             return function()
         return await self._tokenizing.run(function)
+
+
+def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text. Raises `InvalidRequest` where the tokenizer gives up."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except BaseException as error:
+        # A regex of tokenizer.json that goes astray on a text is a panic in Rust, which no `except Exception` catches.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(f"The tokenizer of this model cannot read {param}.", param=param) from error

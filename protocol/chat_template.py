@@ -1,10 +1,10 @@
 """Messages to the text that a model was trained on, by the Jinja template that came with the model.
 
 A template is foreign code: it sees JSON values only, and runs in Jinja's immutable sandbox and, unless it is one that
-is known to do no harm, in a process of its own (`protocol.template_process`). Messages are foreign text: where one spells
-a control token (``<|im_end|>``) it must not become that token, or a user could end their turn and speak as the system
-(CVE-2026-44222 in vLLM). Before rendering, each such spelling is put between markers nobody can guess; after it, the
-text is split there, and the caller encodes the marked segments without special tokens. Text that spells no control
+is known to do no harm, in a process of its own (`protocol.template_process`). Messages are foreign text: where one
+spells a control token (``<|im_end|>``) it must not become that token, or a user could end their turn and speak as the
+system (CVE-2026-44222 in vLLM). Before rendering, each such spelling is put between markers nobody can guess; after it,
+the text is split there, and the caller encodes the marked segments without special tokens. Text that spells no control
 token, which is nearly all text, passes untouched as one segment, so tokens agree with the reference implementation.
 
 What this cannot see: a template that itself cuts text out of the middle of a message could join the halves of a

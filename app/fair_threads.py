@@ -36,9 +36,8 @@ class FairThreads:
         """What `function` returns. If the caller is cancelled meanwhile, it runs on to its end, keeps its thread until
         then, and nobody waits for it; if it has not begun, it never does."""
         await self._take_turn(current_tenant.get())
-        first_comes = iter(
-            (True,)
-        )  # who takes it, the thread or a caller that is cancelled before, gives the turn back
+        # Who takes it, the thread or a caller that is cancelled before, gives the turn back.
+        first_comes = iter((True,))
         call_soon = threadsafe_call_soon()
 
         def work() -> T | None:

@@ -9,11 +9,13 @@ import numpy as np
 from gpu.config import ModelConfig, RopeScaling
 from gpu.weights.errors import ModelError
 from gpu.weights.gguf_file import GGUFFile
+from gpu.weights.header_fields import FIELDS, check_integer, check_number, shown
 from gpu.weights.hf_config import check_config
 
 # `general.architecture` to the Hugging Face name. Mistral's files call themselves llama.
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+_ROPE_FREQUENCIES = "rope_freqs.weight"
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -22,7 +24,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     architecture = file.require("general.architecture", str)
     if architecture not in GGUF_ARCHITECTURES:
         raise ModelError(
-            f"{file.path.name} holds a model of architecture {architecture!r}; supported in GGUF files are "
+            f"{file.path.name} holds a model of architecture {shown(architecture)}; supported in GGUF files are "
             f"{', '.join(GGUF_ARCHITECTURES)}."
         )
     if file.get("split.count", int, 1) != 1:
@@ -32,37 +34,38 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 
-    hidden_size = file.require(f"{architecture}.embedding_length", int)
-    heads = file.require(f"{architecture}.attention.head_count", int)
-    if heads <= 0:
-        raise ModelError(
-            f"{file.path.name}: metadata {architecture}.attention.head_count must be positive, got {heads}."
-        )
-    head_dim = file.get(f"{architecture}.attention.key_length", int) or hidden_size // heads
+    numbers = _Numbers(file, architecture)
+    hidden_size = numbers.integer("hidden_size")
+    heads = numbers.integer("num_attention_heads")
+    head_dim = numbers.integer("head_dim", hidden_size // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
             raise ModelError(
                 f"{file.path.name}: {architecture}.{key} other than the head's size {head_dim} is not supported."
             )
 
-    rope_theta = file.get(f"{architecture}.rope.freq_base", float) or 10000.0
+    rope_theta = numbers.number("rope_theta", 10000.0)
+    has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
+    vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
         architecture=GGUF_ARCHITECTURES[architecture],
-        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        vocab_size=check_integer(
+            "vocab_size", vocab_size, key="the number of rows of token_embd.weight", source=file.path.name
+        ),
         hidden_size=hidden_size,
-        intermediate_size=file.require(f"{architecture}.feed_forward_length", int),
-        num_hidden_layers=file.require(f"{architecture}.block_count", int),
+        intermediate_size=numbers.integer("intermediate_size"),
+        num_hidden_layers=numbers.integer("num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=file.get(f"{architecture}.attention.head_count_kv", int) or heads,
+        num_key_value_heads=numbers.integer("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_position_embeddings=file.require(f"{architecture}.context_length", int),
-        rms_norm_eps=_shortest(file.require(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
+        max_position_embeddings=numbers.integer("max_position_embeddings"),
+        rms_norm_eps=_shortest(numbers.number("rms_norm_eps")),
         rope_theta=rope_theta,
-        rope_scaling=_rope_scaling(file, architecture, rope_theta, head_dim),
+        rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
-        sliding_window=file.get(f"{architecture}.attention.sliding_window", int) or None,
+        sliding_window=numbers.integer("sliding_window") if has_window else None,
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
     )
@@ -70,20 +73,44 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     return config
 
 
+class _Numbers:
+    """The numbers of the table in `header_fields`, by their names there."""
+
+    def __init__(self, file: GGUFFile, architecture: str) -> None:
+        self._file = file
+        self._architecture = architecture
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Raises `ModelError` if it is out of bounds, of another type, or absent without a default."""
+        value, key = self._find(name)
+        return check_integer(name, default if value is None else value, key=key, source=self._file.path.name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value, key = self._find(name)
+        return check_number(name, default if value is None else value, key=key, source=self._file.path.name)
+
+    def _find(self, name: str) -> tuple[object, str]:
+        key = f"{self._architecture}.{FIELDS[name].gguf}"
+        return self._file.metadata.get(key), f"metadata {key}"
+
+
 def _shortest(value: float) -> float:
     """The shortest decimal of the same float32: 1e-05 where the file's float32 reads 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, rope_theta: float, head_dim: int) -> RopeScaling | None:
-    if "rope_freqs.weight" in file.tensors:
+def _rope_scaling(file: GGUFFile, numbers: _Numbers, rope_theta: float, head_dim: int) -> RopeScaling | None:
+    if _ROPE_FREQUENCIES in file.tensors:
         return _llama3_scaling(file, rope_theta, head_dim)
+    architecture = file.require("general.architecture", str)
     kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if kind == "none":
         return None
     if kind == "linear":
-        return RopeScaling(rope_type="linear", factor=file.require(f"{architecture}.rope.scaling.factor", float))
-    raise ModelError(f"{file.path.name}: RoPE scaling {kind!r} is not supported; supported are linear and Llama 3's.")
+        return RopeScaling(rope_type="linear", factor=numbers.number("factor"))
+    raise ModelError(
+        f"{file.path.name}: RoPE scaling {shown(kind)} is not supported; supported are linear and Llama 3's."
+    )
 
 
 def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeScaling:
@@ -91,15 +118,17 @@ def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeSca
 
     All Llama 3.x share everything but the largest divisor. That the file's divisors are theirs is checked, one by one.
     """
-    divisors = file.read("rope_freqs.weight")
-    scaling = RopeScaling(rope_type="llama3", factor=float(divisors.max()))
-    if divisors.shape != (head_dim // 2,) or not np.allclose(
-        divisors, _llama3_divisors(scaling, rope_theta, head_dim), rtol=1e-4
-    ):
-        raise ModelError(
-            f"{file.path.name}: rope_freqs.weight is not Llama 3's RoPE scaling, the only one that is supported."
+    if file.tensors[_ROPE_FREQUENCIES].shape == (head_dim // 2,):
+        divisors = file.read(_ROPE_FREQUENCIES)
+        factor = check_number(
+            "factor", float(divisors.max()), key=f"the largest of {_ROPE_FREQUENCIES}", source=file.path.name
         )
-    return scaling
+        scaling = RopeScaling(rope_type="llama3", factor=factor)
+        if np.allclose(divisors, _llama3_divisors(scaling, rope_theta, head_dim), rtol=1e-4):
+            return scaling
+    raise ModelError(
+        f"{file.path.name}: {_ROPE_FREQUENCIES} is not Llama 3's RoPE scaling, the only one that is supported."
+    )
 
 
 def _llama3_divisors(scaling: RopeScaling, rope_theta: float, head_dim: int) -> list[float]:

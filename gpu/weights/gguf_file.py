@@ -6,11 +6,13 @@ pair count u64; the pairs (key, type u32, value); the tensor infos (name, dimens
 
 The header is read here and not by `gguf.GGUFReader`, because that wraps every element of every array in numpy objects:
 2.4 s for the 98,000 strings of SmolLM2's vocabulary, 0.05 s here. Dequantization is the `gguf` library's. Every length
-in the file is checked against what is left of it, so a damaged file ends in a `ModelError`, not in garbage.
+in the file is checked against what is left of it, and the header against bounds of its own, because a list of numbers
+takes ten times the memory of its bytes: a damaged or hostile file ends in a `ModelError`, not in garbage.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
@@ -24,6 +26,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from gpu.weights.errors import ModelError
+from gpu.weights.header_fields import shown
 
 T = TypeVar("T", str, int, float, bool)
 
@@ -36,7 +39,13 @@ UNQUANTIZED_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQua
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 had 32-bit counts and was short-lived
 _DEFAULT_ALIGNMENT = 32
+_MAX_ALIGNMENT = 2**20
 _MAX_DIMENSIONS = 4
+# Of a header. The largest vocabularies there are, of 260,000 tokens, need 16 MiB and 1.3 million elements.
+_MAX_HEADER = 64 * 2**20  # bytes
+_MAX_PAIRS = 2**16
+_MAX_TENSORS = 2**16
+_MAX_ELEMENTS = 2**22  # of all arrays together
 _TENSOR_TYPES = {tensor_type.value: tensor_type for tensor_type in GGMLQuantizationType}
 _VALUE_TYPES = {value_type.value: value_type for value_type in GGUFValueType}
 _SCALARS = {
@@ -88,7 +97,7 @@ class GGUFFile:
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise ModelError(f"{self.path.name}: metadata {key} must be of type {kind.__name__}, got {value!r:.60}.")
+            raise ModelError(f"{self.path.name}: metadata {key} must be of type {kind.__name__}, got {shown(value)}.")
         return value
 
     def require(self, key: str, kind: type[T]) -> T:
@@ -131,8 +140,10 @@ class _Header:
     def __init__(self, path: Path, buffer: mmap.mmap) -> None:
         self._path = path
         self._buffer = buffer
-        self._end = len(buffer)
+        self._size = len(buffer)
+        self._end = min(self._size, _MAX_HEADER)
         self._position = 0
+        self._elements = 0
 
         if buffer[: len(_MAGIC)] != _MAGIC:
             self._fail(f"it begins with {bytes(buffer[:4])!r} where a GGUF file begins with {_MAGIC!r}")
@@ -141,12 +152,15 @@ class _Header:
         if version not in _VERSIONS:
             self._fail(f"GGUF version {version} (as little-endian) is not supported; supported are 2 and 3")
         tensor_count, pair_count = self._scalar("Q"), self._scalar("Q")
+        for what, count, most in (("tensors", tensor_count, _MAX_TENSORS), ("metadata pairs", pair_count, _MAX_PAIRS)):
+            if count > most:
+                self._fail(f"it claims {count:,} {what}; up to {most:,} are allowed")
 
         self.metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._string()
             if key in self.metadata:
-                self._fail(f"metadata {key} occurs twice")
+                self._fail(f"metadata {shown(key)} occurs twice")
             self.metadata[key] = self._value(key)
 
         infos = [self._tensor_info() for _ in range(tensor_count)]
@@ -154,38 +168,47 @@ class _Header:
 
     def _placed(self, infos: list[tuple[str, tuple[int, ...], int, int]]) -> list[GGUFTensor]:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment <= 0 or alignment % 8 != 0:
-            self._fail(f"general.alignment must be a multiple of 8, got {alignment!r}")
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8 != 0:
+            self._fail(f"general.alignment must be a multiple of 8 up to {_MAX_ALIGNMENT:,}, got {shown(alignment)}")
         start = -(-self._position // alignment) * alignment
 
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, type_id, offset in infos:
             if name in tensors:
-                self._fail(f"tensor {name} occurs twice")
+                self._fail(f"tensor {shown(name)} occurs twice")
             tensor_type = self._tensor_type(name, type_id)
             block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
             if shape[-1] % block_elements != 0:
                 self._fail(
-                    f"tensor {name} has rows of {shape[-1]} elements, which is no multiple of the "
+                    f"tensor {shown(name)} has rows of {shape[-1]} elements, which is no multiple of the "
                     f"{block_elements} of a {tensor_type.name} block"
                 )
             nbytes = math.prod(shape) // block_elements * block_bytes
-            if offset % alignment != 0 or start + offset + nbytes > self._end:
+            if offset % alignment != 0 or start + offset + nbytes > self._size:
                 self._fail(
-                    f"tensor {name} would end at byte {start + offset + nbytes:,} of a file of {self._end:,} bytes; "
+                    f"tensor {shown(name)} would end at byte {start + offset + nbytes:,} of a file of "
+                    f"{self._size:,} bytes, or begins at no multiple of {alignment}; "
                     f"the download may be incomplete"
                 )
             tensors[name] = GGUFTensor(name, shape, tensor_type, start + offset, nbytes)
+        self._check_overlaps(list(tensors.values()))
         return list(tensors.values())
+
+    def _check_overlaps(self, tensors: list[GGUFTensor]) -> None:
+        """Many tensors of the same bytes would be a large model in a small file."""
+        in_order = sorted(tensors, key=lambda tensor: tensor.offset)
+        for one, other in itertools.pairwise(in_order):
+            if one.offset + one.nbytes > other.offset:
+                self._fail(f"the tensors {shown(one.name)} and {shown(other.name)} overlap at byte {other.offset:,}")
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         dimensions = self._scalar("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            self._fail(f"tensor {name} has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
+            self._fail(f"tensor {shown(name)} has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible")
         shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]
         if 0 in shape:
-            self._fail(f"tensor {name} has the shape {list(shape)}")
+            self._fail(f"tensor {shown(name)} has the shape {list(shape)}")
         return name, shape, self._scalar("I"), self._scalar("Q")
 
     def _tensor_type(self, name: str, type_id: int) -> GGMLQuantizationType:
@@ -194,7 +217,7 @@ class _Header:
             named = f"number {type_id}" if tensor_type is None else tensor_type.name
             supported = ", ".join(supported.name for supported in SUPPORTED_TENSOR_TYPES)
             self._fail(
-                f"tensor {name} has the type {named}; supported are {supported}. "
+                f"tensor {shown(name)} has the type {named}; supported are {supported}. "
                 f"Fetch the model in another quantization, such as Q8_0 or Q4_K_M"
             )
         return tensor_type
@@ -207,7 +230,13 @@ class _Header:
             return self._scalar(_SCALARS[kind])
         kind, count = self._value_type(key), self._scalar("Q")
         if kind is GGUFValueType.ARRAY:
-            self._fail(f"metadata {key} is an array of arrays, which is not supported")
+            self._fail(f"metadata {shown(key)} is an array of arrays, which is not supported")
+        self._elements += count
+        if self._elements > _MAX_ELEMENTS:
+            named = "strings" if kind is GGUFValueType.STRING else "numbers"
+            self._fail(
+                f"metadata {shown(key)} claims {count:,} {named}; all arrays together may have {_MAX_ELEMENTS:,}"
+            )
         if kind is GGUFValueType.STRING:
             return self._strings(count)
         code = _SCALARS[kind]
@@ -217,7 +246,7 @@ class _Header:
     def _value_type(self, key: str) -> GGUFValueType:
         number = self._scalar("I")
         if number not in _VALUE_TYPES:
-            self._fail(f"metadata {key} has the unknown type {number}")
+            self._fail(f"metadata {shown(key)} has the unknown type {number}")
         return _VALUE_TYPES[number]
 
     def _scalar(self, code: str) -> Any:
@@ -249,7 +278,11 @@ class _Header:
         """Step over `size` bytes and return where they begin."""
         start = self._position
         if start + size > self._end:
-            self._fail(f"it ends at byte {self._end:,}, inside its header")
+            self._fail(
+                f"it ends at byte {self._end:,}, inside its header"
+                if self._end == self._size
+                else f"its header is longer than the {_MAX_HEADER:,} bytes that are allowed"
+            )
         self._position = start + size
         return start
 

@@ -5,6 +5,7 @@ Torch-free until a weight is drawn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,10 @@ from gpu.config import ModelConfig
 from gpu.weights.gguf_config import config_from_gguf
 from gpu.weights.gguf_file import UNQUANTIZED_TYPES, GGUFFile
 from gpu.weights.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
+from gpu.weights.header_fields import check_chat_template
 from gpu.weights.model_files import ModelFiles
 from gpu.weights.quantized_rows import QuantizedRows
+from gpu.weights.tensors import check_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +44,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GGUF_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>\w+)", re.ASCII)
 _IN_THE_CONFIG = "rope_freqs.weight"  # a tensor that gguf_config reads
 
 
@@ -48,24 +52,26 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     """Open a GGUF file. Raises `ModelError` if it is damaged or holds what cannot be run."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
+    shapes = ((hf_tensor_name(name), tensor.shape) for name, tensor in file.tensors.items() if name != _IN_THE_CONFIG)
+    check_shapes(shapes, config, source=path.name)
+    template = file.metadata.get("tokenizer.chat_template")
     return ModelFiles(
         name=name,
         config=config,
-        chat_template=file.get("tokenizer.chat_template", str),
+        chat_template=check_chat_template(template, key="metadata tokenizer.chat_template", source=path.name),
         special_tokens=special_tokens_from_gguf(file),
-        load_tokenizer=partial(tokenizer_from_gguf, file),
+        load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         read_weights=partial(_read_weights, file, config),
     )
 
 
 def hf_tensor_name(gguf_name: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. A name that is not known comes back as it is."""
-    stem, _, kind = gguf_name.rpartition(".")
-    prefix = ""
-    if stem.startswith("blk."):
-        _, layer, stem = stem.split(".", 2)
-        prefix = f"model.layers.{layer}."
-    return f"{prefix}{_NAMES[stem]}.{kind}" if stem in _NAMES else gguf_name
+    parts = _GGUF_NAME.fullmatch(gguf_name)
+    if parts is None or parts["stem"] not in _NAMES:
+        return gguf_name
+    prefix = "" if parts["layer"] is None else f"model.layers.{parts['layer']}."
+    return f"{prefix}{_NAMES[parts['stem']]}.{parts['kind']}"
 
 
 def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
@@ -92,9 +98,7 @@ def _read_weights(
     for name in file.tensors:
         if name == _IN_THE_CONFIG:
             continue
-        num_heads = permuted_heads.get(name.split(".")[-2])
-        if num_heads is not None and file.tensors[name].shape[0] % (2 * num_heads) != 0:
-            num_heads = None  # its shape is about to be refused
+        num_heads = permuted_heads.get(name.split(".")[-2])  # names and shapes have been checked
         tensor = file.tensors[name]
         if tensor.type not in UNQUANTIZED_TYPES and len(tensor.shape) == 2:
             packed = file.packed(name) if num_heads is None else unpermute_rows(file.packed(name), num_heads)

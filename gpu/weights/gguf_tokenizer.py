@@ -14,7 +14,9 @@ from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gpu.weights.errors import ModelError
+from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.weights.gguf_file import GGUFFile
+from gpu.weights.header_fields import shown
 
 # The name that templates know a token by, and where GGUF keeps its id.
 _SPECIAL_TOKEN_KEYS = {
@@ -25,18 +27,25 @@ _SPECIAL_TOKEN_KEYS = {
 }
 
 
-def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
     """The tokenizer of the model in `file`. Raises `ModelError` if it is damaged or of a kind that is not supported."""
+    with tokenizer_errors(f"{file.path.name} has a tokenizer that cannot be built"):
+        tokenizer = _build(file)
+    check_tokenizer(tokenizer, vocab_size, source=file.path.name)
+    return tokenizer
+
+
+def _build(file: GGUFFile) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model", str)
     if kind != "gpt2":
         raise ModelError(
-            f"{file.path.name} has a tokenizer of the kind {kind!r}; supported in GGUF files is 'gpt2' (byte-level "
-            f"BPE). Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
+            f"{file.path.name} has a tokenizer of the kind {shown(kind)}; supported in GGUF files is 'gpt2' "
+            f"(byte-level BPE). Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
         )
     pre_name = file.get("tokenizer.ggml.pre", str, "default") or "default"
     if pre_name not in _PRE_TOKENIZERS:
         raise ModelError(
-            f"{file.path.name} has the pre-tokenizer {pre_name!r}; supported are {', '.join(_PRE_TOKENIZERS)}. "
+            f"{file.path.name} has the pre-tokenizer {shown(pre_name)}; supported are {', '.join(_PRE_TOKENIZERS)}. "
             f"Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
         )
     pre = _PRE_TOKENIZERS[pre_name]

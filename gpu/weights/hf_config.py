@@ -7,14 +7,14 @@ Both spellings are read: `rope_theta`, `rope_scaling` and `torch_dtype`, and wha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
 from gpu.weights.errors import ModelError
-
-T = TypeVar("T", int, float)
+from gpu.weights.header_fields import check_integer, check_number, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _QWEN3_HEAD_DIM = 128  # what transformers assumes where a Qwen3 config.json is silent
 # Keys that change the computation, with the only values that are implemented.
 _ONLY_VALUES: dict[str, tuple[Any, ...]] = {
@@ -33,15 +33,14 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     """
     fields = _Fields(values, source)
     architecture = _architecture(values, source)
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
     for key, allowed in _ONLY_VALUES.items():
         value = values.get(key, rope.get(key))
         if value not in allowed:
-            raise ModelError(
-                f"{source}: {key}={value!r:.80} in config.json is not supported; it must be {allowed[0]!r}."
-            )
+            named = f"{value!r:.80}" if key == "quantization_config" and isinstance(value, dict) else shown(value)
+            raise ModelError(f"{source}: {key}={named} in config.json is not supported; it must be {allowed[0]!r}.")
     qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    if values.get("attention_bias") and not qwen2:
+    if fields.flag("attention_bias", False) and not qwen2:
         raise ModelError(
             f"{source}: attention_bias=true in config.json is not supported for {architecture}: it adds a bias to the "
             f"output projection too. Qwen2's biases are supported."
@@ -49,7 +48,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
     hidden_size = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden_size // max(heads, 1))
+    head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden_size // heads)
     num_layers = fields.integer("num_hidden_layers")
     config = ModelConfig(
         architecture=architecture,
@@ -64,26 +63,22 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=_Fields(rope, source).number("rope_theta", fields.number("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(rope, source),
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=qwen2,
         qk_norm=qwen3,
         sliding_window=_sliding_window(values, architecture, num_layers, source),
         torch_dtype=_dtype(values, source),
-        eos_token_ids=tuple(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
-        bos_token_id=next(iter(token_ids(values.get("bos_token_id"))), None),
+        eos_token_ids=tuple(
+            dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
+        ),
+        bos_token_id=next(iter(token_ids(values, "bos_token_id", source=f"{source}, config.json")), None),
     )
     check_config(config, source=source)
     return config
 
 
 def check_config(config: ModelConfig, *, source: str) -> None:
-    """Raise `ModelError` if the numbers cannot be those of a model."""
-    for name in (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-    ):  # fmt: skip
-        if not getattr(config, name) > 0:
-            raise ModelError(f"{source}: {name} must be positive, got {getattr(config, name)}.")
+    """Raise `ModelError` if numbers that are each within bounds cannot be those of one model."""
     if config.num_attention_heads % config.num_key_value_heads != 0:
         raise ModelError(
             f"{source}: num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
@@ -91,16 +86,30 @@ def check_config(config: ModelConfig, *, source: str) -> None:
         )
     if config.head_dim % 2 != 0:
         raise ModelError(f"{source}: head_dim must be even for rotary embeddings, got {config.head_dim}.")
-    if any(not 0 <= token < config.vocab_size for token in config.eos_token_ids):
+    scaling = config.rope_scaling
+    if scaling is not None and not scaling.low_freq_factor < scaling.high_freq_factor:
         raise ModelError(
-            f"{source}: the EOS token ids {list(config.eos_token_ids)} must be below vocab_size ({config.vocab_size})."
+            f"{source}: low_freq_factor ({scaling.low_freq_factor:g}) must be below high_freq_factor "
+            f"({scaling.high_freq_factor:g})."
         )
+    special = {"BOS": () if config.bos_token_id is None else (config.bos_token_id,), "EOS": config.eos_token_ids}
+    for kind, token_ids in special.items():
+        wrong = next((token for token in token_ids if not 0 <= token < config.vocab_size), None)
+        if wrong is not None:
+            raise ModelError(
+                f"{source}: the {kind} token id {shown(wrong)} must be below vocab_size ({config.vocab_size}), and not "
+                f"negative."
+            )
 
 
-def token_ids(value: Any) -> list[int]:
-    """A token id field as a list: files hold one id, a list of them or null."""
-    listed = value if isinstance(value, list) else [value]
-    return [token for token in listed if type(token) is int]
+def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
+    """A token id field as a list: files hold one id, a list of them or null. Raises `ModelError` for anything else."""
+    value = values.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    for token in listed:
+        if type(token) is not int:
+            raise ModelError(f"{source}: {key} must be a token id, a list of them or null, got {shown(token)}.")
+    return listed
 
 
 class _Fields:
@@ -111,19 +120,28 @@ class _Fields:
         self._source = source
 
     def integer(self, name: str, default: int | None = None) -> int:
-        return self._field(name, int, "an integer", default)
+        """Within the bounds of `header_fields`."""
+        return check_integer(name, self._find(name, default), key=f"{name} in config.json", source=self._source)
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._values.get(name)
-        return float(value) if type(value) is int else self._field(name, float, "a number", default)
+        return check_number(name, self._find(name, default), key=f"{name} in config.json", source=self._source)
 
-    def _field(self, name: str, kind: type[T], named: str, default: T | None) -> T:
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not kind:
-            raise ModelError(f"{self._source}: {name} in config.json must be {named}, got {value!r:.80}.")
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._find(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self._source}: {name} in config.json must be true or false, got {shown(value)}.")
         return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """Empty where there is none."""
+        value = self._find(name, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"{self._source}: {name} in config.json must be an object, got {shown(value)}.")
+        return value
+
+    def _find(self, name: str, default: object) -> object:
+        value = self._values.get(name)
+        return default if value is None else value
 
 
 def _architecture(values: Mapping[str, Any], source: str) -> str:
@@ -153,7 +171,7 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
             original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         )
     raise ModelError(
-        f"{source}: RoPE scaling {kind!r} is not supported; supported are llama3 and linear. Taking it out of "
+        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3 and linear. Taking it out of "
         f"config.json gives the model its original context."
     )
 
@@ -161,11 +179,16 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
 def _sliding_window(values: Mapping[str, Any], architecture: str, num_layers: int, source: str) -> int | None:
     """The window of all layers. Qwen switches windows on by `use_sliding_window`, from layer `max_window_layers` on."""
     window = values.get("sliding_window")
-    switched_on = values.get("use_sliding_window", architecture == "MistralForCausalLM")
+    switched_on = _Fields(values, source).flag("use_sliding_window", architecture == "MistralForCausalLM")
     if window is None or not switched_on:
         return None
     kinds = values.get("layer_types")
-    if isinstance(kinds, list):
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= _LAYER_TYPES:
+            raise ModelError(
+                f"{source}: layer_types in config.json must name {' or '.join(sorted(_LAYER_TYPES))} for each of the "
+                f"{num_layers} layers, got {shown(kinds)}."
+            )
         sliding = kinds.count("sliding_attention")
     else:
         sliding = num_layers - min(_Fields(values, source).integer("max_window_layers", 0), num_layers)
@@ -182,6 +205,6 @@ def _dtype(values: Mapping[str, Any], source: str) -> str:
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in _DTYPES:
         raise ModelError(
-            f"{source}: dtype {dtype!r:.80} in config.json is not supported; supported are {', '.join(_DTYPES)}."
+            f"{source}: dtype {shown(dtype)} in config.json is not supported; supported are {', '.join(_DTYPES)}."
         )
     return str(dtype)

@@ -6,9 +6,9 @@ template in any of its three places, and safetensors, sharded or not. Pickled we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,13 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from gpu.weights.errors import ModelError
+from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
+from gpu.weights.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
 from gpu.weights.hf_config import config_from_hf, token_ids
+from gpu.weights.json_file import MAX_JSON, read_json, read_text
 from gpu.weights.model_files import ModelFiles
+from gpu.weights.safetensors_header import read_shapes
+from gpu.weights.tensors import check_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -42,18 +47,23 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         _weight_files(directory)
         _tokenizer_path(directory)
 
-    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    tokenizer_config = read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(directory, tokenizer_config)
+    generation_config = directory / "generation_config.json"
     eos_token_ids = [
-        *token_ids(_read_json(directory / "generation_config.json").get("eos_token_id")),
+        *token_ids(read_json(generation_config), "eos_token_id", source=str(generation_config)),
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
+    config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
+    if with_weights:
+        shapes = chain.from_iterable(read_shapes(path).items() for path in _weight_files(directory))
+        check_shapes(shapes, config, source=name)
     return ModelFiles(
         name=name,
-        config=config_from_hf(_read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name),
+        config=config,
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
-        load_tokenizer=partial(_load_tokenizer, directory),
+        load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         read_weights=partial(_read_weights, directory),
     )
 
@@ -74,9 +84,9 @@ def _read_weights(directory: Path, device: str) -> Iterator[tuple[str, torch.Ten
 
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        shards = _read_json(directory / _INDEX).get("weight_map")
+        shards = read_json(directory / _INDEX).get("weight_map")
         names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
-        if not names or any(Path(name).name != name for name in names):
+        if not names or any(Path(name).name != name or "\0" in name for name in names):
             raise ModelError(f"{directory / _INDEX} must map every tensor to a file beside it in weight_map.")
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ModelError(f"{directory} lacks {missing[0]} and {len(missing) - 1} more files that {_INDEX} names.")
@@ -104,36 +114,36 @@ def _tokenizer_path(directory: Path) -> Path:
     return path
 
 
-def _load_tokenizer(directory: Path) -> Tokenizer:
+def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = _tokenizer_path(directory)
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exceptions
-        raise ModelError(f"{path} cannot be read: {error}. Fetch it anew.") from error
-    # Some were saved with the truncation and padding of their training run, which would cut prompts in silence.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    with tokenizer_errors(f"{path} cannot be read"):
+        text = read_text(path, MAX_JSON)
+        tokenizer = Tokenizer.from_str(text)
+        # Some were saved with the truncation and padding of their training run, which would cut prompts in silence.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    check_tokenizer(tokenizer, vocab_size, source=str(path))
     return tokenizer
 
 
 def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """A file of its own comes before tokenizer_config.json, and of several templates the one named "default" counts."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = _read_json(directory / "chat_template.json").get("chat_template") or tokenizer_config.get(
-        "chat_template"
-    )
+    if path.exists():
+        return read_text(path, MAX_CHAT_TEMPLATE)
+    template, source = read_json(directory / "chat_template.json").get("chat_template"), "chat_template.json"
+    if not template:
+        template, source = tokenizer_config.get("chat_template"), "tokenizer_config.json"
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    return check_chat_template(template, key=f"chat_template in {source}", source=str(directory))
 
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """Every "..._token" of the tokenizer's files; its value is a text or an object with the text as "content"."""
     texts: dict[str, str] = {}
-    for key, value in {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
+    for key, value in {**read_json(directory / "special_tokens_map.json"), **tokenizer_config}.items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             texts[key] = text
@@ -141,24 +151,24 @@ def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[s
 
 
 def _ids_of(token: str | None, directory: Path, tokenizer_config: dict[str, Any]) -> list[int]:
-    """The id of a special token, without building the tokenizer."""
+    """The id of a special token, without building the tokenizer. Raises `ModelError` for entries that are none."""
     if token is None:
         return []
     listed = tokenizer_config.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        return [int(number) for number, entry in listed.items() if number.isdecimal() and entry.get("content") == token]
-    added = _read_json(directory / "tokenizer.json").get("added_tokens") or []
-    return [entry["id"] for entry in added if entry.get("content") == token]
+        entries = [(_number(number), entry) for number, entry in listed.items()]
+        source = "added_tokens_decoder in tokenizer_config.json"
+    else:
+        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+        if not isinstance(added, list):
+            raise ModelError(f"{directory}: added_tokens in tokenizer.json must be an array, got {shown(added)}.")
+        entries = [(entry.get("id") if isinstance(entry, dict) else None, entry) for entry in added]
+        source = "added_tokens in tokenizer.json"
+    for number, entry in entries:
+        if type(number) is not int or not isinstance(entry, dict):
+            raise ModelError(f"{directory}: {source} must hold ids and tokens, got {shown(number)} and {shown(entry)}.")
+    return [number for number, entry in entries if number is not None and entry.get("content") == token]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file. Raises `ModelError` if it is anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}. Fetch it anew.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}.")
-    return value
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < 20 else None

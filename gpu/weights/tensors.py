@@ -6,11 +6,12 @@ Imported by every reader of this package. Torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from gpu.config import ModelConfig
 from gpu.weights.errors import ModelError
+from gpu.weights.header_fields import shown
 from gpu.weights.progress import Progress, no_progress
 from gpu.weights.quantized_rows import QuantizedRows
 
@@ -55,6 +56,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConfig, *, source: str) -> None:
+    """Raise `ModelError` unless the tensors of a file are those that `config` calls for.
+
+    So what the configuration claims lies in the file in full, before memory is taken for any of it.
+    """
+    missing = _Missing(config, source)
+    for name, shape in found:
+        missing.take(name, shape)
+    missing.check_empty()
+
+
 def checked_weights(
     weights: Iterator[tuple[str, torch.Tensor | QuantizedRows]],
     config: ModelConfig,
@@ -62,31 +74,49 @@ def checked_weights(
     source: str,
     progress: Progress = no_progress,
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    """Pass on the weights that `config` calls for, each exactly once and in its shape; raise `ModelError` otherwise.
+    """Pass on the weights that `config` calls for, each exactly once and in its shape; raise `ModelError` otherwise."""
+    missing = _Missing(config, source)
+    for name, tensor in weights:
+        if missing.take(name, tuple(tensor.shape)):
+            yield name, tensor
+            progress("Loading weights", missing.total - len(missing.shapes), missing.total)
+    missing.check_empty()
+
+
+class _Missing:
+    """What a model still lacks.
 
     A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
     """
-    missing = tensor_shapes(config)
-    total = len(missing)
-    for name, tensor in weights:
+
+    def __init__(self, config: ModelConfig, source: str) -> None:
+        self._config = config
+        self._source = source
+        self.shapes = tensor_shapes(config)
+        self.total = len(self.shapes)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the model wants it. Raises `ModelError` if it has no place for it."""
+        config = self._config
         if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
-            continue
-        if name not in missing:
+            return False
+        if name not in self.shapes:
             raise ModelError(
-                f"{source}: tensor {name} is repeated or has no place in a {config.architecture} of "
+                f"{self._source}: tensor {shown(name)} is repeated or has no place in a {config.architecture} of "
                 f"{config.num_hidden_layers} layers (attention_bias={config.attention_bias}, qk_norm={config.qk_norm})."
             )
-        expected = missing.pop(name)
-        if tuple(tensor.shape) != expected:
+        expected = self.shapes.pop(name)
+        if shape != expected:
             raise ModelError(
-                f"{source}: tensor {name} has the shape {list(tensor.shape)}; the configuration makes it "
+                f"{self._source}: tensor {name} has the shape {list(shape)}; the configuration makes it "
                 f"{list(expected)}. The weights and the configuration are of different models."
             )
-        yield name, tensor
-        progress("Loading weights", total - len(missing), total)
-    if missing:
-        named = ", ".join(list(missing)[:3])
-        raise ModelError(
-            f"{source}: {len(missing)} of {total} tensors are missing, among them {named}. "
-            f"Fetch the model's files anew."
-        )
+        return True
+
+    def check_empty(self) -> None:
+        if self.shapes:
+            named = ", ".join(list(self.shapes)[:3])
+            raise ModelError(
+                f"{self._source}: {len(self.shapes)} of {self.total} tensors are missing, among them {named}. The "
+                f"configuration claims {self._config.num_hidden_layers} layers. Fetch the model's files anew."
+            )

@@ -170,7 +170,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path):
         ModelError, match=rf"{name} has the shape \[256, 256\]; the configuration makes it \[512, 256\]"
     ):
         read(weights | {name: weights[name][:256]})
-    with pytest.raises(ModelError, match=r"up_proj\.bias is repeated or has no place"):
+    with pytest.raises(ModelError, match=r"up_proj\.bias' is repeated or has no place"):
         read(weights | {"model.layers.1.mlp.up_proj.bias": weights[name][:, 0].copy()})
 
 

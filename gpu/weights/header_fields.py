@@ -1,0 +1,92 @@
+"""What the numbers of a model's header may be: one table for GGUF's metadata and config.json. Torch-free.
+
+A header is written by a stranger, and what it claims decides how much memory is taken and what the library of
+`gpu.cpu` computes with. So each number passes this table before anything is made of it. The bounds lie well beyond any
+model there is, and well within what the code can hold: sizes fit 32 bits, products of two fit 64, and positions are
+told apart in float32, where the angles of RoPE are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpu.weights.errors import ModelError
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderField:
+    """A number by its name in config.json, and what it may be."""
+
+    kind: type[int] | type[float]
+    low: Number
+    high: Number  # itself allowed, as is `low`
+    unit: str
+    gguf: str | None = None  # GGUF's key, without the architecture before it
+
+
+FIELDS: dict[str, HeaderField] = {
+    "vocab_size": HeaderField(int, 1, 2**20, "tokens"),
+    "hidden_size": HeaderField(int, 1, 2**17, "elements", "embedding_length"),
+    "intermediate_size": HeaderField(int, 1, 2**20, "elements", "feed_forward_length"),
+    "num_hidden_layers": HeaderField(int, 1, 2**10, "layers", "block_count"),
+    "num_attention_heads": HeaderField(int, 1, 2**11, "heads", "attention.head_count"),
+    "num_key_value_heads": HeaderField(int, 1, 2**11, "heads", "attention.head_count_kv"),
+    "head_dim": HeaderField(int, 2, 2**10, "elements", "attention.key_length"),
+    "max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "context_length"),
+    "sliding_window": HeaderField(int, 1, 2**24, "tokens", "attention.sliding_window"),
+    "max_window_layers": HeaderField(int, 0, 2**20, "layers"),
+    "rms_norm_eps": HeaderField(float, 1e-12, 0.1, "", "attention.layer_norm_rms_epsilon"),
+    "rope_theta": HeaderField(float, 1.0, 1e12, "", "rope.freq_base"),
+    "factor": HeaderField(float, 0.01, 1e4, "times", "rope.scaling.factor"),
+    "low_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
+    "high_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
+    "original_max_position_embeddings": HeaderField(int, 1, 2**24, "tokens"),
+}
+
+MAX_CHAT_TEMPLATE = 2**20  # characters; the longest there are have some 20,000
+
+
+def check_integer(name: str, value: object, *, key: str, source: str) -> int:
+    """`value` if the field `name` may be it. Raises `ModelError` that names `source`, `key`, value and bounds."""
+    field = FIELDS[name]
+    if type(value) is int and field.low <= value <= field.high:
+        return value
+    raise _refused(field, "an integer", value, key, source)
+
+
+def check_number(name: str, value: object, *, key: str, source: str) -> float:
+    """As `check_integer`, for a field that may have a fraction. Infinity and NaN are never allowed."""
+    field = FIELDS[name]
+    if type(value) in (int, float) and field.low <= value <= field.high:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise _refused(field, "a number", value, key, source)
+
+
+def check_chat_template(value: object, *, key: str, source: str) -> str | None:
+    """Jinja source of a bearable length, or None where there is none. Raises `ModelError`."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ModelError(f"{source}: {key} must be a text, got {shown(value)}.")
+    if len(value) > MAX_CHAT_TEMPLATE:
+        raise ModelError(f"{source}: {key} has {len(value):,} characters; up to {MAX_CHAT_TEMPLATE:,} are allowed.")
+    return value
+
+
+def shown(value: object) -> str:
+    """A foreign value for an error: short, whatever it is. Neither a long list nor a long number is written out."""
+    if isinstance(value, list | tuple | dict):
+        return f"{'an object' if isinstance(value, dict) else 'an array'} of {len(value):,}"
+    if isinstance(value, str):
+        return repr(value[:60]) + ("..." if len(value) > 60 else "")
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"an integer of {value.bit_length():,} bits"
+    return repr(value)
+
+
+def _refused(field: HeaderField, named: str, value: object, key: str, source: str) -> ModelError:
+    low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (field.low, field.high))
+    allowed = f"{named} from {low} to {high} {field.unit}".rstrip()
+    return ModelError(f"{source}: {key} must be {allowed}, got {shown(value)}.")

@@ -1,0 +1,81 @@
+"""What a safetensors file says it holds, checked before the library maps it. Torch-free.
+
+Layout (github.com/huggingface/safetensors): a u64 with the length of the header, the header as a JSON object of
+name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. The library checks the
+offsets too, but only when weights are drawn; shapes are compared with the configuration before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from gpu.weights.errors import ModelError
+from gpu.weights.header_fields import shown
+from gpu.weights.json_file import MAX_JSON, parse_object
+
+_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_MAX_DIMENSIONS = 4
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape by its name. Raises `ModelError` for a header that is damaged or cannot be true."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            if length > min(size - 8, MAX_JSON):
+                raise _refused(
+                    path, f"its header claims {length:,} bytes of a file of {size:,}; up to {MAX_JSON:,} are allowed"
+                )
+            text = file.read(length).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refused(path, str(error)) from error
+    header = parse_object(text, str(path))
+    header.pop("__metadata__", None)
+    places = [_place(path, name, entry) for name, entry in header.items()]
+    _check_places(path, sorted(places), data_size=size - 8 - length)
+    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+
+
+def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    """Where a tensor's data begins and ends, and its name."""
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _refused(path, f"tensor {shown(name)} must have dtype, shape and data_offsets, got {shown(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+        raise _refused(
+            path, f"tensor {shown(name)} has the dtype {shown(dtype)}; supported are {', '.join(_ITEM_SIZES)}"
+        )
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise _refused(path, f"tensor {shown(name)} has the shape {str(shape)[:60]}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _refused(path, f"tensor {shown(name)} has the data_offsets {str(offsets)[:60]}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * _ITEM_SIZES[dtype]:
+        raise _refused(
+            path,
+            f"tensor {shown(name)} of the shape {shape} in {dtype} has {end - begin:,} bytes of data "
+            f"(data_offsets {offsets})",
+        )
+    return begin, end, name
+
+
+def _check_places(path: Path, places: list[tuple[int, int, str]], data_size: int) -> None:
+    ends = [(0, "the header"), *((end, shown(name)) for _, end, name in places)]
+    begins = [*((begin, shown(name)) for begin, _, name in places), (data_size, "the end of the file")]
+    for (end, one), (begin, other) in zip(ends, begins, strict=True):
+        if end != begin:
+            what = "overlap" if end > begin else "leave a hole"
+            where = f"bytes {min(end, begin):,} and {max(end, begin):,}"
+            raise _refused(path, f"by data_offsets, {one} and {other} {what} between {where}")
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _refused(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path} cannot be read: {what}. The download may be incomplete; fetch it anew.")

@@ -43,7 +43,11 @@ class WorkerOptions:
 
 
 class PagedModel(LanguageModel, Protocol):
-    """A model that also knows the layout of its cache."""
+    """A model that also knows the layout of its cache, and how long a context is served."""
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """The longest context, in tokens. Called when the size of the KV cache is known, before the first step."""
+        ...
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """The zeroed cache of every layer."""
@@ -68,10 +72,13 @@ def load_model(
 ) -> LoadedModel:
     """Build the model and draw its weights. Raises ConfigError for options that cannot work.
 
+    It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
+    be more than there is memory for.
+
     On a CPU it is the library's decoder, unless float32 or float16 is asked for: dtype "auto" keeps the bits that a
     file has quantized to, "bfloat16" does not.
     """
-    longest = check_max_model_len(config, options.max_model_len)
+    longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     library = load_library() if device.type == "cpu" and options.dtype in ("auto", "bfloat16") else None
     if library is not None and options.runner != "device" and CPUCausalLM.supports(config):
         packed = CPUCausalLM(

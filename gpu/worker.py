@@ -48,6 +48,7 @@ class Worker:
             budget=self._kv_cache_budget(model, config, options),
             kv_cache_memory=options.kv_cache_memory,
         )
+        model.set_max_model_len(self.kv_cache_size.max_model_len)
         self._runner: ModelRunner | DeviceRunner | None = self._make_runner(model, config, options)
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self.device.type == "cuda" else 1

@@ -34,7 +34,7 @@ from gpu.cpu.library import (
 )
 from gpu.cpu.matrices import LANES, PackedMatrix, Weight, pack, padded_rows
 from gpu.cpu.memory import Arena, zeros
-from gpu.layers.rotary import inverse_frequencies
+from gpu.layers.rotary import angles_of, inverse_frequencies
 from gpu.models.loading import WeightsMismatch
 from gpu.weights.tensors import tensor_shapes
 
@@ -94,9 +94,7 @@ class CPUCausalLM:
                 scale=config.head_dim**-0.5,
             ),
         )
-        inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inverse)
-        self._model.cosines, self._model.sines = self._keep(angles.cos()), self._keep(angles.sin())
+        self.set_max_model_len(max_model_len)
         self._load(weights, quantized)
         self._head: MatrixStruct = self._model.embedding if config.tie_word_embeddings else self._model.head
         self._logits = torch.empty(0)
@@ -163,6 +161,16 @@ class CPUCausalLM:
             assert error is not None
             raise error
         return hidden
+
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """The longest context that is served, in tokens, where it is not the one that the model was made for."""
+        config = self.config
+        inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        self._rotary = torch.empty(2, max_model_len, inverse.shape[0])
+        for positions, angles in angles_of(max_model_len, inverse):
+            torch.cos(angles, out=self._rotary[0, positions])
+            torch.sin(angles, out=self._rotary[1, positions])
+        self._model.cosines, self._model.sines = (table.data_ptr() for table in self._rotary)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, hidden] -> float32 [R, vocab], in memory that the next call uses again."""

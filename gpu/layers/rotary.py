@@ -7,7 +7,7 @@ are (i, i + head_dim / 2), the half-split order of Hugging Face checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,11 +18,15 @@ from gpu.config import RopeScaling
 from gpu.weights.errors import ModelError
 
 
+_POSITIONS_AT_ONCE = 2**16
+
+
 class RotaryEmbedding(nn.Module):
     """The cosines and sines of every position below `max_positions`.
 
     The table is made for the longest context that is served, not for the longest the checkpoint allows: at 128k
-    positions and 128 dimensions it is 64 MiB in bfloat16, at 8k it is 4 MiB.
+    positions and 128 dimensions it is 64 MiB in bfloat16, at 8k it is 4 MiB. What is served is known when the KV
+    cache is, so `resize` makes the table anew.
     """
 
     table: torch.Tensor
@@ -38,13 +42,19 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        inverse = inverse_frequencies(head_dim, theta, scaling).to(device)
-        # Computed in float32 and rounded once: bfloat16 cannot tell positions above 256 apart.
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), inverse)
-        cos, sin = angles.cos(), angles.sin()
-        # The sign of the half-split rotation lies in the sine, so that it costs no operation per layer.
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
-        self.register_buffer("table", table.to(dtype), persistent=False)
+        self._inverse = inverse_frequencies(head_dim, theta, scaling).to(device)
+        self.register_buffer("table", torch.empty(2, 0, head_dim, dtype=dtype, device=device), persistent=False)
+        self.resize(max_positions)
+
+    def resize(self, max_positions: int) -> None:
+        """Make the table as long as `max_positions`."""
+        half = self._inverse.shape[0]
+        self.table = torch.empty(2, max_positions, 2 * half, dtype=self.table.dtype, device=self.table.device)
+        for positions, angles in angles_of(max_positions, self._inverse):
+            cos, sin = angles.cos(), angles.sin()
+            # The sign of the half-split rotation lies in the sine, so that it costs no operation per layer.
+            self.table[0, positions, :half] = self.table[0, positions, half:] = cos
+            self.table[1, positions, :half], self.table[1, positions, half:] = -sin, sin
 
     def forward(self, positions: torch.Tensor) -> Rotation:
         """The rotation of tokens at these positions, int64 [T]."""
@@ -69,6 +79,17 @@ def rotate_(qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate every head of `qk` [T, heads, head_dim] in place: queries and keys side by side, in one call."""
     swapped = qk.roll(qk.shape[-1] // 2, dims=-1)
     qk.mul_(cos).addcmul_(swapped, sin)
+
+
+def angles_of(max_positions: int, inverse: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Positions and their angles, [positions, head_dim / 2], some at a time: beside a long table is no room for more.
+
+    Computed in float32, to be rounded once: bfloat16 cannot tell positions above 256 apart.
+    """
+    for start in range(0, max_positions, _POSITIONS_AT_ONCE):
+        positions = slice(start, min(start + _POSITIONS_AT_ONCE, max_positions))
+        numbers = torch.arange(positions.start, positions.stop, dtype=torch.float32, device=inverse.device)
+        yield positions, torch.outer(numbers, inverse)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

@@ -63,6 +63,10 @@ class CausalLM(nn.Module):
         """The zeroed cache of every layer, in the layout of the attention backend."""
         return self.attention.allocate_kv_cache(num_blocks, dtype, device)
 
+    def set_max_model_len(self, max_model_len: int) -> None:
+        """The longest context that is served, in tokens, where it is not the one that the model was made for."""
+        self.model.rotary.resize(max_model_len)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
         return self.lm_head(hidden)

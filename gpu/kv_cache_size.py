@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
 from gpu.config import ModelConfig
+from gpu.weights.errors import ModelError
+from gpu.weights.tensors import tensor_shapes
 
 GIB = 2**30
 
@@ -48,6 +51,17 @@ def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
             hint=f"max_model_len={limit} works",
         )
     return max_model_len
+
+
+def check_weights_fit(config: ModelConfig, free: int) -> None:
+    """Raise ModelError for a model that no form of its weights would make fit: filling memory could end the process."""
+    num_weights = sum(map(math.prod, tensor_shapes(config).values()))
+    fewest_bytes = num_weights // 2  # in 4 bits
+    if fewest_bytes > free:
+        raise ModelError(
+            f"The model has {num_weights:,} weights, which take at least {_size(fewest_bytes)}; {_size(free)} are free "
+            f"on the device. Serve a smaller model."
+        )
 
 
 def check_memory(kv_cache_memory: int, free: int) -> None:

@@ -16,8 +16,8 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.config import ModelConfig
 from gpu.cpu import CPUCausalLM, load_library
-from gpu.host import has_bfloat16_instructions
-from gpu.kv_cache_size import check_max_model_len
+from gpu.host import available_memory, has_bfloat16_instructions
+from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.model_runner import LanguageModel
 from gpu.models import build_model
 from gpu.weights import QuantizedRows
@@ -70,7 +70,8 @@ def load_model(
     options: WorkerOptions,
     device: torch.device,
 ) -> LoadedModel:
-    """Build the model and draw its weights. Raises ConfigError for options that cannot work.
+    """Build the model and draw its weights. Raises ConfigError for options that cannot work,
+    ModelError for weights that the device cannot hold.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.
@@ -79,6 +80,7 @@ def load_model(
     file has quantized to, "bfloat16" does not.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
+    check_weights_fit(config, free_memory(device))
     library = load_library() if device.type == "cpu" and options.dtype in ("auto", "bfloat16") else None
     if library is not None and options.runner != "device" and CPUCausalLM.supports(config):
         packed = CPUCausalLM(
@@ -117,6 +119,11 @@ def load_model(
         tokens_held=options.block_size,
         weight_forms=f"{str(dtype).removeprefix('torch.')} weights (torch)",
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on the device."""
+    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def resolve_device(name: str) -> torch.device:

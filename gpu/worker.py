@@ -17,9 +17,8 @@ from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
 from gpu.config import ModelConfig
 from gpu.device import CudaGraphs, DeviceRunner
-from gpu.host import available_memory
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
-from gpu.model_loader import PagedModel, WorkerOptions, load_model, resolve_device
+from gpu.model_loader import PagedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
 from gpu.sampling import SamplingMetadata, sample
 from gpu.weights import QuantizedRows
@@ -103,10 +102,10 @@ class Worker:
     def _kv_cache_budget(self, model: PagedModel, config: ModelConfig, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
         if options.kv_cache_memory is not None:
-            check_memory(options.kv_cache_memory, self._free_memory())
+            check_memory(options.kv_cache_memory, free_memory(self.device))
             return options.kv_cache_memory
         if self.device.type == "cpu":
-            return int(min(CPU_MEMORY_SHARE * self._free_memory(), CPU_MEMORY_LIMIT) * options.kv_cache_share)
+            return int(min(CPU_MEMORY_SHARE * free_memory(self.device), CPU_MEMORY_LIMIT) * options.kv_cache_share)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         resident = torch.cuda.memory_allocated(self.device)
@@ -115,9 +114,6 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(options.gpu_memory_utilization * total) - (total - free) - activations
-
-    def _free_memory(self) -> int:
-        return available_memory() if self.device.type == "cpu" else torch.cuda.mem_get_info(self.device)[0]
 
 
 class FinishedStep:

@@ -17,7 +17,6 @@ from torch import nn
 from gpu.config import RopeScaling
 from gpu.weights.errors import ModelError
 
-
 _POSITIONS_AT_ONCE = 2**16
 
 

@@ -156,7 +156,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
 
 
 def test_engines_that_share_a_host_share_what_one_would_take_for_its_cache(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gpu.worker.available_memory", lambda: 2**20)
+    monkeypatch.setattr("gpu.model_loader.available_memory", lambda: 2**20)
     options = replace(OPTIONS, max_model_len=None)
     sizes = [
         Worker(CONFIG, random_weights(), replace(options, kv_cache_share=share)).kv_cache_size.num_blocks

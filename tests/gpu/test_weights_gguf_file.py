@@ -145,7 +145,9 @@ def test_packed_blocks_are_those_of_the_file(tmp_path):
 def test_an_unsupported_tensor_type_names_itself_the_tensor_and_what_is_supported(tmp_path):
     kind = gguf.GGMLQuantizationType.IQ2_XXS
     packed = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
-    with pytest.raises(ModelError, match=r"tensor 'x\.weight' has the type IQ2_XXS; supported are F32, F16, BF16, Q4_0"):
+    with pytest.raises(
+        ModelError, match=r"tensor 'x\.weight' has the type IQ2_XXS; supported are F32, F16, BF16, Q4_0"
+    ):
         write_tensor(tmp_path / "x.gguf", packed, kind)
 
 

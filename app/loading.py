@@ -24,7 +24,7 @@ from engine.llm import LLM
 from engine.process_client import ProcessClient
 from engine.structured import GrammarCompiler
 from gpu.host import cuda_devices, usable_cores
-from gpu.weights import ModelFiles, Progress, open_model
+from gpu.weights import ModelError, ModelFiles, Progress, open_model
 
 if TYPE_CHECKING:
     from gpu.executor import UniProcExecutor
@@ -40,7 +40,12 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
 
 
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
-    """What compiles grammars for a model, at the front door and in the engine."""
+    """What compiles grammars for a model, at the front door and in the engine. Raises ModelError if none can be."""
+    if not files.config.eos_token_ids:
+        raise ModelError(
+            f"{files.name} names no EOS token, so no answer would end: eos_token_id (in a GGUF file "
+            f"tokenizer.ggml.eos_token_id) must be an id below {files.config.vocab_size}."
+        )
     return GrammarCompiler(
         Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=files.config.eos_token_ids
     )

@@ -7,7 +7,7 @@ BaseException that no `except Exception` catches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from tokenizers import Tokenizer
@@ -35,19 +35,21 @@ def tokenizer_errors(what: str) -> Iterator[None]:
         raise ModelError(f"{what}: {str(error)[:200] or type(error).__name__}.") from error
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int, *, source: str) -> None:
+def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_size: int, *, source: str) -> None:
     """Raise `ModelError` for a tokenizer that cannot be used: a vocabulary out of bounds, or a text that breaks it.
 
-    Some models that work have a few tokens more than rows in their embedding, for padding that nobody asks for: these
-    are served, and a request with such a token is refused.
+    `vocabulary` has the id of each token, which the tokenizer itself takes long to tell. Some models that work have a
+    few tokens more than rows in their embedding, for padding that nobody asks for: these are served, and a request with
+    such a token is refused.
     """
     most = FIELDS["vocab_size"].high
     with tokenizer_errors(f"{source} has a tokenizer that cannot be used"):
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        if not any(vocabulary):
-            raise ModelError(f"{source}: the tokenizer's vocabulary is empty.")
-        token, highest = max(vocabulary.items(), key=lambda item: item[1])
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        if not any(token and token not in special for token in vocabulary):
+            raise ModelError(f"{source}: the tokenizer's vocabulary is empty but for special tokens.")
+        highest = max(vocabulary.values())
         if highest >= most:
+            token = next(token for token, token_id in vocabulary.items() if token_id == highest)
             raise ModelError(f"{source}: token {shown(token)} has the id {highest:,}; ids below {most:,} are allowed.")
         if highest >= vocab_size:
             logger.warning(

@@ -31,7 +31,8 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
     """The tokenizer of the model in `file`. Raises `ModelError` if it is damaged or of a kind that is not supported."""
     with tokenizer_errors(f"{file.path.name} has a tokenizer that cannot be built"):
         tokenizer = _build(file)
-    check_tokenizer(tokenizer, vocab_size, source=file.path.name)
+    vocabulary = {token: index for index, token in enumerate(_tokens(file))}
+    check_tokenizer(tokenizer, vocabulary, vocab_size, source=file.path.name)
     return tokenizer
 
 

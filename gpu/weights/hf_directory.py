@@ -6,6 +6,7 @@ template in any of its three places, and safetensors, sharded or not. Pickled we
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 _INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"\w[\w. -]{0,200}", re.ASCII)  # of a file in the same folder
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -85,8 +87,8 @@ def _read_weights(directory: Path, device: str) -> Iterator[tuple[str, torch.Ten
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
         shards = read_json(directory / _INDEX).get("weight_map")
-        names = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
-        if not names or any(Path(name).name != name or "\0" in name for name in names):
+        names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
+        if not names or not all(_FILE_NAME.fullmatch(name) for name in names):
             raise ModelError(f"{directory / _INDEX} must map every tensor to a file beside it in weight_map.")
         if missing := [name for name in names if not (directory / name).is_file()]:
             raise ModelError(f"{directory} lacks {missing[0]} and {len(missing) - 1} more files that {_INDEX} names.")
@@ -122,7 +124,8 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         # Some were saved with the truncation and padding of their training run, which would cut prompts in silence.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    check_tokenizer(tokenizer, vocab_size, source=str(path))
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    check_tokenizer(tokenizer, vocabulary, vocab_size, source=str(path))
     return tokenizer
 
 

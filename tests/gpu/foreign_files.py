@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def _load_and_tell(writing: int, path: str, load_format: str, only_open: bool) -
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)  # seconds of work, however busy the machine is
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.alarm(6 * SECONDS)  # for a load that waits
     try:
         outcome = _load(path, load_format, only_open)
     except BaseException as error:

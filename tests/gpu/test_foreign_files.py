@@ -308,6 +308,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "tied as a text": (with_json(tie_word_embeddings="false"), ["tie_word_embeddings", "'false'"]),
     "another vocabulary than the weights'": (with_json(vocab_size=300), ["[272, 64]", "[300, 64]"]),
     "EOS of true": (with_json(eos_token_id=True), ["eos_token_id", "True"]),
+    "no EOS": (with_json(eos_token_id=None), ["EOS", "eos_token_id"]),
     "BOS of a text": (with_json(bos_token_id="<s>"), ["bos_token_id", "'<s>'"]),
     "BOS beyond the vocabulary": (with_json(bos_token_id=272), ["BOS", "272"]),
     "EOS of a text elsewhere": (
@@ -374,7 +375,8 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["to a file beside it"],
     ),
     "an index of an absolute path": (with_json(INDEX, weight_map={NORM: "/etc/passwd"}), ["to a file beside it"]),
-    "an index of a folder": (with_json(INDEX, weight_map={NORM: ".."}), ["lacks .."]),
+    "an index of a folder": (with_json(INDEX, weight_map={NORM: ".."}), ["to a file beside it"]),
+    "an index of a very long name": (with_json(INDEX, weight_map={NORM: "x" * 5000}), ["to a file beside it"]),
     "an index with a null byte": (with_json(INDEX, weight_map={NORM: "a\0b"}), ["to a file beside it"]),
     "an index that is a list": (with_json(INDEX, weight_map=[1]), ["to a file beside it"]),
     "an index of a missing file": (with_json(INDEX, weight_map={NORM: "b.safetensors"}), ["lacks b.safetensors"]),

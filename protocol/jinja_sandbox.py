@@ -89,6 +89,8 @@ def too_long() -> RenderingFailed:
 def _failed(exc: Exception, kind: Failure) -> RenderingFailed:
     if isinstance(exc, MemoryError):
         return RenderingFailed(Failure.MEMORY, "it takes more memory than it may have")
+    if isinstance(exc, RecursionError):  # of Jinja's parser, of Python's for what it made, or of the template's macros
+        return RenderingFailed(kind, "it is nested too deeply (RecursionError)")
     return RenderingFailed(kind, type(exc).__name__)
 
 

@@ -10,7 +10,7 @@ from protocol.errors import ApiError
 
 MAX_HEADERS = 128
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping"})
-ADMIN_PATHS = frozenset({"/server_info", "/reset_prefix_cache", "/abort_requests"})
+ADMIN_PATHS = frozenset({"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"})
 
 
 class HeaderLimit:

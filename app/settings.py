@@ -187,7 +187,7 @@ class Settings(BaseSettings):
     )
     admin_keys: CommaSeparatedSecrets = Field(
         (),
-        description="Keys for /server_info, /reset_prefix_cache and /abort_requests, comma separated; none: there are "
+        description="Keys for /server_info, /engine_state, /reset_prefix_cache and /abort_requests, comma separated; none: there are "
         "no such routes. They open no other route.",
         examples=["admin-key-one"],
     )

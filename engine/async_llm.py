@@ -19,8 +19,8 @@ import anyio
 from anyio import to_thread
 from tokenizers import Tokenizer
 
-from engine.channel import OutboxMessage
 from engine.client import EngineClient
+from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.input_processor import InputProcessor
@@ -108,15 +108,19 @@ class AsyncLLM:
         finally:
             unfinished = self._outputs.close(stream)
             if unfinished:
-                self._client.finish(unfinished, stream.leave_reason)
+                self._client.send(FinishRequests(unfinished, stream.leave_reason))
 
     def abort(self, stream: RequestStream) -> None:
         """End what a stream still generates; its reader gets what there is, with `FinishReason.ABORT`."""
-        self._client.finish(self._outputs.abort(stream), FinishReason.ABORT)
+        self._client.send(FinishRequests(self._outputs.abort(stream), FinishReason.ABORT))
 
-    def reset_prefix_cache(self) -> None:
-        """Requests opened from now on find nothing that was computed before."""
-        self._client.reset_prefix_cache()
+    def send(self, command: Command) -> None:
+        """Have this done before anything that is opened from now on."""
+        self._client.send(command)
+
+    async def query(self, question: Question) -> dict[int, Answer]:
+        """The answer of each engine that lives, as `EngineClient.query` gives it."""
+        return await self._client.query(question)
 
     async def _check_grammar(self, structured: StructuredOutput) -> None:
         """Raise InvalidRequest for a grammar that cannot be enforced."""
@@ -139,7 +143,7 @@ class AsyncLLM:
         choices = [inputs.process(request) for request in requests]
         stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
         for children in choices:
-            self._client.add(*children)
+            self._client.send(AddRequests.of(children))
         return stream
 
     @property
@@ -166,30 +170,30 @@ class AsyncLLM:
         """Choices that callers are waiting for."""
         return self._outputs.num_choices
 
-    def _receive(self, messages: list[OutboxMessage]) -> None:
-        for message in messages:
-            self._take(message)
+    def _receive(self, events: list[Event]) -> None:
+        for event in events:
+            self._take(event)
         self._outputs.hand_over()
 
-    def _take(self, message: OutboxMessage) -> None:
-        if isinstance(message, EngineCoreOutputs):
-            self.last_stats = message.stats
-            stopped = self._outputs.process(message)
+    def _take(self, event: Event) -> None:
+        if isinstance(event, EngineCoreOutputs):
+            self.last_stats = event.stats
+            stopped = self._outputs.process(event)
             if stopped:
-                self._client.finish(stopped, FinishReason.STOP)
-        elif isinstance(message, EngineReady):
-            self.ready = message
+                self._client.send(FinishRequests(stopped, FinishReason.STOP))
+        elif isinstance(event, EngineReady):
+            self.ready = event
             self._inputs = InputProcessor(
-                vocab_size=message.vocab_size,
-                max_model_len=message.max_model_len,
+                vocab_size=event.vocab_size,
+                max_model_len=event.max_model_len,
                 seed=self._seed,
                 tokenizer=self._tokenizer,
             )
             self._loaded.set()
-        else:
-            self.error = message
+        elif isinstance(event, EngineDied):
+            self.error = event.error
             dead = EngineDead("the engine has ended; restart the server")
-            dead.__cause__ = message
+            dead.__cause__ = event.error
             self._outputs.fail_all(dead)
             self._loaded.set()
             self._dead.set()

@@ -1,7 +1,7 @@
 """The request channel: the one way across the boundary between the event loop and the engine.
 
-    inbox   event loop → engine   requests, ends of requests; put without waiting, drained between steps
-    outbox  engine → event loop   one batch per step; the engine never waits for the loop
+    inbox   event loop → engine   commands (`engine.commands`); put without waiting, drained between steps
+    outbox  engine → event loop   events, one batch per step; the engine never waits for the loop
 
 Both directions are synchronous puts on unbounded queues, so an abort works inside a cancelled scope without a shield
 and cannot be lost. What bounds the inbox is admission; what bounds the outbox is that the engine only produces for
@@ -19,16 +19,9 @@ from typing import Any, Protocol
 
 from anyio.lowlevel import current_token
 
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests, ResetPrefixCache
+from engine.commands import Command, Event
 
-
-class Close:
-    """Last message of an inbox: the engine ends its loop."""
-
-
-InboxMessage = EngineCoreRequest | FinishRequests | ResetPrefixCache | Close
-OutboxMessage = EngineReady | EngineCoreOutputs | BaseException
-Deliver = Callable[[list[OutboxMessage]], None]
+Deliver = Callable[[list[Event]], None]
 """Takes, on the event loop, everything that has come from the engine since the last call, in order."""
 
 
@@ -36,27 +29,25 @@ class Inbox:
     """What is on its way to an engine. One thread puts, the engine's takes out."""
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[InboxMessage] = SimpleQueue()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._leaving: set[str] = set()  # requests whose end is in the inbox
 
-    def put(self, message: InboxMessage) -> None:
-        """Hand a message to the engine. Never waits, never fails."""
-        if isinstance(message, FinishRequests):
-            self._leaving.update(message.request_ids)
-        self._inbox.put(message)
+    def put(self, command: Command) -> None:
+        """Hand a command to the engine. Never waits, never fails."""
+        self._leaving.update(command.ends)
+        self._inbox.put(command)
 
-    def receive(self, *, wait: bool) -> list[InboxMessage]:
+    def receive(self, *, wait: bool) -> list[Command]:
         """Everything that has arrived. With `wait`, sleeps until there is something."""
-        messages = [self._inbox.get()] if wait else []
+        commands = [self._inbox.get()] if wait else []
         try:
             while True:
-                messages.append(self._inbox.get_nowait())
+                commands.append(self._inbox.get_nowait())
         except Empty:
             pass
-        for message in messages:
-            if isinstance(message, FinishRequests):
-                self._leaving.difference_update(message.request_ids)
-        return messages
+        for command in commands:
+            self._leaving.difference_update(command.ends)
+        return commands
 
     def are_leaving(self, request_ids: Sequence[str]) -> bool:
         """Whether the end of every one of these requests is on its way. Quick: asked many times within a step."""
@@ -66,30 +57,30 @@ class Inbox:
 class EngineChannel(Protocol):
     """A channel as the engine sees it, whatever is on the other side."""
 
-    def receive(self, *, wait: bool) -> list[InboxMessage]: ...
+    def receive(self, *, wait: bool) -> list[Command]: ...
 
     def are_leaving(self, request_ids: Sequence[str]) -> bool: ...
 
-    def send(self, message: OutboxMessage) -> None: ...
+    def send(self, event: Event) -> None: ...
 
 
 class RequestChannel(Inbox):
     """A channel between this event loop and one other thread.
 
     Created on the event loop, which is asyncio's or trio's. `deliver` is called there. A loop that lags gets several
-    steps at once. An exception as a message says that the engine has ended because of it.
+    steps at once.
     """
 
     def __init__(self, deliver: Deliver) -> None:
         super().__init__()
-        self._outbox: deque[OutboxMessage] = deque()
+        self._outbox: deque[Event] = deque()
         self._deliver = deliver
         self._wake_up_pending = False
         self._call_soon = threadsafe_call_soon()
 
-    def send(self, message: OutboxMessage) -> None:
-        """Hand a message to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
-        self._outbox.append(message)
+    def send(self, event: Event) -> None:
+        """Hand an event to the event loop. Never waits; a loop that has ended no longer listens, which is fine."""
+        self._outbox.append(event)
         if not self._wake_up_pending:
             self._wake_up_pending = True
             try:
@@ -100,11 +91,11 @@ class RequestChannel(Inbox):
     def _drain_outbox(self) -> None:
         # The flag falls first: what arrives from here on schedules its own wake-up.
         self._wake_up_pending = False
-        messages: list[OutboxMessage] = []
+        events: list[Event] = []
         while self._outbox:
-            messages.append(self._outbox.popleft())
-        if messages:
-            self._deliver(messages)
+            events.append(self._outbox.popleft())
+        if events:
+            self._deliver(events)
 
 
 def threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:

@@ -13,14 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import anyio
-import msgspec
 import zmq
 
+from engine.commands import Command, Event
 from engine.heartbeat import Heartbeat
-from engine.wire import DOWN, HEARTBEAT, UP, Down, Up
+from engine.wire import DOWN, HEARTBEAT, UP, decoder, encoder
 
 _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 
@@ -34,8 +34,8 @@ class Child:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self._command = command
         self._environment = environment
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Up)
+        self._encode = encoder().encode
+        self._decode = decoder(Event).decode
         self._peer: bytes | None = None
 
     def __enter__(self) -> Self:
@@ -62,30 +62,32 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    async def wait_connected(self) -> None:
-        """Wait for the child's first sign. What is sent earlier would be dropped: ROUTER does not know its peer yet."""
+    async def connect(self, setup: Any) -> None:
+        """Wait for the child's first sign, and send it its setup: plain data, before all commands. What is sent earlier
+        would be dropped: ROUTER does not know its peer yet."""
         while self._peer is None:
-            with suppress(zmq.Again):
+            try:
                 self._peer, _ = self._down.recv_multipart(zmq.NOBLOCK)
-                return
-            await anyio.wait_readable(_descriptor(self._down))
+            except zmq.Again:
+                await anyio.wait_readable(_descriptor(self._down))
+        self.send(setup)
 
-    def send(self, message: Down) -> None:
+    def send(self, command: Command | Any) -> None:
         """Never waits: the high-water mark is off. What is sent to a child that has gone is dropped."""
         if self._peer is not None:
-            self._down.send_multipart([self._peer, self._encoder.encode(message)], zmq.NOBLOCK)
+            self._down.send_multipart([self._peer, self._encode(command)], zmq.NOBLOCK)
 
-    async def receive(self) -> list[Up]:
+    async def receive(self) -> list[Event]:
         """Everything that has arrived, in order. Waits until there is something."""
         while True:
-            messages: list[Up] = []
+            events: list[Event] = []
             # The descriptor of a ZMQ socket tells that something has changed, and tells it once: it may be waited for
             # only after receiving has failed, which has looked at everything that was told so far.
             with suppress(zmq.Again):
                 while True:
-                    messages.append(self._decoder.decode(self._up.recv(zmq.NOBLOCK)))
-            if messages:
-                return messages
+                    events.append(self._decode(self._up.recv(zmq.NOBLOCK)))
+            if events:
+                return events
             await anyio.wait_readable(_descriptor(self._up))
 
     async def wait_gone(self) -> int:

@@ -14,31 +14,34 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.channel import Close, Deliver, EngineChannel, RequestChannel
+from engine.channel import Deliver, EngineChannel, RequestChannel
+from engine.commands import Answer, Close, Command, EngineDied, Question
 from engine.core import EngineCore
 from engine.errors import EngineDead
-from engine.messages import EngineCoreRequest, EngineReady, FinishReason, FinishRequests, ResetPrefixCache
+from engine.messages import EngineReady
+from engine.queries import Queries
 
 
 class EngineClient(Protocol):
     """Synchronous, non-blocking puts down; `deliver` calls on the event loop up.
 
-    `deliver` gets one EngineReady, then one EngineCoreOutputs per step, and at last one exception: what the engine died
-    of, or EngineDead when it ended because it was told to.
+    `deliver` gets one EngineReady, then one EngineCoreOutputs per step, and at last one EngineDied.
     """
 
     def running(self, deliver: Deliver) -> AbstractAsyncContextManager[None]:
         """Start the engine; on leaving, end it and wait until it has ended."""
         ...
 
-    def add(self, *requests: EngineCoreRequest) -> None:
-        """Run the choices of one prompt, whose list they share. They will run where they can share its blocks, too."""
+    def send(self, command: Command) -> None:
+        """Have this done, after what was sent before. Never waits, so it works in a cancelled scope, and never fails:
+        where there is no engine, nothing is done."""
         ...
 
-    def finish(self, request_ids: list[str], reason: FinishReason) -> None: ...
+    async def query(self, question: Question) -> dict[int, Answer]:
+        """The answer of each engine that lives, by its number. Given between two steps, after what was sent before.
 
-    def reset_prefix_cache(self) -> None:
-        """Requests added from now on find nothing that was computed before."""
+        Raises EngineDead if no engine lives or lives long enough, RequestFailed if it could not be answered.
+        """
         ...
 
     @property
@@ -64,6 +67,7 @@ class ThreadClient:
         self._make_core = make_core
         self._core: EngineCore | None = None
         self._channel: RequestChannel | None = None
+        self._queries = Queries(self.send)
 
     @property
     def is_available(self) -> bool:
@@ -79,7 +83,7 @@ class ThreadClient:
 
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
-        self._channel = RequestChannel(deliver)
+        self._channel = RequestChannel(self._queries.before(deliver))
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._live_in_thread, self._channel)
             try:
@@ -88,19 +92,12 @@ class ThreadClient:
                 # A cancelled scope waits for its worker thread all the same; this is what lets the thread end.
                 self._channel.put(Close())
 
-    def add(self, *requests: EngineCoreRequest) -> None:
-        if self._channel is None:
-            raise EngineDead("the engine has not been started")
-        for request in requests:
-            self._channel.put(request)
-
-    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
+    def send(self, command: Command) -> None:
         if self._channel is not None:
-            self._channel.put(FinishRequests(request_ids, reason))
+            self._channel.put(command)
 
-    def reset_prefix_cache(self) -> None:
-        if self._channel is not None:
-            self._channel.put(ResetPrefixCache())
+    async def query(self, question: Question) -> dict[int, Answer]:
+        return {0: await self._queries.ask(question)}
 
     async def _live_in_thread(self, channel: RequestChannel) -> None:
         # A limiter of its own: the engine must not take a seat from tokenization, nor wait for one.
@@ -117,7 +114,7 @@ class ThreadClient:
 def live(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
     """An engine's whole life, on the calling thread: it is loaded, says so, runs until it is told to end, says that.
 
-    Never raises: what it dies of is its last message.
+    Never raises: what it dies of is its last event.
     """
     try:
         core = make_core()
@@ -134,29 +131,23 @@ def live(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
         finally:
             core.shutdown()
     except BaseException as error:  # a native library's panic is no Exception, and SystemExit would end the loop
-        channel.send(error)
+        channel.send(EngineDied(error))
     else:
-        channel.send(EngineDead("the engine has been shut down"))
+        channel.send(EngineDied(EngineDead("the engine has been shut down")))
 
 
 def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
-    while True:
+    while not core.is_closed:
         idle = not core.has_work and not core.prepare()
         if idle:
             core.heartbeat.sleep()
-        messages = channel.receive(wait=idle)
+        commands = channel.receive(wait=idle)
         if idle:
             core.heartbeat.wake()
-        for message in messages:
-            if isinstance(message, EngineCoreRequest):
-                core.add(message)
-            elif isinstance(message, FinishRequests):
-                for request_id in message.request_ids:
-                    core.finish(request_id, message.reason)
-            elif isinstance(message, ResetPrefixCache):
-                core.reset_prefix_cache()
-            else:
-                return
-        if core.has_work:
+        for command in commands:
+            event = core.carry_out(command)
+            if event is not None:
+                channel.send(event)
+        if core.has_work and not core.is_closed:
             channel.send(core.step(channel.are_leaving))

@@ -12,7 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from engine.commands import (
+    AddRequests,
+    Answer,
+    Answered,
+    Ask,
+    Close,
+    Command,
+    Event,
+    FinishRequests,
+    GetSnapshot,
+    ResetPrefixCache,
+)
 from engine.config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
 from engine.executor import Executor, Prepares, StepHandle
@@ -22,6 +35,7 @@ from engine.plan import ModelRunnerOutput, SchedulerOutput
 from engine.quarantine import Quarantine
 from engine.request import FINISH_REASONS
 from engine.scheduler import Scheduler
+from engine.snapshot import EngineSnapshot, PastStep, StepOutcome
 from engine.step_budget import StepBudget
 from engine.structured import GrammarCompiler, StructuredOutputManager
 
@@ -31,6 +45,8 @@ _STATUS_OF = {reason: status for status, reason in FINISH_REASONS.items()}
 
 # Steps of a single request that fail one after the other before the device itself is taken for broken.
 MAX_FAILURES_IN_A_ROW = 16
+
+NUM_STEPS_KEPT = 64  # for snapshots
 
 IsAbandoned = Callable[[Sequence[str]], bool]
 
@@ -52,6 +68,7 @@ class StepInFlight:
     plan: SchedulerOutput
     handle: StepHandle
     planned_at: float
+    prefill_budget: int
 
 
 class EngineCore:
@@ -79,10 +96,37 @@ class EngineCore:
         self._failures_in_a_row = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
+        self._past_steps: deque[PastStep] = deque(maxlen=NUM_STEPS_KEPT)
+        self.is_closed = False  # it was told to end
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._in_flight)
+
+    def carry_out(self, command: Command) -> Event | None:
+        """Do what the front end wants, between two steps. Returns what it is told of that, if anything."""
+        return _CARRY_OUT[type(command)](self, command)
+
+    def _answer(self, ask: Ask) -> Answered:
+        try:
+            return Answered(ask.number, _ANSWERS[type(ask.question)](self, ask.question))
+        except Exception as error:  # a look at the engine must not end it
+            logger.exception("%s could not be answered", type(ask.question).__name__)
+            return Answered(ask.number, None, f"the engine could not answer ({type(error).__name__})")
+
+    def _add_all(self, command: AddRequests) -> None:
+        for request in command.requests():
+            if request.request_id in self.scheduler.requests:
+                logger.error("request %s has come twice and runs once", request.request_id)
+            else:
+                self.add(request)
+
+    def _finish_all(self, command: FinishRequests) -> None:
+        for request_id in command.request_ids:
+            self.finish(request_id, command.reason)
+
+    def _close(self, command: Close) -> None:
+        self.is_closed = True
 
     def add(self, request: EngineCoreRequest) -> None:
         restricted = request.sampling.restricts_tokens
@@ -104,9 +148,18 @@ class EngineCore:
         """End a request from outside. Unknown and finished ids are a no-op."""
         self.scheduler.finish(request_id, _STATUS_OF[reason])
 
-    def reset_prefix_cache(self) -> None:
-        """Let no request find what has been computed before."""
-        self.scheduler.kv.reset()
+    def snapshot(self) -> EngineSnapshot:
+        """What it looks like now."""
+        scheduler = self.scheduler
+        return EngineSnapshot(
+            time=time.monotonic(),
+            num_steps=self.num_steps,
+            num_steps_in_flight=len(self._in_flight),
+            running=tuple(request.snapshot() for request in scheduler.running.values()),
+            waiting=tuple(request.snapshot() for request in scheduler.waiting),
+            blocks=scheduler.kv.pool.snapshot(),
+            steps=tuple(step.snapshot() for step in self._past_steps),
+        )
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
@@ -116,22 +169,29 @@ class EngineCore:
         """
         self._plan_ahead(is_abandoned)
         step = self._in_flight.popleft()
+        # A step that was planned ahead begins when the one before it ends.
+        began, outcome = max(step.planned_at, self._last_end), StepOutcome.DONE
         try:
             output = step.handle.result()
         except StepAbandoned:
-            self.scheduler.give_up(time.monotonic())
+            outcome, ended = StepOutcome.ABANDONED, time.monotonic()
+            self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
         except Exception as error:
+            outcome = StepOutcome.FAILED
             outputs = self._contain(step.plan, error)
+            ended = self._last_end
         else:
-            now = time.monotonic()
+            ended = time.monotonic()
             if step.plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
-            # A step that was planned ahead begins when the one before it ends.
-            self._budget.observe(step.plan.num_scheduled_tokens, now - max(step.planned_at, self._last_end))
-            self._last_end = now
-            outputs = self.scheduler.update(step.plan, output, now)
+            self._budget.observe(step.plan.num_scheduled_tokens, ended - began)
+            self._last_end = ended
+            outputs = self.scheduler.update(step.plan, output, ended)
             self._name_failed(outputs)
+        self._past_steps.append(
+            PastStep(step.plan.step, began, ended, outcome, step.plan.num_scheduled_tokens, step.prefill_budget)
+        )
         self.num_steps += 1
         self.heartbeat.beat()
         return EngineCoreOutputs(
@@ -152,10 +212,10 @@ class EngineCore:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
                 return  # what comes next depends on how the step in flight ends
-            planned_at = time.monotonic()
+            planned_at, prefill_budget = time.monotonic(), self._budget.prefill_tokens()
             plan = self.scheduler.schedule(
                 planned_at,
-                max_prefill_tokens=self._budget.prefill_tokens(),
+                max_prefill_tokens=prefill_budget,
                 seconds_per_prefill_token=self._budget.seconds_per_prefill_token,
                 only=self._quarantine.suspects,
             )
@@ -171,7 +231,7 @@ class EngineCore:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
             except Exception as error:
                 handle = FailedStep(error)
-            self._in_flight.append(StepInFlight(plan, handle, planned_at))
+            self._in_flight.append(StepInFlight(plan, handle, planned_at, prefill_budget))
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known.
@@ -210,3 +270,15 @@ class EngineCore:
         if self._structured is not None:
             self._structured.shutdown()
         self.executor.shutdown()
+
+
+_CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
+    AddRequests: EngineCore._add_all,
+    FinishRequests: EngineCore._finish_all,
+    ResetPrefixCache: lambda core, command: core.scheduler.kv.reset(),
+    Ask: EngineCore._answer,
+    Close: EngineCore._close,
+}
+_ANSWERS: dict[type, Callable[[EngineCore, Any], Answer]] = {
+    GetSnapshot: lambda core, question: core.snapshot(),
+}

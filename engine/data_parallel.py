@@ -15,17 +15,11 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from engine.channel import Deliver, OutboxMessage
+from engine.channel import Deliver
 from engine.client import EngineClient
-from engine.errors import EngineDead
-from engine.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineReady,
-    FinishReason,
-    SchedulerStats,
-)
+from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
+from engine.errors import EngineDead, RequestFailed
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
 from engine.router import Router, weights
 
 logger = logging.getLogger(__name__)
@@ -73,33 +67,53 @@ class DataParallelClient:
             finally:
                 if not self._over:
                     self._end()
-                    deliver([EngineDead("the engine has been shut down")])
+                    deliver([EngineDied(EngineDead("the engine has been shut down"))])
                 task_group.cancel_scope.cancel()  # a replica that is cancelled still ends in good order
 
-    def add(self, *requests: EngineCoreRequest) -> None:
+    def send(self, command: Command) -> None:
+        """What is about certain requests goes where these run, everything else to every engine."""
         alive = self._alive()
-        if not alive:
-            raise EngineDead("no engine is running")
-        replica = self.replicas[self._router.choose(requests, alive)]
+        match command:
+            case AddRequests():
+                if alive:
+                    self._place(command, self.replicas[self._router.choose(command, alive)])
+            case FinishRequests(request_ids, reason):
+                by_replica: dict[int, list[str]] = {}
+                for request_id in request_ids:
+                    replica = self._owners.get(request_id)
+                    if replica is not None:
+                        self._forget(request_id)
+                        by_replica.setdefault(replica.index, []).append(request_id)
+                for index, ids in by_replica.items():
+                    self.replicas[index].client.send(FinishRequests(ids, reason))
+            case _:
+                for index in alive:
+                    self.replicas[index].client.send(command)
+
+    def _place(self, command: AddRequests, replica: Replica) -> None:
         now = time.monotonic()
-        for request, weight in zip(requests, weights(requests), strict=True):
+        for request, weight in zip(command.choices, weights(command), strict=True):
             replica.requests[request.request_id] = _Open(now, weight)
             self._owners[request.request_id] = replica
-        replica.client.add(*requests)
+        replica.client.send(command)
 
-    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
-        by_replica: dict[int, list[str]] = {}
-        for request_id in request_ids:
-            replica = self._owners.get(request_id)
-            if replica is not None:
-                self._forget(request_id)
-                by_replica.setdefault(replica.index, []).append(request_id)
-        for index, ids in by_replica.items():
-            self.replicas[index].client.finish(ids, reason)
+    async def query(self, question: Question) -> dict[int, Answer]:
+        """Of those that live until they have answered."""
+        answers: dict[int, Answer] = {}
+        errors: list[Exception] = []
 
-    def reset_prefix_cache(self) -> None:
-        for index in self._alive():
-            self.replicas[index].client.reset_prefix_cache()
+        async def ask(index: int) -> None:
+            try:
+                answers[index] = (await self.replicas[index].client.query(question))[0]
+            except (EngineDead, RequestFailed) as error:
+                errors.append(error)
+
+        async with anyio.create_task_group() as task_group:
+            for index in self._alive():
+                task_group.start_soon(ask, index)
+        if not answers:
+            raise errors[0] if errors else EngineDead("no engine is running")
+        return dict(sorted(answers.items()))
 
     # --- replicas
 
@@ -109,40 +123,41 @@ class DataParallelClient:
     async def _keep(self, replica: Replica) -> None:
         """Run a replica, again and again."""
         while True:
-            async with replica.client.running(lambda messages: self._receive(replica, messages)):
+            async with replica.client.running(lambda events: self._receive(replica, events)):
                 await replica.ended.wait()
             if self._over:
                 return
             await anyio.sleep(RESTART_SECONDS)
             replica.revive()
 
-    def _receive(self, replica: Replica, messages: list[OutboxMessage]) -> None:
-        told: list[OutboxMessage] = []
-        for message in messages:
+    def _receive(self, replica: Replica, events: list[Event]) -> None:
+        told: list[Event] = []
+        for event in events:
             if not self._over:
-                told += self._take(replica, message)
+                told += self._take(replica, event)
         if told:
             self._deliver(told)
 
-    def _take(self, replica: Replica, message: OutboxMessage) -> list[OutboxMessage]:
-        """What the front end is told of a message."""
-        if isinstance(message, EngineCoreOutputs):
-            replica.stats = message.stats
-            for output in message.outputs:
+    def _take(self, replica: Replica, event: Event) -> list[Event]:
+        """What the front end is told of an event."""
+        if isinstance(event, EngineCoreOutputs):
+            replica.stats = event.stats
+            for output in event.outputs:
                 if output.finish_reason is not None:
                     self._forget(output.request_id)
-            return [self._merged(message.outputs, message.stats, message.timestamp)]
-        if isinstance(message, EngineReady):
-            replica.measures = message
+            return [self._merged(event.outputs, event.stats, event.timestamp)]
+        if isinstance(event, EngineReady):
+            replica.measures = event
             if self._announced:
                 logger.info("Engine %d runs again", replica.index)
             elif len(self._alive()) == len(self.replicas):
                 self._announced = True
                 return [self._measures()]
-            return []
-        return [self._bury(replica, message)]
+        elif isinstance(event, EngineDied):
+            return [self._bury(replica, event)]
+        return []
 
-    def _bury(self, replica: Replica, error: BaseException) -> OutboxMessage:
+    def _bury(self, replica: Replica, died: EngineDied) -> Event:
         """A replica has died: its requests end here, or everything does."""
         now = time.monotonic()
         self._deaths.append(now)
@@ -150,16 +165,16 @@ class DataParallelClient:
             self._deaths.popleft()
         if not self._announced or len(self._deaths) > MAX_DEATHS:
             self._end()
-            return error
-        lost = list(replica.requests)
+            return died
+        lost, error = list(replica.requests), died.error
         logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
         for request_id in lost:
             del self._owners[request_id]
         replica.bury()
         self._router.forget(replica.index)
-        died = "the engine that ran this request has died"
+        why = "the engine that ran this request has died"
         outputs = [
-            EngineCoreOutput(request_id=each, new_token_ids=[], finish_reason=FinishReason.ERROR, error=died)
+            EngineCoreOutput(request_id=each, new_token_ids=[], finish_reason=FinishReason.ERROR, error=why)
             for each in lost
         ]
         return self._merged(outputs, _NOTHING_DONE, now)

@@ -257,7 +257,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prefix_cache_hits: int  # in tokens
 
 
-class EngineCoreOutputs(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
     """One step's batch: at most one of these crosses per step."""
 
     outputs: list[EngineCoreOutput]
@@ -287,18 +287,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     embedding: bytes | None = None
 
 
-class FinishRequests(msgspec.Struct, array_like=True, gc=False):
-    """End these requests: the client has left (ABORT), or the front end found a stop string (STOP)."""
-
-    request_ids: list[str]
-    reason: FinishReason
-
-
-class ResetPrefixCache(msgspec.Struct, array_like=True, gc=False):
-    """Find nothing any more of what has been computed so far. Requests keep the blocks that they hold."""
-
-
-class EngineReady(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
     """The first thing an engine says: it is loaded, and these are its measures."""
 
     vocab_size: int

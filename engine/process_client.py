@@ -1,7 +1,6 @@
 """The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
 
-`ProcessClient` is the twin of `engine.client.ThreadClient`. The other end is `engine.process_core`, the words between
-them `engine.wire`.
+`ProcessClient` is the twin of `engine.client.ThreadClient`. The other end is `engine.process_core`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from typing import Any
 
 import anyio
 
-from engine.channel import Deliver, OutboxMessage
+from engine.channel import Deliver
 from engine.child import Child
+from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
 from engine.errors import EngineDead
 from engine.heartbeat import Heartbeat
-from engine.messages import EngineCoreRequest, FinishReason, FinishRequests, ResetPrefixCache
-from engine.wire import Add, Died, End, Finish, Progress, Ready, Report, Reset, Setup, Step
+from engine.messages import EngineReady
+from engine.queries import Queries
+from engine.wire import Report
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
@@ -47,11 +48,12 @@ class ProcessClient:
         self._environment = environment
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._child: Child | None = None
+        self._queries = Queries(self.send)
         self._heartbeat = Heartbeat()
         self._is_ready = False
         self._is_ending = False
         self._gone = anyio.Event()
-        self._over: anyio.Event = anyio.Event()  # its last message has been delivered
+        self._over: anyio.Event = anyio.Event()  # its last event has been delivered
 
     @property
     def pid(self) -> int | None:
@@ -78,7 +80,7 @@ class ProcessClient:
             self._child, self._heartbeat = child, child.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:
-                    task_group.start_soon(self._attend, child, deliver)
+                    task_group.start_soon(self._attend, child, self._queries.before(deliver))
                     try:
                         yield
                     finally:
@@ -86,24 +88,18 @@ class ProcessClient:
             finally:
                 self._child = None
 
-    def add(self, *requests: EngineCoreRequest) -> None:
-        if self._child is None:
-            raise EngineDead("the engine has not been started")
-        self._child.send(Add.of(requests))
-
-    def finish(self, request_ids: list[str], reason: FinishReason) -> None:
+    def send(self, command: Command) -> None:
         if self._child is not None:
-            self._child.send(Finish(FinishRequests(request_ids, reason)))
+            self._child.send(command)
 
-    def reset_prefix_cache(self) -> None:
-        if self._child is not None:
-            self._child.send(Reset(ResetPrefixCache()))
+    async def query(self, question: Question) -> dict[int, Answer]:
+        return {0: await self._queries.ask(question)}
 
     async def _end(self, child: Child) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
         self._is_ending = True
         if self._is_ready:
-            child.send(End())
+            child.send(Close())
             with anyio.move_on_after(END_SECONDS, shield=True):
                 await self._gone.wait()
         child.kill()
@@ -121,30 +117,27 @@ class ProcessClient:
                 if not self._over.is_set():
                     self._over.set()
                     ended = "the engine has been shut down" if self._is_ending else _how_it_ended(status)
-                    deliver([EngineDead(ended)])
+                    deliver([EngineDied(EngineDead(ended))])
         finally:
             child.kill()
             self._gone.set()
 
     async def _listen(self, child: Child, deliver: Deliver) -> None:
-        await child.wait_connected()
-        child.send(Setup(self._setup))
+        await child.connect(self._setup)
         while not self._over.is_set():
-            messages: list[OutboxMessage] = []
-            for message in await child.receive():
-                match message:
-                    case Step(outputs):
-                        messages.append(outputs)
-                    case Ready(measures):
-                        self._is_ready = True
-                        messages.append(measures)
-                    case Progress(phase, done, total):
+            events: list[Event] = []
+            for event in await child.receive():
+                match event:
+                    case LoadingProgress(phase, done, total):
                         self._on_progress(phase, done, total)
-                    case Died():
+                        continue
+                    case EngineReady():
+                        self._is_ready = True
+                    case EngineDied():
                         self._over.set()
-                        messages.append(message.error())
-            if messages:
-                deliver(messages)
+                events.append(event)
+            if events:
+                deliver(events)
 
 
 def _how_it_ended(status: int) -> str:

@@ -1,8 +1,8 @@
 """The engine's side of a process boundary: the main of a process that is nothing but one engine.
 
-    input thread    DEALER → Inbox            requests, ends of requests, the word to end
+    input thread    DEALER → msgpack → Inbox  commands
     main thread     `engine.client.live`      loads the model and makes every step
-    output thread   queue → msgpack → PUSH    one batch per step; the engine never waits for it
+    output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
 The process belongs to its parent and ends only by its word: it ignores SIGINT and SIGTERM, which reach a whole group at
 once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had.
@@ -23,31 +23,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-import msgspec
 import zmq
 
-from engine.channel import Close, Inbox, OutboxMessage
+from engine.channel import Inbox
 from engine.client import live
+from engine.commands import Command, Event, LoadingProgress
 from engine.core import EngineCore
 from engine.heartbeat import Heartbeat
-from engine.messages import EngineCoreOutputs, EngineReady
-from engine.wire import (
-    DOWN,
-    HEARTBEAT,
-    UP,
-    Add,
-    Died,
-    Down,
-    End,
-    Finish,
-    Progress,
-    Ready,
-    Report,
-    Reset,
-    Setup,
-    Step,
-    Up,
-)
+from engine.wire import DOWN, HEARTBEAT, UP, Report, decoder, encoder
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +40,7 @@ Build = Callable[[Any, Report], EngineCore]
 
 
 def serve_parent(build: Build) -> NoReturn:
-    """Be the engine of the process that started this one, then exit. Status 0 says that the last message was sent.
+    """Be the engine of the process that started this one, then exit. Status 0 says that the last event was sent.
 
     `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
     """
@@ -69,7 +52,7 @@ def serve_parent(build: Build) -> NoReturn:
     setup = channel.connect()
 
     def make_core() -> EngineCore:
-        core = build(setup.content, channel.report)
+        core = build(setup, channel.report)
         core.heartbeat = Heartbeat.open(private / HEARTBEAT)
         core.heartbeat.wake()
         # What loading has left behind lives as long as the process: no collection needs to look at it again.
@@ -90,35 +73,28 @@ class ProcessChannel(Inbox):
     def __init__(self, directory: Path) -> None:
         super().__init__()
         self._directory = directory
-        self._outbox: SimpleQueue[Up | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Event | None] = SimpleQueue()
         # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
         self._down = zmq.Context().socket(zmq.DEALER)
-        self._decoder = msgspec.msgpack.Decoder(Down)
         self._output = threading.Thread(target=_vital, args=(self._talk,), name="engine-output", daemon=True)
 
-    def connect(self) -> Setup:
+    def connect(self) -> Any:
         """Say that this process is there, wait for its setup, and start to listen and talk."""
         self._down.set_hwm(0)
         self._down.connect(f"ipc://{self._directory / DOWN}")
         self._down.send(b"")
-        setup = self._decoder.decode(self._down.recv())
-        assert isinstance(setup, Setup)
+        setup = decoder(Any).decode(self._down.recv())
         threading.Thread(target=_vital, args=(self._listen,), name="engine-input", daemon=True).start()
         self._output.start()
         return setup
 
-    def send(self, message: OutboxMessage) -> None:
-        """Hand a message to the output thread. Never waits."""
-        if isinstance(message, EngineCoreOutputs):
-            self._outbox.put(Step(message))
-        elif isinstance(message, EngineReady):
-            self._outbox.put(Ready(message))
-        else:
-            self._outbox.put(Died.of(message))
+    def send(self, event: Event) -> None:
+        """Hand an event to the output thread. Never waits."""
+        self._outbox.put(event)
 
     def report(self, phase: str, done: int, total: int | None) -> None:
         """A `Report`."""
-        self._outbox.put(Progress(phase, done, total))
+        self.send(LoadingProgress(phase, done, total))
 
     def close(self) -> None:
         """Wait until the parent has got everything, within limits."""
@@ -126,26 +102,18 @@ class ProcessChannel(Inbox):
         self._output.join()
 
     def _listen(self) -> None:
+        decode = decoder(Command).decode
         while True:
-            match self._decoder.decode(self._down.recv()):
-                case Add() as add:
-                    for request in add.requests():
-                        self.put(request)
-                case Finish(finish):
-                    self.put(finish)
-                case Reset(reset):
-                    self.put(reset)
-                case End():
-                    self.put(Close())
+            self.put(decode(self._down.recv()))
 
     def _talk(self) -> None:
         context = zmq.Context()
         up = context.socket(zmq.PUSH)
         up.set_hwm(0)
         up.connect(f"ipc://{self._directory / UP}")
-        encoder, buffer = msgspec.msgpack.Encoder(), bytearray()
-        while (message := self._outbox.get()) is not None:
-            encoder.encode_into(message, buffer)
+        encode_into, buffer = encoder().encode_into, bytearray()
+        while (event := self._outbox.get()) is not None:
+            encode_into(event, buffer)
             up.send(buffer)  # copies, so the buffer can be used again
         up.close(LAST_WORDS_MILLISECONDS)
         context.term()

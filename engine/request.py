@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
+from engine.snapshot import RequestSnapshot
 from engine.structured import TokenMatcher
 
 
@@ -198,6 +199,22 @@ class Request:
         new = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(new)
         return new
+
+    def snapshot(self) -> RequestSnapshot:
+        """What it looks like now."""
+        return RequestSnapshot(
+            request_id=self.request_id,
+            tenant=self.tenant,
+            status=self.status.name.lower(),
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_blocks=len(self.block_ids),
+            num_preemptions=self.num_preemptions,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from engine.messages import EngineCoreRequest
+from engine.commands import AddRequests
 
 CHUNK = 64  # tokens: a shared beginning shorter than this is not worth a detour
 MAX_CHUNKS = 2**15  # remembered; two million tokens of prompts, in about 5 MB
@@ -32,17 +32,17 @@ class Router:
         self._max_chunks = max_chunks
         self._seen: OrderedDict[int, int] = OrderedDict()  # hash of a beginning → bits of the engines that computed it
 
-    def choose(self, choices: Sequence[EngineCoreRequest], alive: Sequence[int]) -> int:
+    def choose(self, added: AddRequests, alive: Sequence[int]) -> int:
         """The engine, one of `alive`, for all choices of one prompt. Counts them as its load."""
-        first = choices[0]
-        chunks = list(_chunks((first.tenant, first.cache_salt), first.prompt_token_ids))
+        first = added.choices[0]
+        chunks = list(_chunks((first.tenant, first.cache_salt), added.prompt_token_ids))
         least = min(alive, key=self.loads.__getitem__)
         limit = self.loads[least] * (1 + EXTRA_SHARE) + EXTRA_LOAD
         knowing = self._who_knows_most(chunks, alive)
         best = min(knowing, key=self.loads.__getitem__) if knowing else least
         chosen = best if self.loads[best] <= limit else least
         self._remember(chunks, chosen)
-        self.loads[chosen] += sum(weights(choices))
+        self.loads[chosen] += sum(weights(added))
         return chosen
 
     def ended(self, engine: int, weight: float) -> None:
@@ -73,10 +73,10 @@ class Router:
             self._seen.popitem(last=False)
 
 
-def weights(choices: Sequence[EngineCoreRequest]) -> list[float]:
+def weights(added: AddRequests) -> list[float]:
     """The load of each choice of one prompt. The first stands for the prompt, which is computed once for all."""
-    prompt = len(choices[0].prompt_token_ids) / TOKENS_PER_CHOICE
-    return [1.0 + prompt * (index == 0) for index in range(len(choices))]
+    prompt = len(added.prompt_token_ids) / TOKENS_PER_CHOICE
+    return [1.0 + prompt * (index == 0) for index in range(len(added.choices))]
 
 
 def _chunks(owner: tuple[str, str], token_ids: list[int]) -> Iterator[int]:

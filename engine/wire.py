@@ -1,7 +1,7 @@
-"""What crosses between a front end and an engine's process, as msgpack; nothing is ever pickled.
+"""How commands and events cross between a front end and an engine's process: as msgpack; nothing is ever pickled.
 
-    down   Setup, then Add, Finish, Reset and End   ROUTER → DEALER
-    up     Progress, then Ready, Step ..., Died     PUSH → PULL
+    down   the setup, which is plain data, then commands   ROUTER → DEALER
+    up     events                                          PUSH → PULL
 
 Who imports it: `engine.process_client` and `engine.child` above, `engine.process_core` below.
 """
@@ -9,56 +9,14 @@ Who imports it: `engine.process_client` and `engine.child` above, `engine.proces
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from engine.errors import EngineDead, HeadraceError
-from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishRequests, ResetPrefixCache
 
 # Files of the private directory that both sides know.
 DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
-
-
-class Setup(msgspec.Struct, tag="setup", array_like=True):
-    """What the engine is made from: plain data that the one who starts it and the one who builds it agree on."""
-
-    content: Any
-
-
-class Add(msgspec.Struct, tag="add", array_like=True, gc=False):
-    """The choices of one prompt, which crosses once and not with each of them."""
-
-    prompt_token_ids: list[int]
-    choices: list[EngineCoreRequest]  # each without the prompt
-
-    @classmethod
-    def of(cls, requests: Sequence[EngineCoreRequest]) -> Add:
-        prompt = requests[0].prompt_token_ids
-        assert all(request.prompt_token_ids is prompt for request in requests)
-        return cls(prompt, [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests])
-
-    def requests(self) -> list[EngineCoreRequest]:
-        """They share the prompt's list here as they did there."""
-        for request in self.choices:
-            request.prompt_token_ids = self.prompt_token_ids
-        return self.choices
-
-
-class Finish(msgspec.Struct, tag="finish", array_like=True, gc=False):
-    finish: FinishRequests
-
-
-class Reset(msgspec.Struct, tag="reset", array_like=True, gc=False):
-    reset: ResetPrefixCache
-
-
-class End(msgspec.Struct, tag="end", array_like=True, gc=False):
-    """Last message down."""
-
-
-Down = Setup | Add | Finish | Reset | End
 
 
 class Report(Protocol):
@@ -67,31 +25,36 @@ class Report(Protocol):
     def __call__(self, phase: str, done: int, total: int | None) -> None: ...
 
 
-class Progress(msgspec.Struct, tag="progress", array_like=True, gc=False):
-    """What a Report is told."""
-
-    phase: str
-    done: int
-    total: int | None
+def encoder() -> msgspec.msgpack.Encoder:
+    """Of commands and events, into msgpack."""
+    return msgspec.msgpack.Encoder(enc_hook=_in_words)
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True, gc=False):
-    measures: EngineReady
+def decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Of what `encoder` made of a type."""
+    return msgspec.msgpack.Decoder(of, dec_hook=_from_words)
 
 
-class Step(msgspec.Struct, tag="step", array_like=True, gc=False):
-    outputs: EngineCoreOutputs
+def _in_words(value: object) -> ErrorInWords:
+    if isinstance(value, BaseException):
+        return ErrorInWords.of(value)
+    raise NotImplementedError(f"a {type(value).__name__} cannot cross")
 
 
-class Died(msgspec.Struct, tag="died", array_like=True):
-    """Last message up: what the engine ended of, orderly ends included."""
+def _from_words(of: type, words: Any) -> HeadraceError:
+    assert of is BaseException
+    return msgspec.convert(words, ErrorInWords).error()
+
+
+class ErrorInWords(msgspec.Struct, array_like=True):
+    """An error on its way: its class and words, with the traceback as text."""
 
     kind: str
     message: str
     traceback: str  # of what has to be looked into; empty where the message tells everything
 
     @classmethod
-    def of(cls, error: BaseException) -> Died:
+    def of(cls, error: BaseException) -> ErrorInWords:
         foreseen = isinstance(error, HeadraceError)
         telling = error.__cause__ if foreseen else error
         return cls(
@@ -108,9 +71,6 @@ class Died(msgspec.Struct, tag="died", array_like=True):
         if self.traceback:
             error.__cause__ = RemoteError(self.traceback)
         return error
-
-
-Up = Progress | Ready | Step | Died
 
 
 class RemoteError(Exception):

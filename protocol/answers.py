@@ -288,6 +288,12 @@ class ServerInfo(OpenAnswer):
     embedding_size: int
 
 
+class EngineState(Answer):
+    """The answer of GET /engine_state: a snapshot of each engine that lives, by its number."""
+
+    engines: dict[str, dict[str, Any]]
+
+
 class Success(Answer):
     success: bool
 

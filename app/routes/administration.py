@@ -1,4 +1,4 @@
-"""/server_info, /reset_prefix_cache and /abort_requests, for those who hold one of `admin_keys`.
+"""/server_info, /engine_state, /reset_prefix_cache and /abort_requests, for those who hold one of `admin_keys`.
 
 Without such keys these routes do not exist.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import anyio
+import msgspec
 import orjson
 from starlette.routing import Route
 
@@ -14,7 +16,11 @@ from app.generation import parse
 from app.routes.probes import VERSION
 from app.scope import Handler, RequestScope
 from app.server import Server
+from engine.commands import GetSnapshot, ResetPrefixCache
 from protocol.administration import AbortRequest
+from protocol.errors import ApiError
+
+ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it and tell what it looks like
 
 # What a server may say of its settings: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
@@ -33,6 +39,7 @@ def administration(route: MakeRoute, server: Server) -> list[Route]:
     """All routes of this module."""
     return [
         route("GET", "/server_info", server_info(server), quiet=True),
+        route("GET", "/engine_state", engine_state(server), quiet=True),
         route("POST", "/reset_prefix_cache", reset_prefix_cache(server)),
         route("POST", "/abort_requests", abort_requests(server)),
     ]
@@ -58,11 +65,24 @@ def server_info(server: Server) -> Handler:
     return handler
 
 
+def engine_state(server: Server) -> Handler:
+    """The handler of GET /engine_state: what each engine has to do, holds and has done lately."""
+
+    async def handler(request: RequestScope) -> None:
+        with anyio.move_on_after(ANSWER_SECONDS):
+            engines = await server.model.llm.query(GetSnapshot())
+            await request.send_json(200, msgspec.json.encode({"engines": engines}))
+            return
+        raise ApiError(503, f"The engine has been in one step for {ANSWER_SECONDS:.0f} s; /livez tells if it hangs.")
+
+    return handler
+
+
 def reset_prefix_cache(server: Server) -> Handler:
     """The handler of POST /reset_prefix_cache, for measurements that must begin cold."""
 
     async def handler(request: RequestScope) -> None:
-        server.model.llm.reset_prefix_cache()
+        server.model.llm.send(ResetPrefixCache())
         await request.send_json(200, orjson.dumps({"success": True}))
 
     return handler

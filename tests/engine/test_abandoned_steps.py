@@ -13,9 +13,10 @@ import pytest
 from engine.async_llm import AsyncLLM
 from engine.channel import RequestChannel
 from engine.client import ThreadClient
+from engine.commands import AddRequests, FinishRequests
 from engine.core import EngineCore
 from engine.errors import StepAbandoned
-from engine.messages import EngineCoreRequest, FinishReason, FinishRequests
+from engine.messages import EngineCoreRequest, FinishReason
 from engine.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
@@ -196,7 +197,7 @@ async def test_who_waits_behind_an_abandoned_step_is_served() -> None:
 
 async def test_a_client_that_leaves_between_two_steps_does_not_abandon_the_next() -> None:
     channel = RequestChannel(lambda _: None)
-    channel.put(make_request([1], "a"))
+    channel.put(AddRequests.of([make_request([1], "a")]))
     assert not channel.are_leaving(["a"])
     channel.put(FinishRequests(["a", "b"], FinishReason.ABORT))
     assert channel.are_leaving(["a"])

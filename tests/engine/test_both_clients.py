@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from engine.async_llm import AsyncLLM
+from engine.commands import FinishRequests
 from engine.errors import ConfigError, EngineDead, EngineNotReady, InvalidRequest
 from engine.messages import EngineCoreRequest, FinishReason
 from tests.engine.helpers import make_request, until
@@ -129,13 +130,13 @@ async def test_a_cancelled_scope_aborts_what_it_opened(where: Where) -> None:
 
 async def test_ends_that_overtake_repeat_or_come_late_leave_nothing_behind(where: Where) -> None:
     async with serving(where) as engine:
-        engine.client.finish(["early-0"], FinishReason.ABORT)
-        engine.client.finish(["early-0"], FinishReason.ABORT)
+        engine.client.send(FinishRequests(["early-0"], FinishReason.ABORT))
+        engine.client.send(FinishRequests(["early-0"], FinishReason.ABORT))
         request = make_request(range(9), "early", max_tokens=5)
         async with engine.llm.stream(request) as stream:
             token_ids = [token_id async for output in stream for token_id in output.token_ids]
         assert token_ids == expected_tokens(request)
-        engine.client.finish(stream.child_ids, FinishReason.STOP)
+        engine.client.send(FinishRequests(stream.child_ids, FinishReason.STOP))
         await engine.assert_nothing_left()
 
 

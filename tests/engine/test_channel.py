@@ -8,8 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from engine.channel import Close, OutboxMessage, RequestChannel
-from engine.messages import EngineReady, FinishReason, FinishRequests
+from engine.channel import RequestChannel
+from engine.commands import AddRequests, Close, Event, FinishRequests
+from engine.messages import EngineReady, FinishReason
 from tests.engine.helpers import count_wake_ups, make_request, until
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +20,7 @@ def message(number: int) -> EngineReady:
     return EngineReady(vocab_size=number, num_blocks=1, block_size=1, max_model_len=1)
 
 
-def send_from_thread(channel: RequestChannel, messages: list[OutboxMessage]) -> None:
+def send_from_thread(channel: RequestChannel, messages: list[Event]) -> None:
     def send() -> None:
         for each in messages:
             channel.send(each)
@@ -30,15 +31,15 @@ def send_from_thread(channel: RequestChannel, messages: list[OutboxMessage]) -> 
 
 
 async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
-    received: list[OutboxMessage] = []
+    received: list[Event] = []
     threads: set[int] = set()
 
-    def deliver(messages: list[OutboxMessage]) -> None:
+    def deliver(messages: list[Event]) -> None:
         received.extend(messages)
         threads.add(threading.get_ident())
 
     channel = RequestChannel(deliver)
-    messages: list[OutboxMessage] = [message(number) for number in range(100)]
+    messages: list[Event] = [message(number) for number in range(100)]
     for start in range(0, 100, 10):
         send_from_thread(channel, messages[start : start + 10])
         await until(lambda end=start + 10: len(received) == end)
@@ -48,7 +49,7 @@ async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
 
 async def test_a_busy_loop_is_woken_once_for_all_that_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     wake_ups = count_wake_ups(monkeypatch)
-    received: list[OutboxMessage] = []
+    received: list[Event] = []
     channel = RequestChannel(received.extend)
     send_from_thread(channel, [message(number) for number in range(50)])
     assert len(wake_ups) == 1
@@ -60,7 +61,7 @@ async def test_a_busy_loop_is_woken_once_for_all_that_has_come(monkeypatch: pyte
 
 async def test_the_inbox_keeps_order_and_is_drained_at_once() -> None:
     channel = RequestChannel(lambda _: None)
-    request, end, close = make_request([1]), FinishRequests(["a"], FinishReason.ABORT), Close()
+    request, end, close = AddRequests.of([make_request([1])]), FinishRequests(["a"], FinishReason.ABORT), Close()
     assert channel.receive(wait=False) == []
     for each in (end, request, end, close):
         channel.put(each)

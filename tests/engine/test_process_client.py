@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from engine.async_llm import AsyncLLM
-from engine.channel import OutboxMessage
-from engine.errors import ConfigError, EngineDead, HeadraceError
+from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot
+from engine.errors import ConfigError, EngineDead
 from engine.messages import EngineCoreOutputs, FinishReason
 from engine.process_client import ProcessClient
-from engine.wire import Add, Died, Down
+from engine.wire import decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import TOKENIZER, collect
@@ -113,11 +113,11 @@ async def test_a_stopped_process_is_seen_to_make_no_progress() -> None:
 
 
 async def test_what_comes_while_the_loop_is_busy_is_delivered_in_order_and_at_once() -> None:
-    received: list[OutboxMessage] = []
+    received: list[Event] = []
     client = process_client()
     async with client.running(received.extend):
         await until(lambda: received)
-        client.add(make_request(range(9), max_tokens=30))
+        client.send(AddRequests.of([make_request(range(9), max_tokens=30)]))
         time.sleep(0.3)  # noqa: ASYNC251 - busy, as a loop may be
         assert client.is_asleep, "the engine did not wait for it"
         assert len(received) == 1
@@ -156,16 +156,16 @@ def test_an_engine_does_not_outlive_a_front_end_that_is_killed(short_path: Path)
 def test_a_prompt_crosses_once_for_all_its_choices() -> None:
     prompt = make_request(range(5000), "r")
     choices = [msgspec.structs.replace(prompt, request_id=f"r-{index}") for index in range(128)]
-    sent = msgspec.msgpack.encode(Add.of(choices))
+    sent = encoder().encode(AddRequests.of(choices))
     assert len(sent) < 2 * len(msgspec.msgpack.encode(prompt))
-    arrived = msgspec.msgpack.decode(sent, type=Down).requests()
+    arrived = decoder(AddRequests).decode(sent).requests()
     assert arrived == choices
     assert len({id(request.prompt_token_ids) for request in arrived}) == 1
 
 
 def test_errors_keep_their_class_and_words_across_the_wire() -> None:
-    def crossed(error: BaseException) -> HeadraceError:
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(Died.of(error)), type=Died).error()
+    def crossed(error: BaseException) -> BaseException:
+        return decoder(Event).decode(encoder().encode(EngineDied(error))).error
 
     mistake = crossed(ConfigError("dtype", "int3", allowed="it must be auto", hint="dtype=auto works"))
     assert type(mistake) is ConfigError
@@ -188,9 +188,9 @@ def test_errors_keep_their_class_and_words_across_the_wire() -> None:
     assert str(crossed(Unknown("what"))) == "Unknown: what"
 
 
-def test_an_engine_that_has_not_been_started_takes_nothing() -> None:
+async def test_an_engine_that_has_not_been_started_takes_nothing() -> None:
     client = process_client()
     assert (client.is_available, client.is_asleep, client.last_progress, client.pid) == (False, True, 0.0, None)
-    client.finish(["nobody"], FinishReason.ABORT)
+    client.send(FinishRequests(["nobody"], FinishReason.ABORT))
     with pytest.raises(EngineDead):
-        client.add(make_request([1]))
+        await client.query(GetSnapshot())

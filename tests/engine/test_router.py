@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from engine.commands import AddRequests
 from engine.messages import EngineCoreRequest
 from engine.router import CHUNK, EXTRA_LOAD, Router, weights
 from tests.engine.helpers import make_request
@@ -16,12 +17,16 @@ def prompt(first: int, chunks: int = 4, tail: int = 0) -> list[int]:
     return [first * 1000 + i for i in range(chunks * CHUNK)] + [tail]
 
 
-def choose(router: Router, token_ids: list[int], tenant: str = "", n: int = 1) -> int:
-    return router.choose([make_request(token_ids, tenant=tenant) for _ in range(n)], ALL)
+def choose(router: Router, token_ids: list[int], tenant: str = "") -> int:
+    return router.choose(added(make_request(token_ids, tenant=tenant)), ALL)
+
+
+def added(*requests: EngineCoreRequest) -> AddRequests:
+    return AddRequests.of(requests)
 
 
 def end(router: Router, engine: int, *requests: EngineCoreRequest) -> None:
-    for weight in weights(requests):
+    for weight in weights(added(*requests)):
         router.ended(engine, weight)
 
 
@@ -34,8 +39,8 @@ def test_unknown_prompts_go_where_least_is_to_do() -> None:
 def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
     router = Router(2)
     request = make_request(range(5000))
-    long = router.choose([request], (0, 1))
-    assert [router.choose([make_request([i])], (0, 1)) for i in range(9)] == [1 - long] * 9
+    long = router.choose(added(request), (0, 1))
+    assert [router.choose(added(make_request([i])), (0, 1)) for i in range(9)] == [1 - long] * 9
 
 
 def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
@@ -53,7 +58,7 @@ def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
         end(router, chosen, request)
     assert choose(router, prompt(1, chunks=2, tail=5)) == first
     assert choose(router, prompt(2, tail=7)) == other
-    branch = router.choose([make_request(prompt(1)[:-1] + [9] * CHUNK)], [3 - first - other])
+    branch = router.choose(added(make_request(prompt(1)[:-1] + [9] * CHUNK)), [3 - first - other])
     assert branch not in (first, other)
     assert choose(router, [*prompt(1)[:-1], *[9] * CHUNK, 3]) == branch, "who knows a chunk more is better"
 
@@ -61,12 +66,12 @@ def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
 def test_less_than_a_chunk_is_not_worth_a_detour() -> None:
     router = Router(2)
     token_ids = list(range(CHUNK - 1))
-    assert [router.choose([make_request(token_ids)], (0, 1)) for _ in range(2)] == [0, 1]
+    assert [router.choose(added(make_request(token_ids)), (0, 1)) for _ in range(2)] == [0, 1]
 
 
 def test_a_known_beginning_does_not_make_a_queue() -> None:
     router = Router(2)
-    chosen = [router.choose([make_request(prompt(1, tail=i))], (0, 1)) for i in range(40)]
+    chosen = [router.choose(added(make_request(prompt(1, tail=i))), (0, 1)) for i in range(40)]
     assert set(chosen[: int(EXTRA_LOAD) - 1]) == {chosen[0]}, "while there is little to do it stays"
     assert 10 <= chosen.count(0) <= 30
     assert abs(router.loads[0] - router.loads[1]) <= max(router.loads) / 4 + EXTRA_LOAD + 2
@@ -75,12 +80,12 @@ def test_a_known_beginning_does_not_make_a_queue() -> None:
 def test_who_has_spilled_over_is_known_in_both_places() -> None:
     router = Router(2)
     requests = [make_request(prompt(1, tail=i)) for i in range(12)]
-    chosen = [router.choose([request], (0, 1)) for request in requests]
+    chosen = [router.choose(added(request), (0, 1)) for request in requests]
     assert set(chosen) == {0, 1}
     for request, engine in zip(requests, chosen, strict=True):
         if engine == 1:
             end(router, engine, request)
-    assert router.choose([make_request(prompt(1, tail=99))], (0, 1)) == 1
+    assert router.choose(added(make_request(prompt(1, tail=99))), (0, 1)) == 1
 
 
 def test_tenants_share_no_beginnings() -> None:
@@ -92,8 +97,8 @@ def test_tenants_share_no_beginnings() -> None:
 
 def test_choices_of_one_prompt_stay_together_and_count_it_once() -> None:
     router = Router(3)
-    children = [make_request(range(512)) for _ in range(8)]
-    chosen = router.choose(children, ALL)
+    children = [make_request(range(512))] * 8
+    chosen = router.choose(added(*children), ALL)
     assert router.loads[chosen] == 8 + 1
     assert sum(router.loads) == 8 + 1
     end(router, chosen, *children)
@@ -106,14 +111,14 @@ def test_an_engine_that_has_gone_is_forgotten() -> None:
     rest = [engine for engine in ALL if engine != first]
     router.forget(first)
     assert router.loads[first] == 0.0
-    assert router.choose([make_request(prompt(1))], rest) in rest
+    assert router.choose(added(make_request(prompt(1))), rest) in rest
     assert choose(router, prompt(1)) in rest, "its cache has gone with it"
 
 
 def test_only_engines_that_live_are_chosen() -> None:
     router = Router(3)
     choose(router, prompt(1))
-    assert [router.choose([make_request(prompt(1))], [2]) for _ in range(20)] == [2] * 20
+    assert [router.choose(added(make_request(prompt(1))), [2]) for _ in range(20)] == [2] * 20
 
 
 def test_the_memory_of_beginnings_is_bounded_and_keeps_what_is_used() -> None:

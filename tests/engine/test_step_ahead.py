@@ -11,8 +11,9 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from engine.channel import Close, RequestChannel
+from engine.channel import RequestChannel
 from engine.client import run_until_closed
+from engine.commands import AddRequests, Close
 from engine.config import EngineConfig
 from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.detokenizer import Vocabulary
@@ -299,7 +300,7 @@ async def test_an_idle_engine_lets_its_executor_prepare_and_serves_who_comes_mea
     core = EngineCore(EngineConfig(max_model_len=MAX_MODEL_LEN, pipeline_depth=2), executor)
     received: list[object] = []
     channel = RequestChannel(received.extend)
-    channel.put(make_request(range(5), "a", max_tokens=3))
+    channel.put(AddRequests.of([make_request(range(5), "a", max_tokens=3)]))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(to_thread.run_sync, run_until_closed, core, channel)
         await until(lambda: executor.num_pieces == 0 and not core.has_work and core.heartbeat.is_asleep)

@@ -1,0 +1,107 @@
+"""The one alphabet of the channel between front end and engine: commands go down, events come up.
+
+The same structs cross a thread as they are and a process as msgpack (`engine.wire`). A new command or question is a
+type here and an entry in the tables of `engine.core`, which carries it out; nothing on the way knows one by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason
+from engine.snapshot import EngineSnapshot
+
+# --- questions
+
+
+class GetSnapshot(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """What the engine has to do, holds and has done lately: an `EngineSnapshot`. It takes the engine about a
+    millisecond for a thousand requests or ten thousand blocks."""
+
+
+# --- commands
+
+
+class _Command(msgspec.Struct, tag=True, array_like=True, gc=False):
+    @property
+    def ends(self) -> Sequence[str]:
+        """The requests that this is the end of: work for them can be dropped before it is carried out."""
+        return ()
+
+
+class AddRequests(_Command):
+    """Run the choices of one prompt. They will run where they can share its blocks, too."""
+
+    prompt_token_ids: list[int]  # which so crosses once and not with each choice
+    choices: list[EngineCoreRequest]  # each without the prompt
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineCoreRequest]) -> AddRequests:
+        prompt = requests[0].prompt_token_ids
+        assert all(request.prompt_token_ids is prompt for request in requests)
+        return cls(prompt, [msgspec.structs.replace(request, prompt_token_ids=[]) for request in requests])
+
+    def requests(self) -> list[EngineCoreRequest]:
+        """The choices with their prompt, for the one who carries this out."""
+        for request in self.choices:
+            request.prompt_token_ids = self.prompt_token_ids
+        return self.choices
+
+
+class FinishRequests(_Command):
+    """End these requests: the client has left (ABORT), or the front end found a stop string (STOP)."""
+
+    request_ids: list[str]
+    reason: FinishReason
+
+    @property
+    def ends(self) -> Sequence[str]:
+        return self.request_ids
+
+
+class ResetPrefixCache(_Command):
+    """Find nothing any more of what has been computed so far. Requests keep the blocks that they hold."""
+
+
+class Ask(_Command):
+    """Answer a question, between two steps, with an `Answered` of the same number."""
+
+    number: int
+    question: Question
+
+
+class Close(_Command):
+    """Last command: the engine ends its loop."""
+
+
+# --- events, besides EngineReady, which is the first after loading, and EngineCoreOutputs, one per step
+
+
+class LoadingProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """How far an engine in a process of its own has come with loading."""
+
+    phase: str
+    done: int
+    total: int | None
+
+
+class Answered(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """The answer to the question of this number, or why there is none."""
+
+    number: int
+    answer: Answer | None
+    error: str = ""
+
+
+class EngineDied(msgspec.Struct, tag=True, array_like=True):
+    """Last event: what the engine has ended of; `EngineDead` if it was told to."""
+
+    error: BaseException
+
+
+Question = GetSnapshot
+Answer = EngineSnapshot
+Command = AddRequests | FinishRequests | ResetPrefixCache | Ask | Close
+Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

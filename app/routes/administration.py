@@ -69,11 +69,14 @@ def engine_state(server: Server) -> Handler:
     """The handler of GET /engine_state: what each engine has to do, holds and has done lately."""
 
     async def handler(request: RequestScope) -> None:
+        engines = None
         with anyio.move_on_after(ANSWER_SECONDS):
             engines = await server.model.llm.query(GetSnapshot())
-            await request.send_json(200, msgspec.json.encode({"engines": engines}))
-            return
-        raise ApiError(503, f"The engine has been in one step for {ANSWER_SECONDS:.0f} s; /livez tells if it hangs.")
+        if engines is None:
+            raise ApiError(
+                503, f"A step of the engine takes more than {ANSWER_SECONDS:.0f} s; /livez tells if it hangs."
+            )
+        await request.send_json(200, msgspec.json.encode({"engines": engines}))
 
     return handler
 

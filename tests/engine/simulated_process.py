@@ -45,10 +45,10 @@ class SimulatedCore(EngineCore):
     simulation: Simulation
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
-        if self.num_steps == self.simulation.last_step:
-            raise SystemExit("a panic") if self.simulation.panic else LookupError("a bug in the engine")
         while self.simulation.hang_while and Path(self.simulation.hang_while).exists():
             time.sleep(0.005)
+        if self.num_steps == self.simulation.last_step:
+            raise SystemExit("a panic") if self.simulation.panic else LookupError("a bug in the engine")
         return super().step(is_abandoned)
 
 

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gpu.weights import open_model
+from protocol.answers import EngineState
 from tests.server.harness import MODEL, PATIENCE, Metrics, Server
 from tests.server.tiny_model import NAME, tiny_server
 
@@ -154,7 +155,10 @@ def ask(server: Server, method: str, path: str, body: object = None, key: str = 
 
 
 def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
-    for method, path in (("GET", "/server_info"), ("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")):
+    for method, path in (
+        *(("GET", "/server_info"), ("GET", "/engine_state")),
+        *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")),
+    ):
         assert ask(governed, method, path, key="client").status_code == 401
         assert governed.client.request(method, path).status_code == 401
     assert ask(governed, "GET", "/v1/models").status_code == 401
@@ -164,6 +168,7 @@ def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
 
 def test_where_nobody_governs_there_is_nothing(server: Server) -> None:
     assert server.client.get("/server_info").status_code == 404
+    assert server.client.get("/engine_state").status_code == 404
     assert server.post("/reset_prefix_cache", {}).status_code == 404
     assert server.post("/abort_requests", {"request_ids": ["a"]}).status_code == 404
 
@@ -188,7 +193,7 @@ def test_an_engine_in_a_process_tells_of_prompts_too(governed: Server) -> None:
 
 def test_administration_is_described_where_there_is_one(governed: Server, server: Server) -> None:
     described = ask(governed, "GET", "/openapi.json", key="client").json()["paths"]
-    assert {"/server_info", "/reset_prefix_cache", "/abort_requests"} <= described.keys()
+    assert {"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"} <= described.keys()
     assert "/server_info" not in server.client.get("/openapi.json").json()["paths"]
 
 
@@ -201,6 +206,30 @@ def test_the_prefix_cache_is_forgotten(governed: Server) -> None:
     assert (cached(), cached()) == (0, 48)
     assert ask(governed, "POST", "/reset_prefix_cache").json() == {"success": True}
     assert (cached(), cached()) == (0, 48)
+
+
+def test_the_engine_tells_what_it_does_between_two_steps(governed: Server) -> None:
+    def state() -> dict[str, Any]:
+        answer = ask(governed, "GET", "/engine_state")
+        assert answer.status_code == 200
+        EngineState.model_validate_json(answer.text)
+        (engine,) = answer.json()["engines"].values()
+        return engine
+
+    body = {"prompt": list(range(100, 120)), "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    headers = {"x-request-id": "watched", "x-api-key": "client"}
+    with governed.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+        lines = stream.iter_lines()  # which closes the stream when nobody holds it
+        assert next(lines)
+        before = state()
+        (running,) = before["running"]
+        assert (running["num_prompt_tokens"], running["status"]) == (20, "running")
+        assert before["blocks"]["num_owned"] == running["num_blocks"] > 0
+        now = governed.poll(state, lambda now: now["num_steps"] > before["num_steps"])
+        assert now["running"][0]["num_output_tokens"] > running["num_output_tokens"]
+        assert now["steps"][-1]["num_decode_tokens"] == 1
+    after = governed.poll(state, lambda now: not now["running"])
+    assert after["blocks"]["num_owned"] == 0
 
 
 def test_a_request_is_ended_by_its_id(governed: Server) -> None:

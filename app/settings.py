@@ -187,8 +187,8 @@ class Settings(BaseSettings):
     )
     admin_keys: CommaSeparatedSecrets = Field(
         (),
-        description="Keys for /server_info, /engine_state, /reset_prefix_cache and /abort_requests, comma separated; none: "
-        "there are no such routes. They open no other route.",
+        description="Keys for /server_info, /engine_state, /reset_prefix_cache and /abort_requests, comma separated; "
+        "none: there are no such routes. They open no other route.",
         examples=["admin-key-one"],
     )
     embedding_pooling: Literal["mean", "last"] = Field(

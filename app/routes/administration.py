@@ -73,9 +73,7 @@ def engine_state(server: Server) -> Handler:
         with anyio.move_on_after(ANSWER_SECONDS):
             engines = await server.model.llm.query(GetSnapshot())
         if engines is None:
-            raise ApiError(
-                503, f"A step of the engine takes more than {ANSWER_SECONDS:.0f} s; /livez tells if it hangs."
-            )
+            raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s.")
         await request.send_json(200, msgspec.json.encode({"engines": engines}))
 
     return handler

@@ -221,6 +221,8 @@ def test_commands_in_any_order_do_the_same_as_msgpack_and_leave_nothing_behind(w
         if word != STEP:
             told = here.carry_out(command_of(word)), there.carry_out(decode(encode(command_of(word))))
             assert without_times(told[0]) == without_times(told[1])
+            if word[0] == "finish":
+                assert here.scheduler.requests.keys().isdisjoint(command_of(word).ends)
         elif here.has_work or there.has_work:
             made = [core.step() for core in cores]
             for step in made:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.async_llm import AsyncLLM
 from engine.client import ThreadClient
+from engine.commands import FinishRequests
 from engine.core import EngineCore
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.messages import EngineCoreRequest, FinishReason
@@ -266,15 +267,15 @@ async def test_leaving_one_scope_ends_all_its_choices_and_nobody_elses() -> None
 
 async def test_ends_that_overtake_repeat_or_come_late_leave_nothing_behind() -> None:
     async with running() as engine:
-        engine.client.finish(["early-0"], FinishReason.ABORT)
-        engine.client.finish(["early-0"], FinishReason.ABORT)
+        engine.client.send(FinishRequests(["early-0"], FinishReason.ABORT))
+        engine.client.send(FinishRequests(["early-0"], FinishReason.ABORT))
         request = make_request(range(9), "early", max_tokens=5)
         async with engine.llm.stream(request) as stream:
             outputs = await collect(stream)
-            engine.client.finish(stream.child_ids, FinishReason.ABORT)
-            engine.client.finish(stream.child_ids, FinishReason.ABORT)
+            engine.client.send(FinishRequests(stream.child_ids, FinishReason.ABORT))
+            engine.client.send(FinishRequests(stream.child_ids, FinishReason.ABORT))
         assert [token_id for output in outputs for token_id in output.token_ids] == expected_tokens(request)
-        engine.client.finish(stream.child_ids, FinishReason.STOP)
+        engine.client.send(FinishRequests(stream.child_ids, FinishReason.STOP))
         await engine.assert_nothing_left()
 
 

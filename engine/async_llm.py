@@ -11,14 +11,15 @@ owned there. Both are synchronous puts, so leaving works inside a cancelled scop
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
-from anyio import to_thread
 from tokenizers import Tokenizer
 
+from engine.channel import wait_done
 from engine.client import EngineClient
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.detokenizer import Vocabulary
@@ -34,9 +35,7 @@ from engine.messages import (
 )
 from engine.observer import Observer
 from engine.output_processor import OutputProcessor, RequestStream
-from engine.structured import GrammarCompiler
-
-COMPILER_THREADS = 2  # for grammars that nobody has asked for before
+from engine.structured import GrammarCompiler, Owner
 
 
 class AsyncLLM:
@@ -62,7 +61,6 @@ class AsyncLLM:
         self._client = client
         self._tokenizer = tokenizer
         self._grammars = grammars
-        self._compiling = anyio.CapacityLimiter(COMPILER_THREADS)
         self._seed = seed
         self._inputs: InputProcessor | None = None
         self._outputs = OutputProcessor(self.vocabulary, observer)
@@ -99,9 +97,12 @@ class AsyncLLM:
         Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
         """
-        for structured in {request.sampling.structured_output for request in requests}:
-            if structured is not None:
-                await self._check_grammar(structured)
+        checked: set[StructuredOutput] = set()
+        for request in requests:
+            structured = request.sampling.structured_output
+            if structured is not None and structured not in checked:
+                checked.add(structured)
+                await self._check_grammar(structured, request)
         stream = self._open(requests)
         try:
             yield stream
@@ -122,15 +123,22 @@ class AsyncLLM:
         """The answer of each engine that lives, as `EngineClient.query` gives it."""
         return await self._client.query(question)
 
-    async def _check_grammar(self, structured: StructuredOutput) -> None:
-        """Raise InvalidRequest for a grammar that cannot be enforced."""
+    async def _check_grammar(self, structured: StructuredOutput, request: EngineCoreRequest) -> None:
+        """Raise InvalidRequest for a grammar that cannot be enforced. Whoever leaves meanwhile leaves the queue."""
         if self._grammars is None:
             raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
-        if self._grammars.find(structured) is None:
-            # The thread of a client that leaves meanwhile runs on to its end, but nobody waits for it.
-            await to_thread.run_sync(
-                self._grammars.compile, structured, abandon_on_cancel=True, limiter=self._compiling
-            )
+        future = self._grammars.submit(structured, Owner.of(request))
+        if not future.done():
+            deadlines = [each for each in (request.deadline, request.first_token_deadline) if each is not None]
+            latest = min(deadlines, default=math.inf)
+            try:
+                # Who is out of time goes on to the engine, which says so.
+                with anyio.move_on_after(latest - time.monotonic()):
+                    await wait_done(future)
+            finally:
+                future.cancel()
+        if not future.cancelled():
+            future.result()
 
     def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
         if self.error is not None:

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+import anyio
 from anyio.lowlevel import current_token
 
 from engine.commands import Command, Event
@@ -96,6 +99,19 @@ class RequestChannel(Inbox):
             events.append(self._outbox.popleft())
         if events:
             self._deliver(events)
+
+
+async def wait_done(future: Future[Any]) -> None:
+    """Wait for what another thread does, whatever comes of it. A waiter that is cancelled leaves it as it is."""
+    done = anyio.Event()
+    call_soon = threadsafe_call_soon()
+
+    def tell(_: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            call_soon(done.set)
+
+    future.add_done_callback(tell)
+    await done.wait()
 
 
 def threadsafe_call_soon() -> Callable[[Callable[[], None]], Any]:

@@ -130,7 +130,7 @@ class EngineCore:
 
     def add(self, request: EngineCoreRequest) -> None:
         restricted = request.sampling.restricts_tokens
-        matcher = self._structured.start(request.sampling) if self._structured is not None and restricted else None
+        matcher = self._structured.start(request) if self._structured is not None and restricted else None
         self.scheduler.add(request, matcher)
         if restricted and matcher is None:
             self.scheduler.fail(request.request_id, "this engine cannot enforce what may be generated")
@@ -263,7 +263,9 @@ class EngineCore:
     @staticmethod
     def _name_failed(outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
+            if output.refusal is not None:
+                logger.info("request %s was refused: %s", output.request_id, output.error)
+            elif output.finish_reason is FinishReason.ERROR:
                 logger.error("request %s failed: %s", output.request_id, output.error)
 
     def shutdown(self) -> None:

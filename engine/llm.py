@@ -64,8 +64,8 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
-        `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, and
-        RequestFailed if one fails in the engine.
+        `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
+        later if only that shows it, and RequestFailed if one fails in the engine.
         """
         per_prompt = self._per_prompt(sampling, len(prompts))
         requests = [
@@ -136,6 +136,8 @@ def _collect(request: EngineCoreRequest, stream: RequestStream, n: int) -> Gener
 
 
 def _add(choice: Completion, output: RequestOutput) -> None:
+    if output.refusal is not None:
+        raise output.refusal.as_error()
     if output.finish_reason is FinishReason.ERROR:
         raise RequestFailed(output.error or "the request failed in the engine")
     choice.text += output.text

@@ -26,6 +26,8 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 
+GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a refusal
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended, in the words of the metrics; the API has its own, smaller vocabulary."""
@@ -228,6 +230,21 @@ class RequestEvent(msgspec.Struct, array_like=True, gc=False):
     tokens: int
 
 
+class Refusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An `InvalidRequest` that was found while the request ran: what the client has to change, as data."""
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: InvalidRequest) -> Refusal:
+        return cls(str(error), error.param, error.code)
+
+    def as_error(self) -> InvalidRequest:
+        return InvalidRequest(self.message, param=self.param, code=self.code)
+
+
 class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     """What one request gained in one step."""
 
@@ -242,6 +259,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     events: list[RequestEvent] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second of them on
     embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order
+    refusal: Refusal | None = None  # set with FinishReason.ERROR if the client is at fault, and not the server
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -285,6 +303,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first; with the first output
     embedding: bytes | None = None
+    refusal: Refusal | None = None
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

@@ -341,6 +341,7 @@ class _Choice:
                 error=output.error,
                 prompt_logprobs=self.prompt_logprobs or None,
                 embedding=output.embedding,
+                refusal=output.refusal,
             )
         )
         self.prompt_logprobs = []
@@ -378,3 +379,4 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
     pending.num_output_tokens = output.num_output_tokens
     pending.error = output.error
     pending.embedding = output.embedding
+    pending.refusal = output.refusal

@@ -31,7 +31,7 @@ from engine.deadlines import Deadlines
 from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
 from engine.in_flight import StepsInFlight
 from engine.kv_cache_manager import KVCacheManager
-from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, SchedulerStats, TokenLogprobs
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats, TokenLogprobs
 from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.plan_draft import PlanDraft
 from engine.preemption import worst_ranked
@@ -114,7 +114,9 @@ class Scheduler:
             self.kv.withdraw(request)
             self._end(request, RequestStatus.FINISHED_ERROR, error)
 
-    def _end(self, request: Request, status: RequestStatus, error: str | None = None) -> None:
+    def _end(
+        self, request: Request, status: RequestStatus, error: str | None = None, refusal: Refusal | None = None
+    ) -> None:
         """End a request and tell the front end with the next outputs."""
         self.finish(request.request_id, status)
         self._ended.append(
@@ -125,6 +127,7 @@ class Scheduler:
                 num_cached_tokens=request.num_cached_tokens,
                 error=error,
                 events=request.events or None,
+                refusal=refusal,
             )
         )
 
@@ -132,7 +135,9 @@ class Scheduler:
         """Take a living request out of all tables."""
         self._in_flight.void(request.request_id)
         del self.requests[request.request_id]
-        self._num_grammars -= request.grammar is not None
+        if request.grammar is not None:
+            self._num_grammars -= 1
+            request.grammar.close()
         self.shares.leave(request.tenant)
         if request.request_id in self.running:
             del self.running[request.request_id]
@@ -301,7 +306,7 @@ class Scheduler:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         for request in broken:
             assert request.grammar is not None
-            self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error)
+            self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
 
     def _fits(self, request: Request, prefix: list[int]) -> bool:
         return len(self.running) < self.config.max_num_seqs and self.kv.can_admit(request, prefix)
@@ -490,9 +495,10 @@ class Scheduler:
                 finish_reason=FINISH_REASONS[request.status],
                 stop_reason=request.stop_reason,
                 num_cached_tokens=request.num_cached_tokens,
-                error=None if request.grammar is None else request.grammar.error,
                 is_complete=request.is_complete,
             )
+            if request.grammar is not None:
+                output.error, output.refusal = request.grammar.error, request.grammar.refusal
         if logprobs is not None:
             output.logprobs = [logprobs]
         if request.events:

@@ -1,30 +1,31 @@
-"""Grammars, compiled within limits and kept in a cache. Used by the front door and by the core, on worker threads.
+"""Grammars, compiled within limits and kept in a cache. Used by the front door and by the core.
 
 What is compiled comes from clients, so everything is bounded: the size of the text, the work and the memory of the
 compiler and of every mask (llguidance counts both), the stack, and the cache. The compiler works through chains of
-references by recursion in native code, where running out of stack ends the process; so it gets a thread whose stack
-holds the longest chain that fits into the largest text.
+references by recursion in native code, where running out of stack ends the process; so the queue's threads have a stack
+that holds the longest chain which fits into the largest text.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
-from engine.messages import StructuredOutput
+from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput
+from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, to_llguidance
+from engine.structured.grammar_cache import GrammarCache
 
-STACK_BYTES = 256 * 2**20  # only what is used of it becomes memory
-MAX_CACHED_GRAMMARS = 128
-MAX_CACHED_CHARACTERS = 4 * 2**20  # of their texts: what a grammar compiles to grows with its text
 TRIED_TOKENS = 32
+TRIED_SECONDS = 0.1  # of processor time: others wait for it
 MAX_MESSAGE = 400  # characters; the compiler cites the grammar
 
 _LIMITS = LLParserLimits(
@@ -36,6 +37,9 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,  # or messages would cite what has been generated
 )
+
+
+ANYBODY = Owner()
 
 
 class CompiledGrammar:
@@ -50,7 +54,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles for one model. Thread-safe; blocks, but lets other threads run while it compiles.
+    """Compiles for one model, on threads of its own, which let others run meanwhile. Thread-safe.
 
     `vocab_size` is the model's, which may be padded beyond the tokenizer's: the padding is never allowed.
     """
@@ -60,32 +64,37 @@ class GrammarCompiler:
         self.vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._cache: OrderedDict[StructuredOutput, CompiledGrammar | InvalidRequest] = OrderedDict()
-        self._cached_characters = 0
-        self._lock = threading.Lock()  # of the cache
+        self.num_compiled = 0  # what was in the cache not counted; for tests
+        self._cache: GrammarCache[CompiledGrammar | InvalidRequest] = GrammarCache()
+        self._queue: CompileQueue[CompiledGrammar] = CompileQueue(self._compile)
         self._tokenizer_lock = threading.Lock()
         self._built: LLTokenizer | None = None
 
-    def find(self, structured: StructuredOutput) -> CompiledGrammar | None:
-        """The grammar if it has been compiled before. Does not block. Raises InvalidRequest if it was refused."""
-        with self._lock:
-            found = self._cache.get(structured)
-            if found is not None:
-                self._cache.move_to_end(structured)
-        if isinstance(found, InvalidRequest):
-            raise InvalidRequest(str(found), param=found.param)
-        return found
+    def find(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> CompiledGrammar | None:
+        """The grammar if this owner has had it compiled. Does not block. Raises InvalidRequest if it was refused."""
+        found = self._cache.find(owner, structured)
+        return None if found is None else _unless_refused(found)
 
-    def compile(self, structured: StructuredOutput) -> CompiledGrammar:
-        """The grammar, compiled now unless it is in the cache. Raises InvalidRequest that says what is wrong."""
-        found = self.find(structured)
-        if found is not None:
-            return found
-        outcome = _with_deep_stack(lambda: self._compile(structured))
-        self._keep(structured, outcome)
-        if isinstance(outcome, InvalidRequest):
-            raise outcome
-        return outcome
+    def submit(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> Future[CompiledGrammar]:
+        """The grammar, soon. Does not block. The future raises InvalidRequest that says what is wrong.
+
+        Whoever does not want it any more cancels the future: if nobody waits for it, it is not compiled.
+        """
+        try:
+            found = self.find(structured, owner)
+            if found is None:
+                return self._queue.submit(owner, structured)
+        except Exception as error:
+            failed: Future[CompiledGrammar] = Future()
+            failed.set_exception(error)
+            return failed
+        done: Future[CompiledGrammar] = Future()
+        done.set_result(found)
+        return done
+
+    def compile(self, structured: StructuredOutput, owner: Owner = ANYBODY) -> CompiledGrammar:
+        """The grammar, when it is compiled. Blocks. Raises InvalidRequest that says what is wrong."""
+        return self.submit(structured, owner).result()
 
     def build_tokenizer(self) -> LLTokenizer:
         """What the compiler knows of the vocabulary: 0.15 s for 50,000 tokens, once. The GIL is held meanwhile."""
@@ -96,7 +105,16 @@ class GrammarCompiler:
                 self._built = LLTokenizer(tokens, n_vocab=len(tokens.tokens), eos_token=eos)
             return self._built
 
-    def _compile(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
+    def _compile(self, owner: Owner, structured: StructuredOutput) -> CompiledGrammar:
+        """The work of the queue's threads."""
+        found = self._cache.find(owner, structured)  # somebody's turn may have come between a look and a place in line
+        if found is None:
+            found = self._outcome(structured)
+            self._cache.keep(owner, structured, found)
+        return _unless_refused(found)
+
+    def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
+        self.num_compiled += 1
         try:
             structured.check()
             text = to_llguidance(structured, self._special_tokens())
@@ -107,7 +125,11 @@ class GrammarCompiler:
             self._try_out(prototype)
         if prototype.is_error():
             reason = prototype.get_error()
-            return refused("no output fits it." if "NoExtension" in reason else _first_words(reason))
+            if "NoExtension" in reason:
+                return refused("no output fits it.")
+            # Faults in the text are told with their place; what begins like this has met a limit.
+            code = GRAMMAR_TOO_COMPLEX if reason.lower().startswith(("lexer ", "parser ")) else None
+            return refused(_first_words(reason), code=code)
         return CompiledGrammar(prototype)
 
     def _try_out(self, prototype: LLMatcher) -> None:
@@ -118,7 +140,10 @@ class GrammarCompiler:
         """
         mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
         chance = random.Random(0)
+        end = time.thread_time() + TRIED_SECONDS
         for _ in range(TRIED_TOKENS):
+            if time.thread_time() > end:
+                break
             prototype.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if prototype.is_stopped() or not prototype.consume_token(int(chance.choice(allowed))):
@@ -134,15 +159,6 @@ class GrammarCompiler:
     def _special_tokens(self) -> dict[str, int]:
         text_of = self.vocabulary.tokenizer.id_to_token
         return {text: token_id for token_id in self.vocabulary.special_ids if (text := text_of(token_id))}
-
-    def _keep(self, structured: StructuredOutput, outcome: CompiledGrammar | InvalidRequest) -> None:
-        with self._lock:
-            if structured not in self._cache:
-                self._cache[structured] = outcome
-                self._cached_characters += len(structured.value)
-            while len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_characters > MAX_CACHED_CHARACTERS:
-                dropped, _ = self._cache.popitem(last=False)
-                self._cached_characters -= len(dropped.value)
 
 
 class _Tokens:
@@ -192,34 +208,10 @@ class _Tokens:
         return token_ids
 
 
-_stack_size_lock = threading.Lock()
-
-
-def _with_deep_stack(function: Callable[[], CompiledGrammar | InvalidRequest]) -> CompiledGrammar | InvalidRequest:
-    """Run `function` on a thread with `STACK_BYTES` of stack, which it gives back at its end."""
-    outcome: list[CompiledGrammar | InvalidRequest | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:  # a native library's panic is no Exception
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="grammar-compiler", daemon=True)
-    with _stack_size_lock:  # the size is the process's, for threads started meanwhile
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    match outcome[0]:
-        case CompiledGrammar() | InvalidRequest() as result:
-            return result
-        case BaseException() as error:
-            raise error
-        case _:
-            raise AssertionError
+def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
+    if isinstance(found, InvalidRequest):
+        raise InvalidRequest(str(found), param=found.param, code=found.code)  # each with a traceback of its own
+    return found
 
 
 def _first_words(error: str) -> str:

@@ -59,9 +59,9 @@ def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) ->
             return _tagged(_parsed(structured.value), structured, special_tokens)
 
 
-def refused(reason: str) -> InvalidRequest:
+def refused(reason: str, *, code: str | None = None) -> InvalidRequest:
     """The refusal of a grammar. Whoever knows the client's name for it puts that in the place of ours."""
-    return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output")
+    return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output", code=code)
 
 
 def _parsed(value: str) -> Any:

@@ -1,7 +1,7 @@
 """Grammars of running requests: compiled beside the engine's steps, masks computed beside the device's.
 
-Owned by the EngineCore; its methods are called on the engine's thread, its work is done on threads of its own, where
-llguidance lets go of the interpreter lock.
+Owned by the EngineCore; its methods are called on the engine's thread, its work is done on threads of its own and on
+the compiler's, where llguidance lets go of the interpreter lock.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages import SamplingParams, StructuredOutput
+from engine.messages import EngineCoreRequest
 from engine.plan import TokenMasks
+from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matcher import GrammarMatcher, TokenMatcher
 from engine.structured.token_rules import TokenRules
 
-COMPILER_THREADS = 2
 MASK_THREADS = 4
 # A thread takes so many masks at a time: handing it work costs about as much as computing eight.
 MASKS_PER_TASK = 8
@@ -32,23 +32,24 @@ class StructuredOutputManager:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._compiling: set[Future[CompiledGrammar]] = set()
-        self._compilers = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
         self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
-        self._compilers.submit(compiler.build_tokenizer)  # now, and not while requests run
+        self._fillers.submit(compiler.build_tokenizer)  # now, and not while requests run
 
-    def start(self, sampling: SamplingParams) -> TokenMatcher | None:
+    def start(self, request: EngineCoreRequest) -> TokenMatcher | None:
         """The matcher of a new request, if it needs one. It is not ready before its grammar is compiled."""
-        wanted = sampling.structured_output
-        grammar = None if wanted is None else self._start_grammar(wanted)
+        sampling = request.sampling
+        grammar = None if sampling.structured_output is None else self._start_grammar(request)
         if sampling.allowed_token_ids is None and not sampling.bad_words_token_ids:
             return grammar
         return TokenRules(
             allowed_token_ids=sampling.allowed_token_ids, bad_words=sampling.bad_words_token_ids, grammar=grammar
         )
 
-    def _start_grammar(self, structured: StructuredOutput) -> GrammarMatcher:
-        future = self._compilers.submit(self._compiler.compile, structured)
-        self._compiling = {other for other in self._compiling if not other.done()} | {future}
+    def _start_grammar(self, request: EngineCoreRequest) -> GrammarMatcher:
+        assert request.sampling.structured_output is not None
+        future = self._compiler.submit(request.sampling.structured_output, Owner.of(request))
+        if not future.done():
+            self._compiling = {other for other in self._compiling if not other.done()} | {future}
         return GrammarMatcher(future)
 
     def wait_for_grammars(self) -> None:
@@ -70,7 +71,8 @@ class StructuredOutputManager:
 
     def shutdown(self) -> None:
         """Start nothing more."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for future in self._compiling:
+            future.cancel()
         self._fillers.shutdown(wait=False, cancel_futures=True)
 
 

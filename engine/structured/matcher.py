@@ -16,12 +16,25 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from engine.errors import InvalidRequest
+from engine.messages import GRAMMAR_TOO_COMPLEX, Refusal
 from engine.structured.compiler import CompiledGrammar
 
 # Processor time that the masks of one request may take: so much, and so much more for every token. Most masks take
 # microseconds; a grammar made to take long would hold up all requests beside it.
 SECONDS_AT_ONCE = 1.0
 SECONDS_PER_TOKEN = 0.002
+
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's words; every other end met one of its limits
+_TOO_COMPLEX = Refusal(
+    "structured_output became too complex to follow within the answer. Allow fewer alternatives at a time.",
+    param="structured_output",
+    code=GRAMMAR_TOO_COMPLEX,
+)
+_TOO_SLOW = Refusal(
+    "structured_output takes too long to follow. Allow fewer alternatives at a time.",
+    param="structured_output",
+    code=GRAMMAR_TOO_COMPLEX,
+)
 
 
 class TokenMatcher(Protocol):
@@ -33,8 +46,17 @@ class TokenMatcher(Protocol):
         ...
 
     @property
+    def refusal(self) -> Refusal | None:
+        """What the client is told of the `error`, if it is the client's."""
+        ...
+
+    @property
     def is_ready(self) -> bool:
         """Whether masks can be computed. False for ever if there is an `error`."""
+        ...
+
+    def close(self) -> None:
+        """The request is gone: what is not ready yet is not wanted any more."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -50,11 +72,12 @@ class GrammarMatcher:
     """Follows the tokens of one request through its grammar, which may still be being compiled at first.
 
     It survives a preemption: the tokens that were generated stay, and so does the place in the grammar. `error` says
-    why the request cannot go on; None while it can.
+    why the request cannot go on; None while it can; `refusal` is set too where its client can mend it.
     """
 
     def __init__(self, compiling: Future[CompiledGrammar]) -> None:
         self.error: str | None = None
+        self.refusal: Refusal | None = None
         self._compiling = compiling
         self._matcher: LLMatcher | None = None
         self._lock = threading.Lock()  # of the matcher
@@ -68,7 +91,7 @@ class GrammarMatcher:
             try:
                 self._matcher = self._compiling.result().matcher()
             except InvalidRequest as error:
-                self.error = str(error)
+                self._refuse(Refusal.of(error))
             except Exception as error:
                 self.error = f"the grammar could not be compiled ({type(error).__name__})"
         return self._matcher is not None
@@ -82,15 +105,28 @@ class GrammarMatcher:
         assert self._matcher is not None
         self._num_tokens += 1
         with self._lock:
-            followed = not self._matcher.is_error() and self._matcher.consume_token(token_id)
+            # A limit met on the way is no refusal of the token, and reads like the end of the text.
+            followed = (
+                not self._matcher.is_error() and self._matcher.consume_token(token_id) and not self._matcher.is_error()
+            )
         if not followed:
             # The compiler's own words cite tokens, and what a model wrote does not belong into logs.
-            self.error = "the grammar has become too complex to follow"
+            if _NOT_ALLOWED in self._matcher.get_error():
+                self.error = "a token was sampled that the grammar does not allow"
+            else:
+                self._refuse(_TOO_COMPLEX)
             return False
         if self._seconds > SECONDS_AT_ONCE + SECONDS_PER_TOKEN * self._num_tokens:
-            self.error = "the grammar takes too long to follow"
+            self._refuse(_TOO_SLOW)
             return False
         return self._matcher.is_stopped()
+
+    def close(self) -> None:
+        """Leave the compiler's queue."""
+        self._compiling.cancel()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.error, self.refusal = refusal.message, refusal
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         """Write the mask of the tokens that may come next: bit `id % 32` of word `id // 32` is set for each of them.

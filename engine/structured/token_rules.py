@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from engine.messages import Refusal
 from engine.structured.matcher import GrammarMatcher
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
@@ -39,6 +40,14 @@ class TokenRules:
     @property
     def error(self) -> str | None:
         return None if self._grammar is None else self._grammar.error
+
+    @property
+    def refusal(self) -> Refusal | None:
+        return None if self._grammar is None else self._grammar.refusal
+
+    def close(self) -> None:
+        if self._grammar is not None:
+            self._grammar.close()
 
     @property
     def is_ready(self) -> bool:

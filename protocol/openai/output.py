@@ -341,9 +341,14 @@ def _unless_plain(message_format: MessageFormat | None) -> MessageFormat | None:
 
 
 def raise_if_failed(output: RequestOutput) -> None:
-    """Raise the `ApiError` of an output that ended in failure. `output.error` is for the log and stays out of it."""
+    """Raise the `ApiError` of an output that ended in failure, or InvalidRequest if the client has to change something.
+
+    `output.error` is for the log and stays out of it.
+    """
     if output.finish_reason is FinishReason.TIMEOUT:
         raise deadline_exceeded("The request cannot be done within its deadline.")
+    if output.refusal is not None:
+        raise output.refusal.as_error()
     if output.finish_reason is FinishReason.ERROR:
         raise ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
 

@@ -1,0 +1,201 @@
+"""Who compiles next: tenants take turns, and what is large does not hold up what is small.
+
+Clients decide how much work there is and leave whenever they like, so:
+
+1. Tenants that have something queued get one compilation each in turn, first in first out within a tenant. Beside one
+   that queues without end, another waits for no more than its turn.
+2. One of the threads never takes a large text, because time grows with the text and a compilation cannot be
+   interrupted. Within a tenant too, and where there are no keys all clients are one, a small grammar waits for small
+   ones only. Large ones do not starve: the next free thread is theirs while none of them is being compiled.
+3. A compilation that nobody waits for any more is dropped if it has not begun. If it has, it keeps its thread to its
+   end: it was its tenant's turn.
+4. Who asks for what is queued or being compiled for the same owner waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+from engine.messages import EngineCoreRequest, StructuredOutput
+
+COMPILER_THREADS = 2
+# The compiler takes some microseconds for a character, so this many take tens of milliseconds.
+SMALL_CHARACTERS = 8 * 1024
+# Of each thread; only what is used of it becomes memory, and a thread ends when nothing is queued.
+STACK_BYTES = 256 * 2**20
+
+T = TypeVar("T")
+
+
+class Owner(NamedTuple):
+    """Whose grammar it is: what one owner has had compiled is not there for another, as in the prefix cache."""
+
+    tenant: str = ""
+    salt: str = ""
+
+    @classmethod
+    def of(cls, request: EngineCoreRequest) -> Owner:
+        return cls(request.tenant, request.cache_salt)
+
+
+Key = tuple[Owner, StructuredOutput]
+
+
+class Turns(Generic[T]):
+    """A line for each tenant that has something in it, and whose turn it is. Every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()  # the first one's turn is next
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, tenant: str, item: T) -> None:
+        """Put an item, which is in no line yet, at the end of its tenant's; a tenant without one is last in turn."""
+        self._lines.setdefault(tenant, OrderedDict())[item] = None
+        self._size += 1
+
+    def discard(self, tenant: str, item: T) -> None:
+        """Take an item out of the line, if it is still there."""
+        line = self._lines.get(tenant)
+        if line is not None and item in line:
+            del line[item]
+            self._size -= 1
+            if not line:
+                del self._lines[tenant]
+
+    def pop(self) -> T:
+        """The oldest item of the tenant whose turn it is. Raises KeyError if there is none."""
+        tenant, line = next(iter(self._lines.items()), ("", OrderedDict[T, None]()))
+        item, _ = line.popitem(last=False)
+        self._size -= 1
+        if line:
+            self._lines.move_to_end(tenant)
+        else:
+            del self._lines[tenant]
+        return item
+
+
+class _Job(Generic[T]):
+    """One compilation and those who wait for it."""
+
+    __slots__ = ("is_large", "key", "waiting")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.is_large = len(key[1].value) > SMALL_CHARACTERS
+        self.waiting: set[Future[T]] = set()
+
+
+class CompileQueue(Generic[T]):
+    """Runs `work` on at most `COMPILER_THREADS` threads, which have a deep stack. Thread-safe."""
+
+    def __init__(self, work: Callable[[Owner, StructuredOutput], T]) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+        self._jobs: dict[Key, _Job[T]] = {}  # queued, and being compiled
+        self._small: Turns[_Job[T]] = Turns()
+        self._large: Turns[_Job[T]] = Turns()
+        self._num_threads = 0
+        self._large_is_running = False
+
+    def __len__(self) -> int:
+        """How many compilations have not begun."""
+        return len(self._small) + len(self._large)
+
+    def submit(self, owner: Owner, structured: StructuredOutput) -> Future[T]:
+        """Queue a compilation. Does not block. Who does not want it any more cancels the future."""
+        future: Future[T] = Future()
+        key = owner, structured
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Job(key)
+                self._line_of(job).push(owner.tenant, job)
+                self._start_thread(job)
+            job.waiting.add(future)
+        future.add_done_callback(partial(self._leave, job))
+        return future
+
+    def _start_thread(self, job: _Job[T]) -> None:
+        if self._num_threads == COMPILER_THREADS:
+            return
+        try:
+            _start_with_deep_stack(self._run)
+        except RuntimeError:  # no memory for a stack, or too many threads
+            if not self._num_threads:  # else those that there are will take it
+                self._drop(job)
+                raise
+        else:
+            self._num_threads += 1
+
+    def _line_of(self, job: _Job[T]) -> Turns[_Job[T]]:
+        return self._large if job.is_large else self._small
+
+    def _leave(self, job: _Job[T], future: Future[T]) -> None:
+        if future.cancelled():
+            with self._lock:
+                job.waiting.discard(future)
+                if not job.waiting:
+                    self._drop(job)
+
+    def _drop(self, job: _Job[T]) -> None:
+        """Forget a job if it has not begun."""
+        line = self._line_of(job)
+        num_before = len(line)
+        line.discard(job.key[0].tenant, job)
+        if len(line) < num_before:
+            del self._jobs[job.key]
+
+    def _run(self) -> None:
+        """A thread's life: one compilation after the other, until there is none that it may take."""
+        while (job := self._begin()) is not None:
+            result: T | None = None
+            error: Exception | None = None
+            try:
+                result = self._work(*job.key)
+            except Exception as exc:
+                error = exc
+            except BaseException as exc:  # a native library's panic; it would end whoever waits for it
+                error = RuntimeError(f"the grammar compiler failed ({type(exc).__name__})")
+            for future in self._end(job):
+                if future.set_running_or_notify_cancel():
+                    if error is None:
+                        future.set_result(result)  # type: ignore[arg-type]
+                    else:
+                        future.set_exception(error)
+
+    def _begin(self) -> _Job[T] | None:
+        with self._lock:
+            if self._large and not self._large_is_running:
+                self._large_is_running = True
+                return self._large.pop()
+            if self._small:
+                return self._small.pop()
+            self._num_threads -= 1
+            return None
+
+    def _end(self, job: _Job[T]) -> set[Future[T]]:
+        with self._lock:
+            del self._jobs[job.key]
+            if job.is_large:
+                self._large_is_running = False
+            return set(job.waiting)
+
+
+_stack_size_lock = threading.Lock()
+
+
+def _start_with_deep_stack(function: Callable[[], None]) -> None:
+    with _stack_size_lock:  # the size is the process's, for threads started meanwhile
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=function, name="grammar-compiler").start()
+        finally:
+            threading.stack_size(before)

@@ -21,6 +21,7 @@ SMALL = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["
 @pytest.fixture(scope="module", params=["thread", "process"])
 def locked_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with tiny_server(api_keys=",".join(KEYS), engine=request.param, max_num_seqs=32) as running:
+        running.client.headers["authorization"] = f"Bearer {KEYS[1]}"
         yield running.wait_ready()
         assert "Traceback" not in running.log, running.log
 
@@ -36,9 +37,9 @@ def open_server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def slow_schema(number: int) -> dict[str, Any]:
-    """About half a second of the compiler's time: a chain of references of its own."""
-    links: dict[str, Any] = {f"{i}x{number}": {"items": {"$ref": f"#/$defs/{i + 1}x{number}"}} for i in range(2500)}
-    return {"$defs": links | {f"2500x{number}": {"type": "string"}}, "$ref": f"#/$defs/0x{number}"}
+    """Some tenths of a second of the compiler's time: a chain of references of its own."""
+    links: dict[str, Any] = {f"{i}x{number}": {"items": {"$ref": f"#/$defs/{i + 1}x{number}"}} for i in range(1500)}
+    return {"$defs": links | {f"1500x{number}": {"type": "string"}}, "$ref": f"#/$defs/0x{number}"}
 
 
 def ask(server: Server, stack: ExitStack, schema: dict[str, Any], key: str) -> RawClient:

@@ -151,3 +151,5 @@ def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
                 channel.send(event)
         if core.has_work and not core.is_closed:
             channel.send(core.step(channel.are_leaving))
+        elif core.has_news:
+            channel.send(core.tell())

@@ -94,6 +94,7 @@ class EngineCore:
         self._quarantine = Quarantine()
         self._structured = StructuredOutputManager(grammars) if grammars is not None else None
         self._failures_in_a_row = 0
+        self._num_waiting_told = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
         self._past_steps: deque[PastStep] = deque(maxlen=NUM_STEPS_KEPT)
@@ -194,9 +195,22 @@ class EngineCore:
         )
         self.num_steps += 1
         self.heartbeat.beat()
-        return EngineCoreOutputs(
-            outputs=outputs, stats=self.scheduler.take_stats(), timestamp=self.heartbeat.last_progress
-        )
+        return self._told(outputs)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the books have changed since they were told, though there may be nothing to do: somebody who waited
+        alone, for a grammar, has left."""
+        return len(self.scheduler.waiting) != self._num_waiting_told
+
+    def tell(self) -> EngineCoreOutputs:
+        """The books, outside of a step."""
+        return self._told([])
+
+    def _told(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+        stats = self.scheduler.take_stats()
+        self._num_waiting_told = stats.num_waiting
+        return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=self.heartbeat.last_progress)
 
     def prepare(self) -> bool:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there

@@ -105,10 +105,7 @@ class GrammarMatcher:
         assert self._matcher is not None
         self._num_tokens += 1
         with self._lock:
-            # A limit met on the way is no refusal of the token, and reads like the end of the text.
-            followed = (
-                not self._matcher.is_error() and self._matcher.consume_token(token_id) and not self._matcher.is_error()
-            )
+            followed = not self._matcher.is_error() and self._matcher.consume_token(token_id)
         if not followed:
             # The compiler's own words cite tokens, and what a model wrote does not belong into logs.
             if _NOT_ALLOWED in self._matcher.get_error():

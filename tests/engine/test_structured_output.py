@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import jsonschema
 import msgspec
@@ -17,7 +18,7 @@ from engine.core import EngineCore
 from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
 from engine.messages import EngineCoreOutput, FinishReason, StructuredOutput, StructuredOutputKind
-from engine.structured import GrammarCompiler
+from engine.structured import GrammarCompiler, Owner
 from protocol.structured import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import (
     assert_nothing_left,
@@ -278,6 +279,7 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone() -> None:
     outputs = run(core, ambiguous, plain)
     assert outputs["ambiguous"][-1].finish_reason is FinishReason.ERROR
     assert "too complex" in outputs["ambiguous"][-1].error
+    assert outputs["ambiguous"][-1].refusal.code == "grammar_too_complex"
     assert text_of(outputs["ambiguous"])[:50] not in outputs["ambiguous"][-1].error, "this goes into the log"
     assert len(tokens_of(outputs["plain"])) == 4
 
@@ -359,6 +361,22 @@ def test_the_cache_is_bounded() -> None:
     assert compiler.find(first) is None
     assert compiler.find(choice(["number 199"])) is not None
     assert len(compiler._cache) <= 128
+
+
+def test_a_grammar_of_one_tenant_or_salt_is_compiled_again_for_another() -> None:
+    """Else time would tell what others have asked for."""
+    compiler = GrammarCompiler(Vocabulary(TOKENIZER), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    for structured in (choice(["first"]), regex("(")):
+        before = compiler.num_compiled
+        for _ in range(2):
+            for owner in (Owner("a"), Owner("b"), Owner("a", "salt"), Owner("b", "salt")):
+                with suppress(InvalidRequest):
+                    compiler.compile(structured, owner)
+        assert compiler.num_compiled - before == 4
+    requests = [make_request([1], tenant=tenant, structured_output=choice(["first"])) for tenant in ("a", "c")]
+    before = compiler.num_compiled
+    run(core_with(compiler), *requests)
+    assert compiler.num_compiled - before == 1, "the engine's grammars are the tenant's, too"
 
 
 def test_what_only_one_text_can_follow_is_written_in_the_models_own_tokens() -> None:

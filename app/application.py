@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import anyio
 from anyio import to_thread
@@ -19,9 +19,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.dialects import error_body
-from app.endpoint import Endpoint
-from app.hypercorn_fixes import drain_before_shutdown, end_parent, end_with_parent, mend_connections
+from app.connections import ConnectionGuard
+from app.endpoint import Endpoint, refuse_with
+from app.hypercorn_fixes import (
+    drain_before_shutdown,
+    end_parent,
+    end_with_parent,
+    mend_connections,
+    outlive_lack_of_descriptors,
+)
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
 from app.routes import catalogue, documents, embeddings, generation, messages, probes, requests, responses, tokens
@@ -43,19 +49,27 @@ def create_app(settings: Settings) -> Starlette:
     configure_logging(settings)
     server = Server(settings, on_fatal=end_process)
     shutdown = Shutdown(server.drain)
+    guard = ConnectionGuard(settings, server.longest_stalled_connection)
+    refuse = refuse_with(server)
 
     def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:
         return Route(path, Endpoint(server, path, handler, quiet=quiet), methods=[method])
 
+    async def answer_http_exception(request: Request, error: Exception) -> Response:
+        # All that Starlette asks of a response is that it is an ASGI application.
+        return cast(Response, refuse(_in_own_words(request, error)))
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Here and not earlier: only now is the worker imported that serves this application.
-        mend_connections()
-        drain_before_shutdown(shutdown.wait_and_drain)
+        mend_connections(guard)
+        outlive_lack_of_descriptors()
+        drain_before_shutdown(shutdown.wait_and_drain, guard)
         end_with_parent()
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(server.live)
             task_group.start_soon(server.watch_requests)
+            task_group.start_soon(guard.watch)
             task_group.start_soon(shutdown.listen_for_signals)
             yield
             # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
@@ -99,8 +113,11 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/openapi.json", documents.openapi(server), quiet=True),
             route("GET", "/docs", documents.docs(server), quiet=True),
         ],
-        middleware=[Middleware(HeaderLimit), Middleware(Authentication, tenants=server.tenants)],
-        exception_handlers={HTTPException: _answer_http_exception},
+        middleware=[
+            Middleware(HeaderLimit, refuse=refuse),
+            Middleware(Authentication, tenants=server.tenants, refuse=refuse),
+        ],
+        exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
     # A path with a slash too many is not found. Starlette would redirect to whatever the Host header says.
@@ -136,14 +153,11 @@ def _end_without_engine() -> None:
     os._exit(0)
 
 
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (unknown path, wrong method) in the envelope of the path's errors."""
+def _in_own_words(request: Request, error: Exception) -> ApiError:
+    """What Starlette refuses by itself (unknown path, wrong method)."""
     assert isinstance(error, HTTPException)
     messages = {
         404: f"There is nothing at {request.scope['path'][:200]!r}.",
         405: f"{request.scope['method'][:20]} is not allowed at {request.scope['path'][:200]!r}.",
     }
-    message = messages.get(error.status_code, error.detail)
-    answer = ApiError(error.status_code, message, headers=error.headers)
-    body = error_body(request.scope["path"], answer)
-    return Response(body, status_code=answer.status, media_type="application/json", headers=dict(answer.headers))
+    return ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=error.headers)

@@ -1,16 +1,20 @@
-"""The ASGI application behind every route: a handler in a request scope, and the books of each request afterwards."""
+"""The ASGI applications behind all paths: a handler in a request scope with the books of each request afterwards, and
+the refusal of what no handler takes, in a scope as well."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.fair_threads import current_tenant
 from app.logs import log_request
 from app.scope import Handler, RequestScope
 from app.server import Server
 from app.tracing import RequestTrace
+from protocol.errors import ApiError
 
 CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client that closed the connection
 
@@ -29,15 +33,7 @@ class Endpoint:
         self._log = server.settings.log_requests and not quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        settings = self._server.settings
-        request = RequestScope(
-            scope,
-            receive,
-            send,
-            max_body_bytes=settings.max_body_bytes,
-            body_timeout=settings.body_timeout,
-            send_timeout=settings.send_timeout,
-        )
+        request = _open_scope(self._server, scope, receive, send)
         current_tenant.set(request.tenant.name)
         self._server.enter(request, quiet=self._quiet)
         try:
@@ -85,3 +81,37 @@ class Endpoint:
                 ttft_seconds=None if first_token is None else first_token - request.arrival_time,
                 error=request.error_code,
             )
+
+
+class Refusal:
+    """Answers every request with `error`, without reading its body. Neither logged nor counted, as anybody may ask for
+    it; but in a scope, so that a client that does not read the answer is cut like any other."""
+
+    def __init__(self, server: Server, error: ApiError) -> None:
+        self._server = server
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = _open_scope(self._server, scope, receive, send)
+        self._server.enter(request, quiet=True)
+        try:
+            await request.refuse(self._error)
+        finally:
+            self._server.leave(request)
+
+
+def refuse_with(server: Server) -> Callable[[ApiError], ASGIApp]:
+    """Makes a `Refusal` of an error."""
+    return partial(Refusal, server)
+
+
+def _open_scope(server: Server, scope: Scope, receive: Receive, send: Send) -> RequestScope:
+    settings = server.settings
+    return RequestScope(
+        scope,
+        receive,
+        send,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout=settings.body_timeout,
+        send_timeout=settings.send_timeout,
+    )

@@ -2,10 +2,10 @@
 
 `app.application` and `app.runner` apply it before the first connection. What it promises, and why Hypercorn does not:
 
-1. A connection whose client has left is closed at once. Hypercorn ends a connection when all of its tasks have ended,
-   and one of them is the keep-alive timer, which nobody stops when the client hangs up. So every client that leaves
-   without being told to (curl, a health probe) would cost a socket in CLOSE_WAIT and three tasks until the timer
-   runs out: 75 s here, as it has to outlast the timers of proxies.
+1. A connection is closed when its client has left, and when its client has had its time. Hypercorn's keep-alive timer
+   does neither: it is a task that nobody stops when the client hangs up, so that every client that leaves without being
+   told to would cost a socket in CLOSE_WAIT until it runs out, and it is not started again after the preface of
+   HTTP/2 or a stream that was reset. So there is none; `app.connections` ends connections, and limits their number.
 2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
    megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
    `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
@@ -17,7 +17,10 @@
    To systemd or Docker that reads as a server that is done.
 5. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
    nobody else can have and with a model that nobody can unload.
-6. A connection fails alone. Whatever escapes from the task of one connection would, on trio, end the server.
+6. A connection fails alone. Whatever escapes from the task of one connection would, on trio, end the server. And no
+   crowd of them takes the last descriptors, which files and engines may need: asyncio and uvloop accept whoever waits
+   at the port before anybody can be counted, so no more may wait there than there is room for. If there is none after
+   all, asyncio says so a thousand times, each with a traceback; once is enough.
 7. A piece of a stream may go straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn and h11
    it passes fifteen calls, locks and checks, which cost several times what making the piece does.
 
@@ -26,8 +29,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -39,38 +45,90 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
+from http import HTTPStatus
 from multiprocessing.synchronize import SemLock
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import anyio
 from hypercorn.events import Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
 
+from app.connections import ConnectionGuard
 from app.hypercorn_streams import mend_streams
+from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
+REFUSAL_SECONDS = 1.0  # that a newcomer who is refused has to say what it speaks, and to hear it
 
 _SOCKET_IS_GONE = (OSError, ValueError)  # the latter is uvloop's, which has given the file descriptor away by then
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
 _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
 
 
-def mend_connections() -> None:
-    """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent."""
+def mend_connections(guard: ConnectionGuard | None = None) -> None:
+    """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent.
+
+    Called again with the guard of the application, once there is one and before the first connection.
+    """
     mend_streams()
+    if guard is not None:
+        Connection.guard = guard
     for name in _SERVERS:
         module: Any = sys.modules.get(name)
         if module is not None and not issubclass(module.TCPServer, Connection):
             module.TCPServer = type("TCPServer", (Connection, module.TCPServer), {})
+            if hasattr(module, "asyncio"):
+                module.asyncio = SimpleNamespace(**vars(asyncio) | {"start_server": _start_server})
 
 
-def drain_before_shutdown(drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]) -> None:
+async def _start_server(
+    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, **more: Any
+) -> asyncio.Server:
+    """As asyncio's, but for point 6. asyncio accepts as many at once as may wait; the kernel is told the latter after
+    it."""
+    waiting = backlog if Connection.guard is None else min(backlog, Connection.guard.limits.newcomers)
+    server = await asyncio.start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
+    sock.listen(waiting)
+    return server
+
+
+def outlive_lack_of_descriptors() -> None:
+    """Point 6, on asyncio: uvloop hangs up on who cannot be accepted, and trio waits a tenth of a second."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # trio's
+        return
+    others = loop.get_exception_handler()
+    last = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if time.monotonic() - last >= 1:
+                last = time.monotonic()
+                logger.error("No connection can be accepted for a moment: %s", error.strerror)
+        elif others is not None:
+            others(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+def drain_before_shutdown(
+    drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]], guard: ConnectionGuard
+) -> None:
     """Point 3: `drain` gets what Hypercorn waits for, waits for it, and returns when the server may be shut down."""
 
     async def raise_shutdown(trigger: Callable[[], Awaitable[None]]) -> None:
         await drain(trigger)
+        guard.end()
         raise ShutdownError
 
     for name in _SERVERS:
@@ -112,10 +170,22 @@ def current_connection() -> Connection | None:
     return _connection.get()
 
 
+class _NoTimer:
+    """In the place of Hypercorn's keep-alive timer."""
+
+    async def restart(self, *_: object) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
 class Connection:
     """Mixed into Hypercorn's `TCPServer`s, which for this purpose are nearly alike on asyncio and trio."""
 
+    guard: ClassVar[ConnectionGuard | None] = None
+    config: Any
     idle_task: Any
+    head_since: float | None = None
+    closing_since: float | None = None
     _transport: Any = None  # asyncio's; trio has none
     _client_gone = False
     _num_sending = 0
@@ -123,15 +193,68 @@ class Connection:
 
     async def run(self) -> None:
         _connection.set(self)
+        self.idle_task = _NoTimer()
         with suppress(*_SOCKET_IS_GONE):
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         if hasattr(self, "writer"):
             self._transport = self.writer.transport
             self._transport.set_write_buffer_limits(high=WRITE_BUFFER)
         try:
-            await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+            await self._run_guarded()
         except Exception:
             logger.exception("A connection has failed")
+
+    async def _run_guarded(self) -> None:
+        guard = self.guard
+        if guard is None:
+            await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+        elif (refusal := guard.enter(self)) is not None:
+            try:
+                await self._refuse(refusal)
+            finally:
+                guard.leave_refused()
+        else:
+            try:
+                await super().run()  # type: ignore[misc]
+            finally:
+                guard.leave(self)
+
+    # --- what the guard asks and does
+
+    @property
+    def idle_timeout(self) -> float:
+        """Seconds without a request."""
+        return float(self.config.keep_alive_timeout)
+
+    @property
+    def grace(self) -> float:
+        """Seconds until the end of the server, well before Hypercorn cancels what is left."""
+        return float(self.config.graceful_timeout) / 2
+
+    @property
+    def address(self) -> str | None:
+        """The client's, if it comes from a network."""
+        with suppress(*_SOCKET_IS_GONE):
+            peer = self._socket().getpeername()
+            return peer[0] if isinstance(peer, tuple) else None
+        return None
+
+    @property
+    def has_part_of_a_head(self) -> bool:
+        """Whether a request of HTTP/1 has begun to arrive."""
+        http = getattr(getattr(self, "protocol", None), "protocol", None)
+        return isinstance(http, H11Protocol) and bool(http.connection.trailing_data[0])
+
+    def close(self) -> None:
+        """Close the connection in order, once what is in the transport has been sent."""
+        if hasattr(self, "writer"):
+            if self.writer.get_extra_info("ssl_object") is not None:
+                self.abort()  # would wait for the client's part of the farewell
+            else:
+                self.closing_since = self.closing_since or time.monotonic()
+                self.writer.transport.close()
+        else:
+            self._shut_down()
 
     def abort(self) -> None:
         """Close the connection now, with what has not been sent yet thrown away."""
@@ -141,12 +264,13 @@ class Connection:
         if hasattr(self, "writer"):
             self.writer.transport.abort()
         else:
-            with suppress(OSError):
-                self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+            self._shut_down()
 
     def seconds_blocked(self) -> float:
         """For how long the client has not read what is being sent to it; 0 if nothing is."""
         return time.monotonic() - self._sending_since if self._num_sending else 0.0
+
+    # --- pieces of streams
 
     @property
     def takes_more(self) -> bool:
@@ -170,12 +294,36 @@ class Connection:
         stream: Any = self.stream  # type: ignore[attr-defined]
         return getattr(stream, "transport_stream", stream).socket
 
+    def _shut_down(self) -> None:
+        with suppress(OSError):
+            self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+
+    async def _refuse(self, error: ApiError) -> None:
+        """Tell a newcomer why it cannot stay, if it speaks HTTP/1."""
+        body = error.body()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+        head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        head += [f"{name}: {value}" for name, value in headers.items()]
+        answer = "\r\n".join([*head, "", ""]).encode() + body
+        # Nobody has to hear it. It is read first because closing with something unread would be a reset, which may
+        # overtake the answer.
+        with anyio.move_on_after(REFUSAL_SECONDS), suppress(Exception):
+            if hasattr(self, "writer"):
+                if _is_http1(await self.reader.read(2**16)):  # type: ignore[attr-defined]
+                    self.writer.write(answer)
+            elif _is_http1(await self.stream.receive_some(2**16)):  # type: ignore[attr-defined]
+                await self.stream.send_all(answer)  # type: ignore[attr-defined]
+        self.close()
+
+    async def _close(self) -> None:
+        self.closing_since = self.closing_since or time.monotonic()
+        await super()._close()  # type: ignore[misc]
+
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes
         self._client_gone = True
         if self._num_sending:
             self.abort()
-        await self.idle_task.stop()
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):
@@ -187,6 +335,11 @@ class Connection:
             finally:
                 self._num_sending -= 1
                 self._sending_since = time.monotonic()
-        # An answer that ends after its client has left would start the timer again.
-        elif not (self._client_gone and isinstance(event, Updated)):
+        elif not isinstance(event, Updated):
             await super().protocol_send(event)  # type: ignore[misc]
+        elif self.guard is not None:
+            (self.guard.idle if event.idle else self.guard.busy)(self)
+
+
+def _is_http1(request: bytes) -> bool:
+    return bool(request) and not request.startswith(b"PRI ")

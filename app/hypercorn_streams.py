@@ -6,10 +6,13 @@
    ends without reading leaves a queue of ten messages that nobody reads; the eleventh part of the body waits for room
    in it for ever, and with it the whole connection, all of its other streams, and its end. Anybody could fill the
    server with such connections: a key is not needed to be refused.
-2. What still arrives for a stream that has been answered is dropped. Hypercorn looks the stream up, fails, and takes
-   every other stream of the connection down with it.
-3. A connection that is lost lets go of answers that wait for flow control. Otherwise a client that took no byte of its
-   answer leaves the request waiting for a window that cannot open any more, and the process waiting for the request.
+2. A stream fails alone. What h2 or Hypercorn cannot take from one (a malformed head, a byte that is not ASCII, a body
+   longer than announced, parts of a body after the answer) would end its connection, with every other stream on it; a
+   stream is reset instead. Priorities are not looked at, which RFC 9113 allows: a thousand of them would end it, too.
+   So would the request after `keep_alive_max_requests`, by a farewell after which h2 sends nothing; they do not count.
+3. A connection that is lost lets go of answers that wait for flow control, and of a request that waits for the answer
+   before it. Otherwise a client that took no byte of its answer leaves the request waiting for a window that cannot
+   open any more, and the process waiting for the request.
 4. An answer that ends before its last byte, because its client was cut, ends in a reset of its stream. Otherwise the
    client would wait for the rest until it closes the connection.
 5. An answer waits for its client's flow control. Hypercorn lets it go on whenever there is something to send and no
@@ -17,30 +20,50 @@
 6. An HTTP/1.1 answer that comes before its request has arrived says that the connection will be closed. Hypercorn
    closes it without a word, and the client sends its next request into it.
 7. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
+8. An offer of another protocol (WebSocket, h2c) is declined by not taking it up, and CONNECT by a reset: nothing here
+   speaks them. Hypercorn would answer a failed handshake and leave the connection open for ever; and a proxy that lets
+   an upgrade through does not see the requests that follow it.
+9. Hypercorn says when a connection becomes idle; where it forgets to (after the preface of HTTP/2, after a reset), this
+   says it. And what belonged to a stream that was reset is let go of.
+10. Who resets streams faster than they can be answered is sent away. Resets make room for new streams, so that the
+    limit of concurrent streams does not bound how many requests come at once.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import anyio
+import h2.config
+import h2.connection
 import h2.errors
 import h2.events
 import h2.exceptions
+import h2.settings
 import h11
 import hypercorn.protocol
 import hypercorn.protocol.h2
 import hypercorn.protocol.h11
-from hypercorn.events import Closed, Event
+from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.h11 import H11Protocol
-from hypercorn.protocol.http_stream import HTTPStream
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, PriorityFrame
 
 from protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+# Streams that a client may reset before their answer has begun: so many at once, and so many a second.
+RESET_BURST = 200
+RESETS_PER_SECOND = 50
 
 
 def mend_streams() -> None:
@@ -53,9 +76,11 @@ def mend_streams() -> None:
 
 
 class _Stream(HTTPStream):
-    """Point 1: messages for an application that has ended are not waited for."""
+    """Point 1: messages for an application that has ended are not waited for. And point 4, if not even the head of the
+    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one."""
 
     _app_has_ended = False
+    _answer_has_begun = False
 
     async def handle(self, event: StreamEvent) -> None:
         await super().handle(event)
@@ -67,8 +92,12 @@ class _Stream(HTTPStream):
     async def app_send(self, message: Any) -> None:
         if message is None:
             self._app_has_ended = True
+            if self._answer_has_begun and self.state is ASGIHTTPState.REQUEST:
+                self.state = ASGIHTTPState.RESPONSE
             for scope in getattr(self, "_puts_in_progress", ()):
                 scope.cancel()
+        elif message["type"] == "http.response.start":
+            self._answer_has_begun = True
         await super().app_send(message)
 
     async def _put_unless_ended(self, message: Any) -> None:
@@ -89,7 +118,31 @@ class _Stream(HTTPStream):
 
 
 class _Http1(H11Protocol):
-    """Points 6 and 7."""
+    """Points 3 and 6 to 8."""
+
+    connection: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connection = _Http1Connection(h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size)
+
+    async def handle(self, event: Event) -> None:
+        await super().handle(event)
+        if isinstance(event, Closed):
+            self.connection.is_lost = True
+            await self.can_read.set()
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if event.method == b"PRI":
+            await super()._check_protocol(event)
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        if any(name == b"upgrade" for name, _ in request.headers):
+            headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+            request = h11.Request(
+                method=request.method, target=request.target, headers=headers, http_version=request.http_version
+            )
+        await super()._create_stream(request)
 
     async def stream_send(self, event: StreamEvent) -> None:
         if isinstance(event, Response) and self.connection.their_state is h11.SEND_BODY:
@@ -111,8 +164,35 @@ class _Http1(H11Protocol):
         await self._send_h11_event(h11.EndOfMessage())
 
 
+class _Http1Connection(h11.Connection):
+    """Point 3: nothing more comes from a connection that is lost, whatever has arrived."""
+
+    is_lost = False
+
+    def next_event(self) -> Any:
+        return h11.ConnectionClosed() if self.is_lost else super().next_event()
+
+
 class _Http2(H2Protocol):
-    """Points 2 to 4."""
+    """Points 2 to 4 and 8 to 10."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # As Hypercorn makes it, but for the offer of WebSockets.
+        self.connection = _Http2Connection(h2.config.H2Configuration(client_side=False, header_encoding=None))
+        self.connection.DEFAULT_MAX_INBOUND_FRAME_SIZE = self.config.h2_max_inbound_frame_size
+        limits = {
+            h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS: self.config.h2_max_concurrent_streams,
+            h2.settings.SettingCodes.MAX_HEADER_LIST_SIZE: self.config.h2_max_header_list_size,
+        }
+        self.connection.local_settings = h2.settings.Settings(client=False, initial_values=limits)
+        self._unanswered: set[int] = set()
+        self._resets_left = float(RESET_BURST)
+        self._last_reset = time.monotonic()
+
+    async def initiate(self, *args: Any) -> None:
+        await super().initiate(*args)
+        await self.send(Updated(idle=True))
 
     async def handle(self, event: Event) -> None:
         await super().handle(event)
@@ -123,19 +203,106 @@ class _Http2(H2Protocol):
     async def stream_send(self, event: StreamEvent) -> None:
         buffer = self.stream_buffers.get(event.stream_id)
         if isinstance(event, StreamClosed) and buffer is not None and not buffer.complete and not self.closed:
-            with suppress(h2.exceptions.ProtocolError):  # the client may have reset it already
-                self.connection.reset_stream(event.stream_id, h2.errors.ErrorCodes.CANCEL)
-            await buffer.close()
+            self._reset(event.stream_id, h2.errors.ErrorCodes.CANCEL)
+            await self._let_go(event.stream_id)
             await self._flush()
+        if isinstance(event, Response | StreamClosed):
+            self._unanswered.discard(event.stream_id)
         await super().stream_send(event)
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
-            if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
-                self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            else:
-                await super()._handle_events([event])
+            try:
+                await self._handle_event(event)
+            except Exception:
+                if (stream_id := getattr(event, "stream_id", None)) is None:
+                    raise
+                logger.exception("A stream has failed")
+                self._reset(stream_id, h2.errors.ErrorCodes.INTERNAL_ERROR)
+                await self._end(stream_id)
         await self._flush()
+
+    async def _handle_event(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.DataReceived) and event.stream_id not in self.streams:
+            with suppress(h2.exceptions.ProtocolError):
+                self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+        elif isinstance(event, h2.events.RequestReceived) and not _is_taken(event.headers):
+            self._reset(event.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
+        elif isinstance(event, h2.events.StreamReset):
+            await self._end(event.stream_id)
+            if event.remote_reset:
+                await self._count_reset(event.stream_id)
+        else:
+            if isinstance(event, h2.events.RequestReceived):
+                self._unanswered.add(event.stream_id)
+                self.keep_alive_requests = 0
+            await super()._handle_events([event])
+
+    def _reset(self, stream_id: int, code: h2.errors.ErrorCodes) -> None:
+        with suppress(h2.exceptions.ProtocolError):  # the client may have done so already
+            self.connection.reset_stream(stream_id, code)
+
+    async def _end(self, stream_id: int) -> None:
+        await self._close_stream(stream_id)
+        await self._let_go(stream_id)
+        await self.send(Updated(idle=self.idle))
+
+    async def _let_go(self, stream_id: int) -> None:
+        """Have the sending task find that there is nothing to send any more."""
+        if (buffer := self.stream_buffers.get(stream_id)) is not None:
+            await buffer.close()
+            self.priority.unblock(stream_id)
+            await self.has_data.set()
+
+    async def _count_reset(self, stream_id: int) -> None:
+        if stream_id not in self._unanswered:
+            return
+        self._unanswered.discard(stream_id)
+        now = time.monotonic()
+        regained = (now - self._last_reset) * RESETS_PER_SECOND
+        self._resets_left = min(self._resets_left + regained, RESET_BURST) - 1
+        self._last_reset = now
+        if self._resets_left < 0:
+            with suppress(h2.exceptions.ProtocolError):
+                self.connection.close_connection(h2.errors.ErrorCodes.ENHANCE_YOUR_CALM)
+            await self._flush()
+            await self.send(Closed())
+
+    async def _priority_updated(self, event: h2.events.PriorityUpdated) -> None:
+        pass
+
+
+class _Http2Connection(h2.connection.H2Connection):
+    """Point 2: what RFC 9113 calls an error of a stream is one."""
+
+    def _receive_frame(self, frame: Frame) -> list[h2.events.Event]:
+        try:
+            return super()._receive_frame(frame)
+        except h2.exceptions.ProtocolError as error:
+            stream = self.streams.get(frame.stream_id)
+            if (
+                not isinstance(frame, HeadersFrame | DataFrame)
+                or type(error) not in (h2.exceptions.ProtocolError, h2.exceptions.InvalidBodyLengthError)
+                or type(error.__cause__) not in (type(None), ValueError)  # others are of the headers' compression
+                or stream is None
+                or stream.closed
+            ):
+                raise
+            if isinstance(frame, DataFrame):  # nobody else will give the connection's window back
+                self.acknowledge_received_data(frame.flow_controlled_length, frame.stream_id)
+            self.reset_stream(frame.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
+            return [h2.events.StreamReset(stream_id=frame.stream_id, remote_reset=False)]
+
+    def _receive_priority_frame(self, frame: HeadersFrame | PriorityFrame) -> tuple[list[Frame], list[h2.events.Event]]:
+        frame.depends_on = 0  # on itself would be an error
+        return super()._receive_priority_frame(frame)
+
+
+def _is_taken(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether this is a request that an application can be asked."""
+    pseudo = {name: value for name, value in headers if name in (b":method", b":path")}
+    method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    return bool(path) and method.isascii() and path.isascii() and method.upper() != b"CONNECT"
 
 
 class _Buffer(StreamBuffer):

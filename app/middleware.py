@@ -1,12 +1,16 @@
-"""Who may come in. Pure ASGI: it wraps calls and never touches `receive()`."""
+"""Who may come in. Pure ASGI: it wraps calls and never touches `receive()`. `refuse` makes the application that answers
+with an error."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.dialects import error_body
 from app.tenants import Tenants
 from protocol.errors import ApiError
+
+Refuse = Callable[[ApiError], ASGIApp]
 
 MAX_HEADERS = 128
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping"})
@@ -16,13 +20,14 @@ ADMIN_PATHS = frozenset({"/server_info", "/engine_state", "/reset_prefix_cache",
 class HeaderLimit:
     """Refuses requests with too many headers (CVE-2025-48956); how long they are, the HTTP server limits."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self._app = app
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (count := len(scope["headers"])) > MAX_HEADERS:
             error = ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken.")
-            await _refuse(scope, send, error)
+            await self._refuse(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -35,9 +40,10 @@ class Authentication:
     the Host header can be steered by the client (CVE-2026-48746).
     """
 
-    def __init__(self, app: ASGIApp, *, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp, *, tenants: Tenants, refuse: Refuse) -> None:
         self._app = app
         self._tenants = tenants
+        self._no_key = refuse(_NO_KEY)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -46,12 +52,12 @@ class Authentication:
         key = _key_of(scope)
         if self._tenants.administered and scope["path"] in ADMIN_PATHS:
             if key is None or not self._tenants.is_admin(key):
-                await _refuse(scope, send, _NO_KEY)
+                await self._no_key(scope, receive, send)
                 return
         elif self._tenants.required:
             tenant = None if key is None else self._tenants.find(key)
             if tenant is None:
-                await _refuse(scope, send, _NO_KEY)
+                await self._no_key(scope, receive, send)
                 return
             scope["headrace.tenant"] = tenant
         await self._app(scope, receive, send)
@@ -72,11 +78,3 @@ _NO_KEY = ApiError(
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
 )
-
-
-async def _refuse(scope: Scope, send: Send, error: ApiError) -> None:
-    body = error_body(scope["path"], error)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -30,7 +30,7 @@ from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
 from app.dialects import error_body, request_id_headers
-from app.hypercorn_fixes import current_connection
+from app.hypercorn_fixes import Connection, current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
@@ -61,7 +61,6 @@ class RequestScope:
         "_answered",
         "_asgi_send",
         "_body_timeout",
-        "_connection",
         "_ended_by",
         "_handler",
         "_last_words",
@@ -76,6 +75,7 @@ class RequestScope:
         "blocked_seconds",
         "body",
         "client_gone",
+        "connection",
         "error_code",
         "generation",
         "generation_id",
@@ -132,7 +132,7 @@ class RequestScope:
         self._last_words: Callable[[ApiError], bytes] | None = None
         self._answered = False  # the last byte is out, or on its way
         self._ended_by: ApiError | None = None
-        self._connection = current_connection()
+        self.connection: Connection | None = current_connection()
         self._shield: anyio.CancelScope | None = None
 
     # --- what handlers use
@@ -173,15 +173,15 @@ class RequestScope:
         return (
             self._last_words is not None
             and not self._answered
-            and self._connection is not None
+            and self.connection is not None
             and self.http_version == "1.1"
-            and self._connection.takes_more
+            and self.connection.takes_more
         )
 
     def send_chunk_now(self, data: bytes) -> None:
         """One piece of a stream, without waiting and past all layers between."""
-        assert self._connection is not None
-        self._connection.write_piece(data)
+        assert self.connection is not None
+        self.connection.write_piece(data)
 
     async def end_stream(self, data: bytes) -> None:
         """The last piece of a stream."""
@@ -216,6 +216,14 @@ class RequestScope:
         return self._sending_since is not None
 
     @property
+    def stalled_since(self) -> float | None:
+        """Since when the request has been waiting for its client, who has to send its body or to read; None if it is
+        not."""
+        if self._sending_since is not None:
+            return self._sending_since
+        return self.arrival_time if self.received_time is None else None
+
+    @property
     def is_answered(self) -> bool:
         """Whether the last byte of the answer is out, or on its way."""
         return self._answered
@@ -228,10 +236,10 @@ class RequestScope:
         if self._shield is not None:
             self._shield.cancel()
         # A connection of HTTP/2 may carry streams that are well, unless it is stuck itself.
-        if self._connection is not None and (
-            self.http_version.startswith("1") or self._connection.seconds_blocked() >= self._send_timeout
+        if self.connection is not None and (
+            self.http_version.startswith("1") or self.connection.seconds_blocked() >= self._send_timeout
         ):
-            self._connection.abort()
+            self.connection.abort()
 
     def tick(self, now: float) -> None:
         """Called every so often with the time, while the request lives: a task of its own would cost every request more
@@ -267,6 +275,10 @@ class RequestScope:
             self.client_gone = True
         except ApiError as error:
             await self._answer_with(error)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer without reading the body."""
+        await self._answer_with(error)
 
     async def _read_body(self) -> bytes:
         if self.headers.get("content-encoding", "identity") != "identity":

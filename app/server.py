@@ -19,6 +19,7 @@ import anyio
 from anyio import to_thread
 
 from app.admission import Admission
+from app.hypercorn_fixes import Connection
 from app.loading import make_client, make_grammar_compiler, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
@@ -157,6 +158,23 @@ class Server:
     def num_open_requests(self) -> int:
         """HTTP requests that are being answered, probes not counted."""
         return len(self._open_requests)
+
+    def longest_stalled_connection(self) -> tuple[Connection, float] | None:
+        """Of the connections on which every request waits for its client, the one that has done so for longest."""
+        stalled: dict[Connection, float] = {}
+        served: set[Connection] = set()
+        for request in self._requests:
+            if request.connection is None:
+                continue
+            if (since := request.stalled_since) is None:
+                served.add(request.connection)
+            else:
+                stalled[request.connection] = max(since, stalled.get(request.connection, since))
+        waiting = [(since, connection) for connection, since in stalled.items() if connection not in served]
+        if not waiting:
+            return None
+        since, connection = min(waiting, key=lambda pair: pair[0])
+        return connection, since
 
     def abort(self, request_ids: Collection[str], but: RequestScope) -> int:
         """End the requests of these ids, except `but`; their clients get what there is. Returns how many there were.

@@ -260,7 +260,26 @@ class Settings(BaseSettings):
         ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
     )
     body_timeout: float = Field(
-        30.0, description="Seconds that a client has to send its request's body.", ge=0.001, le=86400
+        30.0,
+        description="Seconds that a client has to send its request's body, and before that the head.",
+        ge=0.001,
+        le=86400,
+    )
+    max_connections: int | None = Field(
+        None,
+        description="Most connections at once; when there are more, the one idle for longest is closed, and only if "
+        "none is idle the new one refused. Default: what the limit of open files (ulimit -n) allows.",
+        ge=1,
+        le=2**20,
+        examples=[1000],
+    )
+    max_connections_per_address: int | None = Field(
+        None,
+        description="Most connections from one address, of IPv6 from one /64. Default: no such limit, because behind a "
+        "proxy all come from its address.",
+        ge=1,
+        le=2**20,
+        examples=[100],
     )
     sse_keep_alive: float = Field(
         10.0, description="Seconds of silence on a stream after which a comment is sent; 0: never.", ge=0, le=3600

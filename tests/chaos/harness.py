@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,11 @@ class ChaosServer(Server):
         """Of the process that was started."""
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def num_open_files(self) -> int:
+        """Descriptors of the process that was started."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def stream(self, name: str, **fields: Any) -> Stream:
         """Start a stream. Its name becomes part of its id in the engine, and its prompt."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -57,6 +59,7 @@ class Server:
             "log_format": "json",
         } | settings
         self.environment: dict[str, str] = {}  # more than settings, for servers that are not `app:main`
+        self.max_open_files: int | None = None  # of the process; None: as many as the tests may open
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this object
         self._process: subprocess.Popen[str] | None = None
 
@@ -75,7 +78,7 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - calls nothing that takes a lock
+            preexec_fn=partial(_prepare_process, self.max_open_files),  # noqa: PLW1509 - takes no lock
         )
         return self
 
@@ -223,9 +226,11 @@ class Metrics:
         return int(self.samples.get(f"http_requests_total{{handler={handler},method={method},status={status}}}", 0))
 
 
-def _end_with_parent() -> None:
-    """Runs in the new process: it gets SIGTERM if the tests are killed and cannot send one themselves."""
+def _prepare_process(max_open_files: int | None) -> None:
+    """Runs in the new process. It gets SIGTERM if the tests are killed and cannot send one themselves."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if max_open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, max_open_files))
 
 
 def _free_port() -> int:

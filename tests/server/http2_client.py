@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import h2.config
@@ -13,6 +14,7 @@ import h2.connection
 import h2.events
 import h2.settings
 from h2.errors import ErrorCodes
+from hyperframe.frame import Frame
 
 from tests.server.raw_client import NO_LINGER
 
@@ -42,9 +44,9 @@ class Http2Client:
 
     # --- talking
 
-    def post(self, path: str, body: dict[str, Any], *, flush: bool = True) -> int:
+    def post(self, path: str, body: dict[str, Any], *, flush: bool = True, **headers: str) -> int:
         """Send a whole JSON request. Returns its stream."""
-        stream_id = self.start_post(path)
+        stream_id = self.start_post(path, **headers)
         self.send_data(stream_id, json.dumps(body).encode(), end=True)
         if flush:
             self.flush()
@@ -70,10 +72,22 @@ class Http2Client:
         if end:
             self._http.end_stream(stream_id)
 
-    def reset(self, stream_id: int) -> None:
+    def send_frames(self, make: Callable[[int], list[Frame]]) -> int:
+        """Frames of a new stream as they are, past the library's own checks; they must leave the compression's state
+        alone. Returns the stream."""
+        self.flush()
+        encoder = copy.deepcopy(self._http.encoder)
+        stream_id = self.start_post("/")  # not sent, but now the library takes what comes for the stream
+        self._http.clear_outbound_data_buffer()
+        self._http.encoder = encoder
+        self._socket.sendall(b"".join(frame.serialize() for frame in make(stream_id)))
+        return stream_id
+
+    def reset(self, stream_id: int, *, flush: bool = True) -> None:
         """RST_STREAM: what a client sends that no longer wants this answer."""
         self._http.reset_stream(stream_id, ErrorCodes.CANCEL)
-        self.flush()
+        if flush:
+            self.flush()
 
     def say_goodbye(self) -> None:
         """GOAWAY, and leave the socket open."""
@@ -114,10 +128,20 @@ class Http2Client:
         assert head[":status"] == "200", body
         return json.loads(body)
 
-    def wait_reset(self, stream_id: int) -> None:
-        """Read until the server resets the stream."""
+    def wait_reset(self, stream_id: int) -> ErrorCodes | int:
+        """Read until the server resets the stream. Returns why."""
         while not isinstance(event := self._next(stream_id), h2.events.StreamReset):
             assert not isinstance(event, h2.events.StreamEnded), "it ended in order"
+        return event.error_code
+
+    def wait_goodbye(self) -> ErrorCodes | int | None:
+        """Read until the server ends the connection by GOAWAY. Returns why."""
+        while True:
+            data = self._socket.recv(65536)
+            assert data, "the server closed the connection"
+            for event in self._http.receive_data(data):
+                if isinstance(event, h2.events.ConnectionTerminated):
+                    return event.error_code
 
     def _next(self, stream_id: int) -> h2.events.Event:
         while not self._events[stream_id]:

@@ -36,6 +36,10 @@ class RawClient:
     def __exit__(self, *exc_info: object) -> None:
         self._socket.close()
 
+    def be_patient_for(self, seconds: float) -> None:
+        """From now on give up what takes longer, with a TimeoutError."""
+        self._socket.settimeout(seconds)
+
     # --- talking
 
     def send_bytes(self, data: bytes) -> None:

@@ -8,6 +8,7 @@ csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -18,6 +19,7 @@ from gpu.host import processor_flags
 # The builds, best first (setup.py makes them), and the instructions that each needs.
 _VNNI = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
 BUILDS = {"_kernels_bf16": _VNNI | {"avx512_bf16"}, "_kernels_vnni": _VNNI}
+FOLDER = Path(__file__).parent  # where they are; tests put builds of their own there
 STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
 
 StopFunction = ctypes.CFUNCTYPE(c_int32)
@@ -107,19 +109,17 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_create": (c_void_p, (c_int32,)),
     "hr_destroy": (None, (c_void_p,)),
     "hr_forward": (c_int32, (c_void_p, POINTER(ModelStruct), POINTER(ForwardStruct))),
-    "hr_multiply": (None, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p, c_int64)),
-    "hr_largest_product": (None, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
+    "hr_multiply": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p, c_int64)),
+    "hr_largest_product": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
     "hr_matrix_row": (None, (POINTER(MatrixStruct), c_int32, c_void_p)),
     "hr_matrix_bytes": (c_int64, (POINTER(MatrixStruct),)),
     "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64)),
     "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p)),
     "hr_write_kv": (None, (POINTER(HeadsStruct), c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
-    "hr_attend": (None, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
-    "hr_draw": (
-        None,
-        (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7),
-    ),
+    "hr_attend": (c_int32, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
+    "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
+_OUT_OF_MEMORY, _FAILED = 2, 3  # of `headrace::Outcome`
 
 
 class Library:
@@ -136,23 +136,39 @@ class Library:
         for function, (result, arguments) in _SIGNATURES.items():
             entry = getattr(self.functions, function)
             entry.restype, entry.argtypes = result, arguments
+            if result is c_int32:
+                entry.errcheck = _raise_what_failed
+
+
+def _raise_what_failed(outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
+    if outcome == _OUT_OF_MEMORY:
+        raise MemoryError(f"{function.__name__} found no memory to work in")
+    if outcome == _FAILED:
+        raise RuntimeError(f"{function.__name__} failed")
+    return outcome
 
 
 class Threads:
-    """The threads of one engine, and its working memory. They sleep between steps."""
+    """The threads of one engine, and its working memory. They sleep between steps.
+
+    Calls from several threads take turns. Whoever calls keeps this object, and all that the call reads and writes.
+    """
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library = library
         self.handle = library.functions.hr_create(num_threads)
+        if self.handle is None:
+            raise MemoryError("there is no memory for an engine's threads")
 
     def __del__(self) -> None:
-        if handle := getattr(self, "handle", None):
+        # Where the interpreter ends, a thread that is in a call never comes back to it: it keeps what it works with.
+        if (handle := getattr(self, "handle", None)) and not sys.is_finalizing():
             self.library.functions.hr_destroy(handle)
 
 
-def built(folder: Path = Path(__file__).parent) -> dict[str, Path]:
+def built() -> dict[str, Path]:
     """The builds that the installation made, best first."""
-    paths = {name: folder / f"{name}{EXTENSION_SUFFIXES[0]}" for name in BUILDS}
+    paths = {name: FOLDER / f"{name}{EXTENSION_SUFFIXES[0]}" for name in BUILDS}
     return {name: path for name, path in paths.items() if path.exists()}
 
 

@@ -152,48 +152,63 @@ void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, con
     multiply(engine.pool, layer.down, engine.input.rows, rows, Then::kAdd, nullptr, residual, model.hidden);
 }
 
+Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
+    const int rows = step.step.num_tokens;
+    float* residual = engine.residual.reserve((size_t)rows * model.hidden);
+    for_rows(engine.pool, rows, [&](int row) {
+        matrix_row(model.embedding, (int)step.input_ids[row], residual + (int64_t)row * model.hidden);
+    });
+    double asked = seconds();
+    for (int i = 0; i < model.num_layers; i++) {
+        if (step.stop && seconds() - asked >= step.stop_interval) {
+            if (step.stop()) return kStopped;
+            asked = seconds();
+        }
+        run_layer(engine, model, model.layers[i], step.step, residual);
+    }
+    for_rows(engine.pool, rows, [&](int row) {
+        normalize(residual + (int64_t)row * model.hidden, model.final_norm, model.epsilon, model.hidden,
+                  step.hidden + (int64_t)row * model.hidden);
+    });
+    return kDone;
+}
+
 }  // namespace
 
 extern "C" {
 
-void* hr_create(int32_t num_threads) { return new Engine(num_threads); }
+void* hr_create(int32_t num_threads) {
+    try {
+        return new Engine(num_threads);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 
 void hr_destroy(void* engine) { delete static_cast<Engine*>(engine); }
 
-// Returns 0, or 1 where `stop` ended the pass.
+// Where `stop` ends the pass, kStopped. It is asked on the caller's thread, and must not call this engine.
 int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {
-    Engine& engine = *static_cast<Engine*>(handle);
-    const int rows = step->step.num_tokens;
-    float* residual = engine.residual.reserve((size_t)rows * model->hidden);
-    for_rows(engine.pool, rows, [&](int row) {
-        matrix_row(model->embedding, (int)step->input_ids[row], residual + (int64_t)row * model->hidden);
-    });
-    double asked = seconds();
-    for (int i = 0; i < model->num_layers; i++) {
-        if (step->stop && seconds() - asked >= step->stop_interval) {
-            if (step->stop()) return 1;
-            asked = seconds();
-        }
-        run_layer(engine, *model, model->layers[i], step->step, residual);
-    }
-    for_rows(engine.pool, rows, [&](int row) {
-        normalize(residual + (int64_t)row * model->hidden, model->final_norm, model->epsilon, model->hidden,
-                  step->hidden + (int64_t)row * model->hidden);
-    });
-    return 0;
+    return call(handle, [=](Engine& engine) { return forward(engine, *model, *step); });
 }
 
 // x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16.
-void hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, const float* bias, float* out, int64_t stride) {
-    Engine& engine = *static_cast<Engine*>(handle);
-    prepare(engine, *w, x, w->cols, rows, nullptr, 0);
-    multiply(engine.pool, *w, engine.input.rows, rows, Then::kStore, bias, out, stride);
+int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, const float* bias, float* out,
+                    int64_t stride) {
+    return call(handle, [=](Engine& engine) {
+        prepare(engine, *w, x, w->cols, rows, nullptr, 0);
+        multiply(engine.pool, *w, engine.input.rows, rows, Then::kStore, bias, out, stride);
+        return kDone;
+    });
 }
 
-void hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices, uint8_t* finite) {
-    Engine& engine = *static_cast<Engine*>(handle);
-    prepare(engine, *w, x, w->cols, rows, nullptr, 0);
-    largest_product(engine.pool, *w, engine.input.rows, rows, indices, finite);
+int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices,
+                           uint8_t* finite) {
+    return call(handle, [=](Engine& engine) {
+        prepare(engine, *w, x, w->cols, rows, nullptr, 0);
+        largest_product(engine.pool, *w, engine.input.rows, rows, indices, finite);
+        return kDone;
+    });
 }
 
 void hr_matrix_row(const Matrix* w, int32_t row, float* out) { matrix_row(*w, row, out); }
@@ -203,7 +218,11 @@ void hr_write_kv(const Heads* heads, uint16_t* cache, int64_t block, int32_t off
     write_kv(Cache{cache, heads}, block, offset, head, key, value);
 }
 
-void hr_attend(void* handle, const Heads* heads, uint16_t* cache, const Step* step, const uint16_t* queries, float* out) {
-    attend(static_cast<Engine*>(handle)->pool, Cache{cache, heads}, *step, queries, out);
+int32_t hr_attend(void* handle, const Heads* heads, uint16_t* cache, const Step* step, const uint16_t* queries,
+                  float* out) {
+    return call(handle, [=](Engine& engine) {
+        attend(engine.pool, Cache{cache, heads}, *step, queries, out);
+        return kDone;
+    });
 }
 }

@@ -176,12 +176,15 @@ extern "C" {
 
 // One token for each row of logits, float32 [rows, stride], which are overwritten. A row that is no distribution gets
 // token 0, and 0 in `finite`.
-void hr_draw(void* handle, float* logits, int32_t rows, int64_t size, int64_t stride, const float* temperature,
-             const int64_t* top_k, const double* top_p, const double* min_p, const double* uniform, int64_t* tokens,
-             uint8_t* finite) {
-    static_cast<Engine*>(handle)->pool.run(rows, [&](int row) {
-        Filters filters{temperature[row], top_p[row], min_p[row], top_k[row]};
-        tokens[row] = draw_row(logits + row * stride, size, filters, uniform[row], finite + row);
+int32_t hr_draw(void* handle, float* logits, int32_t rows, int64_t size, int64_t stride, const float* temperature,
+                const int64_t* top_k, const double* top_p, const double* min_p, const double* uniform, int64_t* tokens,
+                uint8_t* finite) {
+    return call(handle, [=](Engine& engine) {
+        engine.pool.run(rows, [&](int row) {
+            Filters filters{temperature[row], top_p[row], min_p[row], top_k[row]};
+            tokens[row] = draw_row(logits + row * stride, size, filters, uniform[row], finite + row);
+        });
+        return kDone;
     });
 }
 }

@@ -1,8 +1,9 @@
-// What one engine keeps between calls: its threads and its working memory.
+// What one engine keeps between calls: its threads and its working memory. And how a call comes in from outside.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <new>
 
 #include "matrix.h"
@@ -52,10 +53,29 @@ struct ActivationBuffer {
 
 struct Engine {
     explicit Engine(int num_threads) : pool(num_threads) {}
+    std::mutex in_call;
     Pool pool;
     Buffer<float> residual, wide, attended;
     Buffer<uint16_t> queries;
     ActivationBuffer input;
 };
+
+// What a call returns; gpu/cpu/library.py makes exceptions of all but the first two.
+enum Outcome : int32_t { kDone = 0, kStopped = 1, kOutOfMemory = 2, kFailed = 3 };
+
+// One call from outside. Those that share an engine take turns, because they share its memory, and what is thrown ends
+// here: whoever called knows no exceptions of C++.
+template <class Body>
+Outcome call(void* handle, const Body& body) {
+    Engine& engine = *static_cast<Engine*>(handle);
+    try {
+        std::lock_guard<std::mutex> lock(engine.in_call);
+        return body(engine);
+    } catch (const std::bad_alloc&) {
+        return kOutOfMemory;
+    } catch (...) {
+        return kFailed;
+    }
+}
 
 }  // namespace headrace

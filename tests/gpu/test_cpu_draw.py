@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu.cpu.library import is_for_this_processor
@@ -50,6 +50,9 @@ def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, 
     min_p=st.sampled_from([0.0, 1e-6, 0.05, 0.7, 1.0]),
     seed=st.integers(0, 10**6),
 )
+# A min-p below all that top-p keeps: what it leaves is still the whole that top-p is a part of.
+@example(vocab_size=3001, spread=0.5, temperature=0.3, top_k=0, top_p=0.3, min_p=1e-6, seed=37042)
+@example(vocab_size=97, spread=4.0, temperature=2.0, top_k=10**6, top_p=0.9, min_p=1e-6, seed=346061)
 def test_every_token_is_the_one_that_torch_draws(vocab_size, spread, temperature, top_k, top_p, min_p, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, vocab_size, generator=generator) * spread

@@ -109,7 +109,10 @@ float cutoff(const Distribution& row, const Filters& filters) {
         }
         if (filters.top_p >= 1.0) return floor;
         double kept = row.total;
-        if (floor > 0) {
+        if (floor > 0 && floor < threshold) {  // more of them than the candidates count
+            kept = 0;
+            for (int64_t i = 0; i < row.size; i++) kept += row.weights[i] >= floor ? row.weights[i] : 0.0f;
+        } else if (floor > 0) {
             candidates.erase(std::remove_if(candidates.begin(), candidates.end(), [&](float w) { return w < floor; }),
                              candidates.end());
             kept = std::accumulate(candidates.begin(), candidates.end(), 0.0);

@@ -1,0 +1,52 @@
+"""C++ compiled by the tests: with the compiler that `make test` installs, for the processor that they run on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu.cpu.library import BUILDS
+from gpu.host import processor_flags
+
+SOURCES = Path(__file__).parents[2] / "gpu/cpu/csrc"
+NATIVE = Path(__file__).parent / "native"
+COMPILER = os.environ.get("CXX", "c++")
+FLAGS = ["-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCES}"]
+
+
+def best_build() -> str | None:
+    """The build of the library that this processor would choose; None if it can run none."""
+    return next((name for name, needed in BUILDS.items() if needed <= processor_flags()), None)
+
+
+def compile_library(folder: Path, *flags: str) -> list[Path]:
+    """The objects of the library for this processor, two files at a time."""
+    build = best_build()
+    assert build is not None
+    vectors = ["-m" + name.replace("_", "") for name in sorted(BUILDS[build])]
+    return compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors, *flags)
+
+
+def compile_all(folder: Path, sources: Sequence[Path], *flags: str) -> list[Path]:
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    commands = [
+        [COMPILER, *FLAGS, *flags, "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects, strict=True)
+    ]
+    for first in range(0, len(commands), 2):
+        running = [subprocess.Popen(command) for command in commands[first : first + 2]]
+        assert [process.wait() for process in running] == [0] * len(running)
+    return objects
+
+
+def link(to: Path, objects: Sequence[Path], *flags: str) -> Path:
+    subprocess.run([COMPILER, "-pthread", *map(str, objects), *flags, "-o", str(to)], check=True)
+    return to
+
+
+def runtime(name: str) -> str:
+    """Where the compiler keeps a sanitizer's library."""
+    answer = subprocess.run([COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True)
+    return answer.stdout.strip()

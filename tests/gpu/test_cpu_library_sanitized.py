@@ -1,0 +1,59 @@
+"""The whole library under the compiler's sanitizers: addresses and undefined behaviour, and races of threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from gpu.cpu.library import is_for_this_processor
+from tests.gpu.native_builds import NATIVE, best_build, compile_all, compile_library, link, runtime
+
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+
+FOLDER = Path(__file__).parent
+MODEL_TESTS = [str(FOLDER / f"test_cpu_{part}.py") for part in ("decoder", "draw", "matrices")]
+# In the process that the sanitizer watches: its build of the library in the place of the installed ones.
+RUN = """
+import sys
+from pathlib import Path
+import gpu.cpu.library
+gpu.cpu.library.FOLDER = Path(sys.argv[1])
+import pytest
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.timeout(400)
+def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path):
+    name = best_build()
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    objects = compile_library(tmp_path, "-O1", "-g1", *flags)
+    link(tmp_path / f"{name}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
+    run = subprocess.run(
+        [sys.executable, "-c", RUN, str(tmp_path), *MODEL_TESTS],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parents[1],
+        env=os.environ
+        | {
+            "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
+            "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter and of torch
+        },
+    )
+    assert run.returncode == 0, (run.stdout + run.stderr)[-8000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.timeout(400)
+def test_threads_that_share_an_engine_take_turns(tmp_path: Path):
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    objects = [*compile_library(tmp_path, *flags), *compile_all(tmp_path, [NATIVE / "library_threads.cpp"], *flags)]
+    program = link(tmp_path / "library_threads", objects, *flags)
+    run = subprocess.run([program], check=False, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-8000:]

@@ -1,0 +1,75 @@
+"""The threads of gpu/cpu/csrc/pool.h, more of them than cores: native/pool_stress.cpp says what is watched."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.native_builds import NATIVE, compile_all, link
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is for x86")
+
+STRESS = NATIVE / "pool_stress.cpp"
+THREADS = 4
+
+
+def stress(program: Path, seconds: float) -> int:
+    """How many loops held."""
+    run = subprocess.run(
+        [program, str(THREADS), str(seconds)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=90 + 3 * seconds,
+        env={"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
+    return int(run.stdout.split()[0])
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def dawdling(folder: Path) -> Path:
+    """The program with a chance of delay before every access to memory."""
+    watched = compile_all(folder, [STRESS], "-O1", "-fsanitize=thread")
+    return link(folder / "dawdling", [*watched, *compile_all(folder, [NATIVE / "dawdle.cpp"], "-O1")])
+
+
+def plain(folder: Path) -> Path:
+    return link(folder / "plain", compile_all(folder, [STRESS], "-O2"))
+
+
+def test_each_index_runs_once_however_long_anybody_takes(tmp_path: Path):
+    assert stress(dawdling(tmp_path), seconds=5) > 100
+
+
+def test_each_index_runs_once_beside_a_busy_neighbour(tmp_path: Path):
+    program = plain(tmp_path)
+    with busy_neighbour():
+        assert stress(program, seconds=3) > 100
+
+
+def test_no_two_threads_race(tmp_path: Path):
+    flags = ("-O1", "-g", "-fsanitize=thread")
+    assert stress(link(tmp_path / "watched", compile_all(tmp_path, [STRESS], *flags), *flags), seconds=3) > 100
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("program", [plain, dawdling])
+def test_each_index_runs_once_for_minutes(program, tmp_path: Path):
+    made = program(tmp_path)
+    with busy_neighbour():
+        assert stress(made, seconds=240) > 10_000

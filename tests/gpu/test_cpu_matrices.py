@@ -162,3 +162,12 @@ def test_what_is_not_finite_among_the_inputs_is_not_finite_among_the_outputs(
     out = product(library, pack(library, Arena(), [rows_of("Q4_1", 16, 96)]), x)
     assert out[0].isfinite().all()
     assert not out[1].isfinite().any()
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-20])
+def test_inputs_too_small_to_divide_by_are_nothing_and_spare_the_others(library: Library, size: float):
+    x = torch.zeros(1, 96)
+    x[0, :32], x[0, 40] = size, 1.0
+    matrix = pack(library, Arena(), [rows_of("Q4_1", 16, 96)])
+    expected = rounded_to_8_bits(x) @ stored(library, matrix).double().T
+    torch.testing.assert_close(product(library, matrix, x).double(), expected, rtol=1e-5, atol=1e-12)

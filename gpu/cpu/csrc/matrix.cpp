@@ -174,8 +174,13 @@ void Activations::set_row(int row, Form form, const float* x) {
         f32x16 low_size = low < splat(0.0f) ? -low : low, high_size = high < splat(0.0f) ? -high : high;
         float size = largest(max(low_size, high_size));
         float step = size / 127.0f;
-        float inverse = size > 0 ? 127.0f / size : 0.0f;
-        // Adding 1.5 * 2^23 rounds to the nearest integer. What is not finite has no integer: its scale carries it on.
+        float inverse = size > 0x1p-100f ? 127.0f / size : 0.0f;  // finite; what is smaller is nothing
+        if (!(size < INFINITY) || has_nan(low + high)) {  // has no integers: its scale carries it on
+            step = NAN;
+            low = high = f32x16{};
+            inverse = 0.0f;
+        }
+        // Adding 1.5 * 2^23 rounds to the nearest integer.
         const f32x16 magic = splat(12582912.0f);
         i32x16 a = __builtin_convertvector(low * splat(inverse) + magic - magic, i32x16);
         i32x16 c = __builtin_convertvector(high * splat(inverse) + magic - magic, i32x16);
@@ -183,7 +188,6 @@ void Activations::set_row(int row, Form form, const float* x) {
         store(to, __builtin_convertvector(a, i8x16));
         store(to + 16, __builtin_convertvector(c, i8x16));
         int32_t total = headrace::sum(a + c);
-        if (!(size < INFINITY) || has_nan(low + high)) step = NAN;
         scale[(int64_t)row * blocks + b] = step;
         sum[(int64_t)row * blocks + b] = step * (float)total;
     }

@@ -1,0 +1,68 @@
+"""How the library is called: what it cannot do is an exception of Python's, and never the end of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu.cpu.library import is_for_this_processor
+
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+
+IMPORTS = """
+import resource, threading, time
+import numpy as np, torch
+from gpu.cpu.library import Threads, load_library
+from gpu.cpu.matrices import pack
+from gpu.cpu.memory import Arena
+library = load_library()
+matrix = pack(library, Arena(), [torch.ones(16, 96)])
+"""
+OUT_OF_MEMORY = """
+threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
+def multiply(rows):
+    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), rows, None, out.data_ptr(), 16)
+multiply(10)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+try:
+    multiply(2**24)  # 3 GiB of rows to keep, before the first is read
+except MemoryError as error:
+    print(error)
+multiply(20)
+print((out == 96).all().item())
+"""
+ENDS_IN_A_CALL = """
+x, out = torch.ones(40_000, 96), torch.empty(40_000, 16)
+threads = Threads(library, 2)
+def call_for_ever():
+    while True:
+        library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 40_000, None, out.data_ptr(), 16)
+threading.Thread(target=call_for_ever, daemon=True).start()
+time.sleep(0.1)
+print("over")
+"""
+
+
+def run(script: str) -> str:
+    process = subprocess.run(
+        [sys.executable, "-c", IMPORTS + script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.returncode == 0, (process.returncode, process.stderr)
+    return process.stdout
+
+
+def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works():
+    assert run(OUT_OF_MEMORY) == "hr_multiply found no memory to work in\nTrue\n"
+
+
+def test_an_interpreter_that_ends_within_a_call_ends_well():
+    assert run(ENDS_IN_A_CALL) == "over\n"

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from app.connections import ConnectionGuard
 from app.endpoint import Endpoint, refuse_with
+from app.event_loop import measure_lag
 from app.hypercorn_fixes import (
     drain_before_shutdown,
     end_parent,
@@ -70,6 +71,7 @@ def create_app(settings: Settings) -> Starlette:
             task_group.start_soon(server.live)
             task_group.start_soon(server.watch_requests)
             task_group.start_soon(guard.watch)
+            task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
             task_group.start_soon(shutdown.listen_for_signals)
             yield
             # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.

@@ -9,11 +9,12 @@ from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.fair_threads import current_tenant
+from app.event_loop import in_steps
 from app.logs import log_request
 from app.scope import Handler, RequestScope
 from app.server import Server
 from app.tracing import RequestTrace
+from engine.fair_threads import current_tenant
 from protocol.errors import ApiError
 
 CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client that closed the connection
@@ -35,6 +36,10 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = _open_scope(self._server, scope, receive, send)
         current_tenant.set(request.tenant.name)
+        on_hold = self._server.metrics.on_loop_hold
+        await in_steps(self._run(request), lambda seconds: on_hold(seconds, self._route, request.request_id))
+
+    async def _run(self, request: RequestScope) -> None:
         self._server.enter(request, quiet=self._quiet)
         try:
             await request.run(self._handler)

@@ -10,14 +10,16 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
 import anyio
-from anyio import to_thread
+from anyio.lowlevel import checkpoint
 
 from app.events import HEADERS_WITHIN, EventStream
 from app.scope import RequestScope
 from app.server import ServedModel, Server
+from app.workload import INLINE_ANSWER, weight_of
 from engine.errors import InvalidRequest
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
 from engine.output_processor import RequestStream
@@ -28,12 +30,12 @@ from protocol.message_syntax import PROMPT_TAIL
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import MAX_PRIORITY, GenerationRequest
 
-# Parsing and checking a body of 64 KiB takes about a millisecond.
-INLINE_BODY_BYTES = 64 * 1024
 # For admission, before anything is tokenized; the count replaces it afterwards.
 CHARACTERS_PER_TOKEN = 4
 
-T = TypeVar("T")
+# Seconds that the reader of a stream may write at a stretch before others have their turn.
+WRITING_TURN = 0.005
+
 Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
 
 
@@ -83,16 +85,9 @@ class Generation:
     body_writer: Callable[[RequestStream], BodyWriter]
 
 
-async def parse(model: type[M], request: RequestScope) -> M:
+async def parse(server: Server, model: type[M], request: RequestScope) -> M:
     """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400."""
-    return await compute(request, lambda: parse_body(model, request.body))
-
-
-async def compute(request: RequestScope, function: Callable[[], T]) -> T:
-    """What `function` makes of the request's body, on a worker thread if that is long."""
-    if len(request.body) <= INLINE_BODY_BYTES:
-        return function()
-    return await to_thread.run_sync(function)
+    return await server.workload.read(request, lambda: parse_body(model, request.body))
 
 
 def message_format(model: ServedModel, body: GenerationRequest, outputs: RequestStream) -> MessageFormat:
@@ -125,12 +120,9 @@ def encode_prompts(
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
         longest = model.measures.max_model_len
-        token_ids = [
-            await model.prompts.encode_text(each, longest, param=param, add_special_tokens=add_special_tokens)
-            if isinstance(each, str)
-            else each
-            for each in prompts
-        ]
+        token_ids = await model.prompts.encode_texts(
+            prompts, longest, param=param, add_special_tokens=add_special_tokens
+        )
         return [truncated(each, longest) for each in token_ids]
 
     return tokenize
@@ -151,7 +143,7 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
     model = server.model
     body = work.body
     request.generation_id = work.request_id
-    sampling = body.to_sampling_params(model.measures.vocab_size)
+    sampling = await server.workload.read(request, lambda: body.to_sampling_params(model.measures.vocab_size))
     deadline, first_token_deadline = _deadlines(server, request, body)
     patience = min(deadline, first_token_deadline) - time.monotonic()
     priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)
@@ -166,7 +158,9 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         prompts = await work.tokenize(model)
         if isinstance(body, ChatCompletionRequest):
-            sampling = body.with_syntax(sampling, model.prompts.syntax, _prompt_end(model, prompts[0]))
+            sampling = await server.workload.read(
+                request, partial(body.with_syntax, sampling, model.prompts.syntax, _prompt_end(model, prompts[0]))
+            )
         num_prompt_tokens = sum(map(len, prompts))
         place.count_tokens(num_prompt_tokens)
         body.check_prompt_logprobs(num_prompt_tokens)
@@ -196,17 +190,30 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
 
 
 async def _send_whole(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
-    writer = work.body_writer(outputs)
     await outputs.wait_finished()
-    async for output in outputs:
-        writer.feed(output)
-    await request.send_json(200, writer.body())
+    deltas = outputs.drain()
+    if outputs.error is not None:
+        raise outputs.error
+
+    def write() -> bytes:
+        writer = work.body_writer(outputs)
+        for output in deltas:
+            writer.feed(output)
+        return writer.body()
+
+    weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
+    await request.send_json(200, await server.workload.write(weight, write))
+
+
+def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
+    """How much of an answer repeats prompts."""
+    return outputs.num_prompt_tokens if body.echo or body.return_token_ids else 0
 
 
 async def _send_events(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
     settings = server.settings
     assert work.event_writer is not None
-    writer = work.event_writer(outputs)
+    writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.event_writer, outputs))
     events = EventStream(
         request,
         keep_alive=settings.sse_keep_alive or math.inf,
@@ -221,18 +228,28 @@ async def _send_events(server: Server, request: RequestScope, work: Generation, 
         """Send what a step has brought right away, unless it ends a choice or the client lags."""
         if not events.takes_more or any(delta.finish_reason is not None for delta in deltas):
             return False
+        if outputs.logprobs_per_token and weight_of(deltas) > INLINE_ANSWER:
+            return False
         if frames := b"".join(map(writer.feed, deltas)):
             events.send_now(frames)
         return True
 
+    turn_began = time.perf_counter()
     async for output in outputs:
+        outputs.listen(None)  # nor may it write while this does
+        weight = weight_of([output])
+        # Raises for a failed output: before the first byte, that is a plain answer.
+        frames = await server.workload.write(weight, partial(writer.feed, output))
         outputs.listen(forward)
-        frames = writer.feed(output)  # raises for a failed output: before the first byte, that is a plain answer
         if not events.started:
             await events.start()
         if frames:
             await events.send(frames)
-    await events.end(writer.end())
+        if time.perf_counter() - turn_began > WRITING_TURN:
+            await checkpoint()
+            turn_began = time.perf_counter()
+    weight = outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
+    await events.end(await server.workload.write(weight, writer.end))
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

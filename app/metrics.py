@@ -29,6 +29,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from app.admission import Limit
+from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
 from engine.messages import FinishReason, SchedulerStats
 
@@ -47,6 +48,7 @@ REQUEST_BUCKETS: Final = (
     *(960.0, 1920.0, 7680.0),
 )
 TOKEN_BUCKETS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+LOOP_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -121,6 +123,21 @@ class Metrics:
         self._rejections = {reason: rejections.labels(*values, reason.value) for reason in Limit}
         # All reasons exist from the start, so that a rate over them has a zero to begin from.
         self._finished = {reason: finished.labels(*values, reason.value) for reason in FinishReason}
+        # Not vLLM's, so they have a name of their own whatever the prefix is.
+        self._loop_lag = WeightedHistogram(
+            "headrace:event_loop_lag_seconds",
+            "How late the event loop woke a task that slept for 20 ms.",
+            {},
+            self._registry,
+            LOOP_BUCKETS,
+        )
+        self._loop_hold = WeightedHistogram(
+            "headrace:event_loop_hold_seconds",
+            "Processor time for which a request, or what a step has brought, kept the event loop at a stretch.",
+            {},
+            self._registry,
+            LOOP_BUCKETS,
+        )
         self._http = Counter(
             "http_requests",
             "HTTP requests by route, method and status class.",
@@ -185,6 +202,20 @@ class Metrics:
     def on_http_request(self, handler: str, method: str, status: int) -> None:
         """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""
         self._http.labels(handler, method if method in _METHODS else "OTHER", f"{status // 100}xx").inc()
+
+    def on_loop_lag(self, seconds: float) -> None:
+        """The event loop woke a sleeping task this late."""
+        self._loop_lag.observe(seconds)
+
+    def on_loop_hold(self, seconds: float, by: str, request_id: str | None = None) -> None:
+        """The event loop had nothing else to do with this processor time. `by` is a route, or what else it was."""
+        self._loop_hold.observe(seconds)
+        if seconds >= LONG_HOLD:
+            warn_of_hold(seconds, by, request_id)
+
+    def on_delivery(self, seconds: float) -> None:
+        """What the engine had sent was handed over."""
+        self.on_loop_hold(seconds, "a delivery of outputs")
 
     def render(self) -> bytes:
         """The text that `/metrics` answers with, of type `CONTENT_TYPE`."""

@@ -7,15 +7,15 @@ refused before anything is done with it: tokenizing all that a body can hold tak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from tokenizers import Tokenizer
 
-from app.fair_threads import FairThreads
 from engine.errors import InvalidRequest
+from engine.fair_threads import FairThreads
 from gpu.weights import ModelFiles
 from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
 from protocol.jinja_sandbox import CompiledTemplate
@@ -32,6 +32,7 @@ TOKENIZER_THREADS = 2
 RENDERING_PROCESSES = 2
 # What rendering a message costs, in characters.
 CHARACTERS_PER_MESSAGE = 64
+TOOL_AS_MESSAGES = 8  # before it is known how long its schema is
 
 
 class PromptEncoder:
@@ -79,11 +80,9 @@ class PromptEncoder:
 
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
-        messages, tools = self.syntax.for_template(body.messages_for_template(), body.tool_use)
-        num_characters = sum(len(message["content"]) for message in messages)
-        # What a template makes of tools and their calls is longer than their JSON.
-        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-        num_beside = len(orjson.dumps([tools, calls])) if tools or calls else 0
+        num_parts = sum(len(each.content) if isinstance(each.content, list) else 1 for each in body.messages)
+        rough_size = CHARACTERS_PER_MESSAGE * (num_parts + TOOL_AS_MESSAGES * len(body.tools or ()))
+        messages, tools, num_characters, num_beside = await self._run(lambda: self._conversation(body), rough_size)
         size = num_characters + num_beside + CHARACTERS_PER_MESSAGE * len(messages)
         if body.documents:
             size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
@@ -115,18 +114,54 @@ class PromptEncoder:
         segments = await self._rendering.run(render)
         return await self._run(lambda: encode(segments), sum(len(text) for text, _ in segments))
 
+    def _conversation(
+        self, body: ChatCompletionRequest
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, int, int]:
+        """The messages and the tools that the template gets, how many characters the messages have, and how many there
+        are beside."""
+        messages, tools = self.syntax.for_template(body.messages_for_template(), body.tool_use)
+        num_characters = sum(len(message["content"]) for message in messages)
+        # What a template makes of tools and their calls is longer than their JSON.
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        return messages, tools, num_characters, len(orjson.dumps([tools, calls])) if tools or calls else 0
+
     async def encode_text(
         self, text: str, max_model_len: int, *, param: str = "prompt", add_special_tokens: bool = True
     ) -> list[int]:
         """Tokenize a completion's prompt, with the BOS token if the model wants one. Raises InvalidRequest."""
-        self._check_length(self._fewest_tokens(len(text)), max_model_len, param)
-        return await self._run(
-            lambda: tokenize(self._tokenizer, text, param=param, add_special_tokens=add_special_tokens), len(text)
-        )
+        special = add_special_tokens
+        (token_ids,) = await self.encode_texts([text], max_model_len, param=param, add_special_tokens=special)
+        return token_ids
+
+    async def encode_texts(
+        self,
+        prompts: Sequence[str | list[int]],
+        max_model_len: int,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+    ) -> list[list[int]]:
+        """As `encode_text` for each; what is token ids already stays as it is."""
+        size = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_length(self._fewest_tokens(len(prompt)), max_model_len, param)
+                size += len(prompt) + CHARACTERS_PER_MESSAGE
+
+        def encode() -> list[list[int]]:
+            return [
+                tokenize(self._tokenizer, each, param=param, add_special_tokens=add_special_tokens)
+                if isinstance(each, str)
+                else each
+                for each in prompts
+            ]
+
+        return await self._run(encode, size)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a prompt, its special tokens included. An id without a token has none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see _encode
+        return text
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
         """Each token as the vocabulary spells it."""
@@ -173,11 +208,16 @@ class PromptEncoder:
 
 
 def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
-    """The ids of a text. Raises `InvalidRequest` where the tokenizer gives up."""
+    """The ids of a text. Raises `InvalidRequest` where the tokenizer gives up.
+
+    A batch of one: `encode` keeps the interpreter's lock to its end, which stops the event loop from any thread; and
+    offsets, which nobody here asks for, are half of its cost.
+    """
     try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except BaseException as error:
         # A regex of tokenizer.json that goes astray on a text is a panic in Rust, which no `except Exception` catches.
         if type(error).__name__ != "PanicException":
             raise
         raise InvalidRequest(f"The tokenizer of this model cannot read {param}.", param=param) from error
+    return encoding.ids

@@ -2,11 +2,12 @@
 
 A response is kept with the whole conversation that led to it, so it can be continued after those before it are gone.
 The oldest are dropped when there are too many, when they take too much memory, and when their time is over. Nothing is
-written to disk, and a restart forgets everything. Belongs to the event loop.
+written to disk, and a restart forgets everything. Used on the event loop and, for long responses, on worker threads.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ class ResponseStore:
         self._max_count = settings.response_store_size
         self._max_bytes = settings.response_store_bytes
         self._max_age = settings.response_store_age
+        self._lock = threading.RLock()  # of the shelves; held for a few lookups, never while anything is made
         self._shelves: dict[str, _Shelf] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
 
@@ -86,28 +88,30 @@ class ResponseStore:
 
     def keep(self, tenant: str, response_id: str, body: bytes, context: bytes) -> None:
         """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept."""
-        now = time.monotonic()
-        shelf = self._shelves.setdefault(tenant, _Shelf())
-        if response_id in shelf.responses:
-            shelf.drop(response_id)
-        response = StoredResponse(body, context, now + self._max_age)
-        shelf.responses[response_id] = response
-        shelf.num_bytes += response.num_bytes
-        while len(shelf.responses) > self._max_count or shelf.num_bytes > self._max_bytes:
-            shelf.drop(next(iter(shelf.responses)))
+        response = StoredResponse(body, context, time.monotonic() + self._max_age)
+        with self._lock:
+            shelf = self._shelves.setdefault(tenant, _Shelf())
+            if response_id in shelf.responses:
+                shelf.drop(response_id)
+            shelf.responses[response_id] = response
+            shelf.num_bytes += response.num_bytes
+            while len(shelf.responses) > self._max_count or shelf.num_bytes > self._max_bytes:
+                shelf.drop(next(iter(shelf.responses)))
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of this tenant's, unless it is gone."""
-        self.expire(time.monotonic())
-        shelf = self._shelves.get(tenant)
-        return shelf.responses.get(response_id) if shelf is not None else None
+        with self._lock:
+            self.expire(time.monotonic())
+            shelf = self._shelves.get(tenant)
+            return shelf.responses.get(response_id) if shelf is not None else None
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Forget a response. Returns whether there was one."""
-        if self.find(tenant, response_id) is None:
-            return False
-        self._shelves[tenant].drop(response_id)
-        return True
+        with self._lock:
+            if self.find(tenant, response_id) is None:
+                return False
+            self._shelves[tenant].drop(response_id)
+            return True
 
     @contextmanager
     def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
@@ -126,8 +130,9 @@ class ResponseStore:
 
     def expire(self, now: float) -> None:
         """Drop what is too old. Called every so often, so that the memory of a tenant who is gone comes back."""
-        for tenant, shelf in list(self._shelves.items()):
-            while shelf.responses and next(iter(shelf.responses.values())).expires <= now:
-                shelf.drop(next(iter(shelf.responses)))
-            if not shelf.responses:
-                del self._shelves[tenant]
+        with self._lock:
+            for tenant, shelf in list(self._shelves.items()):
+                while shelf.responses and next(iter(shelf.responses.values())).expires <= now:
+                    shelf.drop(next(iter(shelf.responses)))
+                if not shelf.responses:
+                    del self._shelves[tenant]

@@ -41,6 +41,7 @@ from protocol.errors import ApiError, to_api_error
 Handler = Callable[["RequestScope"], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
+MAX_PIECE = 2**20  # bytes of an answer that are handed to the server at once
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -155,7 +156,13 @@ class RequestScope:
         # Half an answer would be worse than a late one.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers)
-            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+            # Every layer below copies what it gets, so a long body goes out in pieces.
+            for begin in range(0, len(body) - MAX_PIECE, MAX_PIECE):
+                await self._send(
+                    {"type": "http.response.body", "body": body[begin : begin + MAX_PIECE], "more_body": True}
+                )
+            rest = body[(len(body) - 1) // MAX_PIECE * MAX_PIECE :] if len(body) > MAX_PIECE else body
+            await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
     async def start_stream(self, content_type: str, *, last_words: Callable[[ApiError], bytes]) -> None:
         """Begin an answer that is sent piece by piece. `last_words` says how it ends if something goes wrong."""
@@ -268,6 +275,8 @@ class RequestScope:
                         await handler(self)
                     except Exception as error:
                         await self._answer_with(error)
+                    finally:
+                        self.on_tick = None  # it may start companions, which a closing group would refuse
                 if self._ended_by is not None and not self._answered:
                     await self._answer_with(self._ended_by)
                 self._task_group.cancel_scope.cancel()
@@ -310,6 +319,7 @@ class RequestScope:
     def _leave(self) -> None:
         assert self._task_group is not None
         self.client_gone = True
+        self.on_tick = None
         self._task_group.cancel_scope.cancel()
 
     async def _answer_with(self, error: Exception) -> None:

@@ -29,6 +29,7 @@ from app.settings import Settings, SettingsError
 from app.tenants import Tenants
 from app.timelines import Timelines
 from app.tracing import open_tracer
+from app.workload import Workload
 from engine.async_llm import AsyncLLM
 from engine.errors import EngineDead
 from engine.messages import EngineReady, FinishReason
@@ -104,6 +105,7 @@ class Server:
         self.admission = Admission(settings, self.metrics.on_rejection, self.tenants.all)
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings)
+        self.workload = Workload()
         self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining

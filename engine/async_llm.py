@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
 from engine.channel import wait_done
@@ -24,6 +25,7 @@ from engine.client import EngineClient
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
+from engine.fair_threads import FairThreads
 from engine.input_processor import InputProcessor
 from engine.messages import (
     EngineCoreOutputs,
@@ -33,9 +35,13 @@ from engine.messages import (
     SchedulerStats,
     StructuredOutput,
 )
-from engine.observer import Observer
+from engine.observer import NullObserver, Observer
 from engine.output_processor import OutputProcessor, RequestStream
 from engine.structured import GrammarCompiler, Owner
+
+CHECKING_THREADS = 2  # for requests that are long to check
+INLINE_MICROSECONDS = 2000  # of checking; about what a hop to another thread and back may cost under load
+TOKENS_AT_ONCE = 65536  # of prompts that are put on the channel before others have their turn
 
 
 class AsyncLLM:
@@ -61,9 +67,11 @@ class AsyncLLM:
         self._client = client
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._checking = FairThreads(CHECKING_THREADS)
         self._seed = seed
         self._inputs: InputProcessor | None = None
-        self._outputs = OutputProcessor(self.vocabulary, observer)
+        self._observer = observer or NullObserver()
+        self._outputs = OutputProcessor(self.vocabulary, self._observer)
         self._loaded = anyio.Event()  # or failed to
         self._dead = anyio.Event()
 
@@ -92,7 +100,8 @@ class AsyncLLM:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
         Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished. A grammar
-        that is new is compiled first.
+        that is new is compiled first, and what is long to check is checked on a thread; if the caller leaves meanwhile,
+        nothing is queued.
 
         Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
@@ -103,8 +112,11 @@ class AsyncLLM:
             if structured is not None and structured not in checked:
                 checked.add(structured)
                 await self._check_grammar(structured, request)
-        stream = self._open(requests)
+        choices = await self._check(requests)
+        self._available_inputs()  # may have changed meanwhile
+        stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
         try:
+            await self._add(choices)
             yield stream
         finally:
             unfinished = self._outputs.close(stream)
@@ -140,19 +152,31 @@ class AsyncLLM:
         if not future.cancelled():
             future.result()
 
-    def _open(self, requests: tuple[EngineCoreRequest, ...]) -> RequestStream:
+    async def _check(self, requests: tuple[EngineCoreRequest, ...]) -> list[list[EngineCoreRequest]]:
+        """The choices of each of these prompts. Raises InvalidRequest."""
+        inputs = self._available_inputs()
+        if inputs.cost(requests) <= INLINE_MICROSECONDS:
+            return inputs.process(requests)
+        return await self._checking.run(lambda: inputs.process(requests))
+
+    async def _add(self, choices: list[list[EngineCoreRequest]]) -> None:
+        """Put all choices on the channel; others have their turn between prompts that are long together."""
+        num_tokens = 0
+        for children in choices:
+            self._client.send(AddRequests.of(children))
+            num_tokens += len(children[0].prompt_token_ids)
+            if num_tokens >= TOKENS_AT_ONCE:
+                num_tokens = 0
+                await checkpoint()
+
+    def _available_inputs(self) -> InputProcessor:
         if self.error is not None:
             raise EngineDead("the engine has ended; restart the server") from self.error
         if self._inputs is None:
             raise EngineNotReady("the model is still being loaded")
         if not self._client.is_available:
             raise EngineNotReady("no engine is running at the moment; one is being started")
-        inputs = self._inputs
-        choices = [inputs.process(request) for request in requests]
-        stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
-        for children in choices:
-            self._client.send(AddRequests.of(children))
-        return stream
+        return self._inputs
 
     @property
     def is_available(self) -> bool:
@@ -179,9 +203,11 @@ class AsyncLLM:
         return self._outputs.num_choices
 
     def _receive(self, events: list[Event]) -> None:
+        started = time.thread_time()
         for event in events:
             self._take(event)
         self._outputs.hand_over()
+        self._observer.on_delivery(time.thread_time() - started)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, EngineCoreOutputs):

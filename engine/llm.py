@@ -78,7 +78,7 @@ class LLM:
             for number, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
         self.core.check_grammars(request.sampling for request in requests)
-        children = [self._inputs.process(request) for request in requests]
+        children = self._inputs.process(requests)
         streams = [self._outputs.open([request], kids) for request, kids in zip(requests, children, strict=True)]
         try:
             for kids in children:

@@ -42,6 +42,10 @@ class Observer(Protocol):
         """
         ...
 
+    def on_delivery(self, seconds: float) -> None:
+        """What the engine had sent was handed over, which took this much of the thread's processor time."""
+        ...
+
 
 class NullObserver:
     """Keeps no figures."""
@@ -64,3 +68,5 @@ class NullObserver:
         e2e_seconds: float,
         queue_seconds: float | None,
     ) -> None: ...
+
+    def on_delivery(self, seconds: float) -> None: ...

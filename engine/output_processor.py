@@ -33,6 +33,9 @@ Listener = Callable[[Collection[RequestOutput]], bool]
 """Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
 
 _FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
+# What listeners get of log-probabilities at one hand-over, at about two microseconds each. What is more goes to the
+# readers, each in a turn of its own.
+LISTENED_LOGPROBS = 4096
 MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
 
 
@@ -56,6 +59,7 @@ class RequestStream:
         self.first_token_time: float | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
+        self.logprobs_per_token = max(_num_logprobs(request) for request in requests)
         self.num_unfinished = len(children)
         self.finished_time: float | None = None  # when the engine was done with the last choice
         self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
@@ -111,8 +115,16 @@ class RequestStream:
         else:
             _merge(pending, output)
 
-    def hand_over(self) -> None:
-        """Everything that a step, or several, had for this stream has been pushed; now to the listener or the reader.
+    @property
+    def num_pending_logprobs(self) -> int:
+        """How many log-probabilities wait to be read."""
+        return self.logprobs_per_token * sum(
+            len(output.token_ids) + len(output.prompt_logprobs or ()) for output in self._pending.values()
+        )
+
+    def hand_over(self, *, listened: bool = True) -> None:
+        """Everything that a step, or several, had for this stream has been pushed; now to the listener, if it is
+        `listened` to, or the reader.
 
         Text alone is worth a wake-up, and so is an end. A token that shows nothing yet, such as the first half of a
         character, can wait for the next.
@@ -120,7 +132,7 @@ class RequestStream:
         if not self._pending:
             return
         outputs = self._pending.values()
-        if self._listener is not None and self._listener(outputs):
+        if listened and self._listener is not None and self._listener(outputs):
             self._pending.clear()
         elif self._arrived is not None and (
             self._is_over
@@ -244,8 +256,11 @@ class OutputProcessor:
     def hand_over(self) -> None:
         """Give readers what `process` has put into their streams."""
         touched, self._touched = self._touched, {}
+        left = LISTENED_LOGPROBS
         for stream in touched:
-            stream.hand_over()
+            if stream.logprobs_per_token:
+                left -= stream.num_pending_logprobs
+            stream.hand_over(listened=left >= 0 or not stream.logprobs_per_token)
 
     def fail_all(self, error: Exception) -> None:
         """The engine is gone: every open stream ends with this error."""
@@ -365,6 +380,13 @@ class _Choice:
                 if self._stops.matched is not None:
                     return text, position + 1
         return text, len(output.new_token_ids)
+
+
+def _num_logprobs(request: EngineCoreRequest) -> int:
+    """For each token: its own and the likely ones."""
+    sampling = request.sampling
+    asked = [each for each in (sampling.logprobs, sampling.prompt_logprobs) if each is not None]
+    return max(asked) + 1 if asked else 0
 
 
 def _merge(pending: RequestOutput, output: RequestOutput) -> None:

@@ -93,7 +93,7 @@ def abort_requests(server: Server) -> Handler:
     """The handler of POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(AbortRequest, request)
+        body = await parse(server, AbortRequest, request)
         aborted = server.abort(frozenset(body.request_ids), but=request)
         await request.send_json(200, orjson.dumps({"aborted": aborted}))
 

@@ -16,11 +16,11 @@ def embeddings(server: Server) -> Handler:
     """The handler of POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(EmbeddingRequest, request)
+        body = await parse(server, EmbeddingRequest, request)
         model = server.model
-        inputs = body.inputs(model.measures.vocab_size)
+        inputs = await server.workload.read(request, lambda: body.inputs(model.measures.vocab_size))
         body.check_dimensions(model.embedding_size)
-        prefill = body.to_prefill()
+        prefill = await server.workload.read(request, body.to_prefill)
         request_id = take_request_id(request, body.request_id)
         head = Head(f"embd-{request_id}", int(time.time()), server.check_model_name(body.model))
         work = Generation(

@@ -20,7 +20,7 @@ def chat_completions(server: Server) -> Handler:
     """The handler of POST /v1/chat/completions."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(ChatCompletionRequest, request)
+        body = await parse(server, ChatCompletionRequest, request)
         body.check_template_kwargs(server.settings.template_kwargs)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
@@ -36,8 +36,9 @@ def completions(server: Server) -> Handler:
     """The handler of POST /v1/completions."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(CompletionRequest, request)
-        prompts = body.prompts(server.model.measures.vocab_size)
+        body = await parse(server, CompletionRequest, request)
+        vocab_size = server.model.measures.vocab_size
+        prompts = await server.workload.read(request, lambda: body.prompts(vocab_size))
 
         tokenize = encode_prompts(
             prompts, "prompt", add_special_tokens=body.add_special_tokens, truncated=body.truncated

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import orjson
 
-from app.generation import Generation, compute, generate, message_format
+from app.generation import Generation, generate, message_format
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.output_processor import RequestStream
@@ -28,7 +28,7 @@ def messages(server: Server) -> Handler:
     """The handler of POST /v1/messages."""
 
     async def handler(request: RequestScope) -> None:
-        body, chat = await compute(request, lambda: _translate(MessagesRequest, request.body))
+        body, chat = await server.workload.read(request, lambda: _translate(MessagesRequest, request.body))
         head = Head(f"msg_{request.request_id}", int(time.time()), server.check_model_name(body.model))
         model = server.model
         token_bytes = model.llm.vocabulary.token_bytes
@@ -59,7 +59,7 @@ def count_tokens(server: Server) -> Handler:
     """The handler of POST /v1/messages/count_tokens."""
 
     async def handler(request: RequestScope) -> None:
-        body, chat = await compute(request, lambda: _translate(CountTokensRequest, request.body))
+        body, chat = await server.workload.read(request, lambda: _translate(CountTokensRequest, request.body))
         server.check_model_name(body.model)
         model = server.model
         prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)

@@ -10,10 +10,11 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from app.generation import Generation, compute, generate, message_format, parse
+from app.generation import Generation, generate, message_format, parse
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
+from app.workload import INLINE_BODY_BYTES
 from engine.errors import InvalidRequest
 from engine.messages import FinishReason
 from engine.output_processor import RequestStream
@@ -39,22 +40,27 @@ def create(server: Server) -> Handler:
     """The handler of POST /v1/responses."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(ResponsesRequest, request)
+        body = await parse(server, ResponsesRequest, request)
         stores = _stores(server, body)
-        items = _conversation(server, request, body)
-        chat = await compute(request, lambda: body.to_chat(items))
+        previous = _previous(server, request, body)
+
+        def read() -> tuple[ResponsesChat, bytes, dict[str, Any]]:
+            items = _conversation(server, request, body, previous)
+            context = orjson.dumps([item.listed() for item in items]) if stores else b""
+            return body.to_chat(items), context, body.echo()
+
+        chat, context, echo = await server.workload.read(request, read, _num_stored_bytes(body, previous))
         head = Head(f"resp_{request.request_id}", int(time.time()), server.check_model_name(body.model))
         model = server.model
         token_bytes = model.llm.vocabulary.token_bytes
 
         def keep(response: dict[str, Any]) -> None:
             if stores:
-                context = orjson.dumps([item.listed() for item in items])
                 server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context)
 
         writer = ResponseWriter(
             head,
-            body.echo() | {"store": stores},
+            echo | {"store": stores},
             write_logprobs=ChatLogprobs(token_bytes) if body.wants_logprobs else None,
             done=keep,
         )
@@ -85,10 +91,14 @@ def input_tokens(server: Server) -> Handler:
     """The handler of POST /v1/responses/input_tokens."""
 
     async def handler(request: RequestScope) -> None:
-        body = await parse(InputTokensRequest, request)
+        body = await parse(server, InputTokensRequest, request)
         server.check_model_name(body.model)
-        items = _conversation(server, request, body)
-        chat = await compute(request, lambda: body.to_chat(items))
+        previous = _previous(server, request, body)
+        chat = await server.workload.read(
+            request,
+            lambda: body.to_chat(_conversation(server, request, body, previous)),
+            _num_stored_bytes(body, previous),
+        )
         model = server.model
         prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)
         answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
@@ -107,7 +117,8 @@ def retrieve(server: Server) -> Handler:
             )
         running = server.responses.find_running(request.tenant.name, request.path_params["id"])
         if running is not None:
-            await request.send_json(200, orjson.dumps(running.writer.response("in_progress")))
+            response = running.writer.response("in_progress")
+            await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
         else:
             await request.send_json(200, _stored(server, request).body)
 
@@ -136,7 +147,8 @@ def cancel(server: Server) -> Handler:
             _stored(server, request)
             raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
         running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
-        await request.send_json(200, orjson.dumps(running.writer.response("cancelled")))
+        response = running.writer.response("cancelled")
+        await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
 
     return handler
 
@@ -145,8 +157,9 @@ def input_items(server: Server) -> Handler:
     """The handler of GET /v1/responses/{id}/input_items: all items that the response was made from."""
 
     async def handler(request: RequestScope) -> None:
-        items = _stored(server, request).context_items()
-        await request.send_json(200, listing(items, _query(request)))
+        stored, query = _stored(server, request), _query(request)
+        page = await server.workload.read(request, lambda: listing(stored.context_items(), query), stored.num_bytes)
+        await request.send_json(200, page)
 
     return handler
 
@@ -174,8 +187,38 @@ def _stores(server: Server, body: ResponsesRequest) -> bool:
     return body.store is not False and not server.responses.is_off
 
 
-def _conversation(server: Server, request: RequestScope, body: InputTokensRequest) -> list[Item]:
-    """All items that the answer follows. Raises ApiError 400 and InvalidRequest for what is not kept."""
+def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> StoredResponse | None:
+    """The response that this one continues, if it does. Raises ApiError 400 if that is not kept."""
+    if body.previous_response_id is None:
+        return None
+    previous = server.responses.find(request.tenant.name, body.previous_response_id)
+    if previous is None:
+        raise ApiError(
+            400,
+            "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return previous
+
+
+def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None) -> int:
+    """Bytes that have to be read again of what is stored; for items that are only referred to, as many as may be."""
+    if isinstance(body.input, list) and any(isinstance(item, ItemReference) for item in body.input):
+        return INLINE_BODY_BYTES + 1
+    return 0 if previous is None else previous.num_bytes
+
+
+def _length(running: RunningResponse) -> int:
+    """The weight of a response that is being made, in tokens and log-probabilities."""
+    outputs = running.request.generation
+    return 0 if outputs is None else outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
+
+
+def _conversation(
+    server: Server, request: RequestScope, body: InputTokensRequest, previous: StoredResponse | None
+) -> list[Item]:
+    """All items that the answer follows. Raises InvalidRequest for references to what is not kept."""
 
     @cache  # many items of one response may be referred to
     def items_of(response_id: str) -> dict[str, dict[str, Any]]:
@@ -186,16 +229,8 @@ def _conversation(server: Server, request: RequestScope, body: InputTokensReques
         item = items_of(reference.response_id).get(reference.id)
         return None if item is None else stored_items([item])[0]
 
-    if body.previous_response_id is None:
-        return body.items(find)
-    previous = server.responses.find(request.tenant.name, body.previous_response_id)
     if previous is None:
-        raise ApiError(
-            400,
-            "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
+        return body.items(find)
     return [*stored_items(previous.conversation()), *body.items(find)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import orjson
 
-from app.generation import compute
 from app.scope import Handler, RequestScope
 from app.server import Server
 from protocol.body import parse_body
@@ -15,7 +14,7 @@ def tokenize(server: Server) -> Handler:
     """The handler of POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
 
     async def handler(request: RequestScope) -> None:
-        body = await compute(request, lambda: parse_tokenize(request.body))
+        body = await server.workload.read(request, lambda: parse_tokenize(request.body))
         server.check_model_name(body.model)
         model = server.model
         longest = model.measures.max_model_len
@@ -25,9 +24,13 @@ def tokenize(server: Server) -> Handler:
         else:
             special = body.add_special_tokens
             token_ids = await model.prompts.encode_text(body.prompt, longest, add_special_tokens=special)
-        strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None
-        answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": strings}
-        await request.send_json(200, orjson.dumps(answer))
+
+        def write() -> bytes:
+            strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None
+            answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": strings}
+            return orjson.dumps(answer)
+
+        await request.send_json(200, await server.workload.write(len(token_ids), write))
 
     return handler
 
@@ -36,11 +39,14 @@ def detokenize(server: Server) -> Handler:
     """The handler of POST /detokenize."""
 
     async def handler(request: RequestScope) -> None:
-        body = await compute(request, lambda: parse_body(DetokenizeRequest, request.body))
+        body = await server.workload.read(request, lambda: parse_body(DetokenizeRequest, request.body))
         server.check_model_name(body.model)
         model = server.model
-        body.check(model.measures.vocab_size)
-        text = await compute(request, lambda: model.prompts.decode(body.tokens))
-        await request.send_json(200, orjson.dumps({"prompt": text}))
+
+        def write() -> bytes:
+            body.check(model.measures.vocab_size)
+            return orjson.dumps({"prompt": model.prompts.decode(body.tokens)})
+
+        await request.send_json(200, await server.workload.write(len(body.tokens), write))
 
     return handler

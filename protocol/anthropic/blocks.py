@@ -15,6 +15,7 @@ from protocol.body import ClientModel, at_most, fail_fast
 from protocol.dialect import json_text, known_types, type_tag
 
 MAX_BLOCKS = 4096  # of one turn
+MAX_BLOCKS_IN_ALL = 16384
 
 # Claude Code begins its system prompt with a line that differs from request to request. It speaks to the provider's
 # accounting, and would spoil the prefix cache for everything behind it.

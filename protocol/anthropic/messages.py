@@ -11,13 +11,14 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import MAX_STOP_STRINGS
 from protocol.anthropic.blocks import (
+    MAX_BLOCKS_IN_ALL,
     Text,
     Turn,
     chat_messages,
     misplaced_block,
     system_text,
 )
-from protocol.body import ClientModel, at_most, fail_fast
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
 from protocol.dialect import DialectRequest, TranslatedChat, known_types, translated
 from protocol.openai.chat import MAX_MESSAGES
 
@@ -120,7 +121,9 @@ class CountTokensRequest(DialectRequest):
         "mcp_servers": ([],),
     }
 
-    messages: Annotated[list[Turn], fail_fast, at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Annotated[
+        list[Turn], fail_fast, at_most_inside(MAX_BLOCKS_IN_ALL, "blocks"), at_most(MAX_MESSAGES, "messages")
+    ] = Field(min_length=1)
     system: Text | None = None
     tools: Annotated[
         list[Annotated[Tool, known_types("custom", default="custom")]], fail_fast, at_most(MAX_TOOLS, "tools")

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.body import ClientModel, at_most, fail_fast
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
 from protocol.chat_template import RESERVED_VARIABLES
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
@@ -29,6 +29,7 @@ from protocol.tools.functions import ToolUse
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
+MAX_PARTS_IN_ALL = 16384  # calls included
 MAX_TEMPLATE_KWARGS = 4096  # bytes of JSON
 MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_BYTES = 2**18  # of JSON, all documents together
@@ -158,7 +159,9 @@ class ChatCompletionRequest(GenerationRequest):
         "thinking_token_budget": (-1,),
     }
 
-    messages: Annotated[list[ChatMessage], fail_fast, at_most(MAX_MESSAGES, "messages")] = Field(min_length=1)
+    messages: Annotated[
+        list[ChatMessage], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_MESSAGES, "messages")
+    ] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import orjson
@@ -20,6 +21,7 @@ from engine.messages import FinishReason, RequestOutput, TokenLogprobs
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.message_parts import ContentDelta, MessageFormat, MessageParser, MessagePart, join
 from protocol.openai.logprobs import LogprobsWriter, TokenBytes
+from protocol.openai.long_lists import joined, pieces, written
 from protocol.openai.message import delta, message_fields
 from protocol.openai.prompt_parts import PromptParts
 from protocol.sse import DONE, data_frame
@@ -152,7 +154,7 @@ class ChunkStream:
         if choice.parser is not None:
             frames += self._message_parts(choice, choice.parser, output, prompt_token_ids)
         elif output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
-            logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
+            logprobs = written(choice.write_logprobs, output.logprobs) if output.logprobs else None
             token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
             frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs, token_ids=token_ids))
         elif output.text:
@@ -190,7 +192,7 @@ class ChunkStream:
         deltas = [delta(part) for part in parts]
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
             deltas = [{"content": ""}]
-        logprobs = choice.write_logprobs(output.logprobs) if output.logprobs else None
+        logprobs = written(choice.write_logprobs, output.logprobs) if output.logprobs else None
         token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
         frames = []
         for each in deltas:
@@ -308,7 +310,7 @@ class Collector:
         body = {
             "index": index,
             **text,
-            "logprobs": None if choice.logprobs is None else write_logprobs(choice.logprobs),
+            "logprobs": None if choice.logprobs is None else written(write_logprobs, choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._wire.choice_nulls,
@@ -325,7 +327,8 @@ class Collector:
             found["prompt_token_ids"] = parts.token_ids[index // self._n]
         if parts is not None and parts.prompt_logprobs is not None:
             entries = self._choices[index].prompt_logprobs or ()
-            found["prompt_logprobs"] = parts.logprobs_of(entries, self._token_bytes)
+            told = (parts.logprobs_of(piece, self._token_bytes) for piece in pieces(entries))
+            found["prompt_logprobs"] = joined(chain([[None]], told))
         return found
 
 

@@ -43,11 +43,11 @@ class PromptParts:
             logprobs = [unknown, *entries, *(logprobs or ())]
         return msgspec.structs.replace(output, text=text + output.text, logprobs=logprobs)
 
-    def logprobs_of(self, entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
-        """The `prompt_logprobs` of an answer: null for the first token, then an object
+    def logprobs_of(self, entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
+        """Some of the `prompt_logprobs` of an answer, which begin with null for the first token: objects
         `{token id: {logprob, rank, decoded_token}}` with the prompt's own token and the most likely ones."""
         assert self.prompt_logprobs is not None
-        parts: list[dict[str, Any] | None] = [None]
+        parts: list[dict[str, Any]] = []
         for entry in entries:
             likely = enumerate(entry.top[: self.prompt_logprobs], start=1)
             ranked = [

@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, fail_fast
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
 from protocol.dialect import known_types, type_tag
 from protocol.errors import ApiError
 
 MAX_ITEMS = 16384
 MAX_PARTS = 1024  # of one item
+MAX_PARTS_IN_ALL = 16384
 MAX_LISTED = 100  # on a page
 DEFAULT_LISTED = 20
 
@@ -174,7 +175,7 @@ _Item = Annotated[
         *("message", "function_call", "function_call_output", "reasoning", "item_reference"), default="message"
     ),
 ]
-Items = Annotated[list[_Item], fail_fast, at_most(MAX_ITEMS, "items")]
+Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
 
 _ITEMS: TypeAdapter[list[Item | ItemReference]] = TypeAdapter(list[_Item])
 

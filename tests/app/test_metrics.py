@@ -56,6 +56,7 @@ def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
         "request_generation_tokens iteration_tokens_total"
     )
     assert {f"vllm:{name}" for name in asked.split()} <= families
+    assert {"headrace:event_loop_lag_seconds", "headrace:event_loop_hold_seconds"} <= families  # whatever the prefix is
     assert {"process_resident_memory_bytes", "process_cpu_seconds", "python_info", "http_requests"} <= families
     assert not [name for name in families if name.endswith("_created")]
 

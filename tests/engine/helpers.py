@@ -200,6 +200,8 @@ class RecordingObserver:
     ) -> None:
         self.finished.append(FinishedRequest(reason, prompt_tokens, output_tokens, cached_tokens, queue_seconds))
 
+    def on_delivery(self, seconds: float) -> None: ...
+
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that another thread does; the test's own timeout is the limit."""

@@ -159,8 +159,8 @@ def test_a_prompt_that_is_being_prefilled_for_another_waits_one_step_and_shares(
 
 def test_children_of_one_request_prefill_their_shared_prompt_once() -> None:
     core = make_core(block_size=4)
-    children = InputProcessor(vocab_size=1000, max_model_len=128, seed=0).process(
-        make_request(range(18), n=4, max_tokens=1, temperature=1.0)
+    (children,) = InputProcessor(vocab_size=1000, max_model_len=128, seed=0).process(
+        [make_request(range(18), n=4, max_tokens=1, temperature=1.0)]
     )
     for child in children:
         core.add(child)

@@ -131,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
                 ignore_eos=draw.random() < 0.5,
                 temperature=draw.choice([0.0, 1.0]),
             )
-            for child in self.inputs.process(request):
+            for child in self.inputs.process([request])[0]:
                 self.children[child.request_id] = child
                 self.gained[child.request_id] = []
                 self.core.add(child)

@@ -2,7 +2,7 @@
 
 `Server` starts `hypercorn app:main` on a free port, exactly as an operator would, and tells its tests what it serves,
 logs and counts. It promises that nothing outlives the block it is used in: SIGTERM first, then the whole process group,
-and a server that does not end by itself fails the test.
+and a server that does not end by itself fails the test. So does one whose event loop was held by a request.
 
 Tests never assert a time. They wait for a state (`wait_until`) under a deadline that is generous enough for a busy
 machine and fails with the state that was found instead.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import socket
@@ -36,6 +37,7 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+MAX_HOLD = 0.1  # seconds of processor time; half of it on a machine that has nothing else to do
 PATIENCE = 60.0  # seconds until a state that should come soon counts as never coming
 
 
@@ -94,6 +96,8 @@ class Server:
             self._process.wait()
         if exc_info[0] is None:
             assert not leaked, f"the server left processes behind\n{self.log}"
+            held = [line for line in self.log.splitlines() if longest_hold(line) > MAX_HOLD]
+            assert not held, "requests have held the event loop\n" + "\n".join(held)
 
     # --- the process
 
@@ -224,6 +228,11 @@ class Metrics:
     def http_requests(self, handler: str, status: str, method: str = "POST") -> int:
         """Requests answered on a route, by status class ("2xx")."""
         return int(self.samples.get(f"http_requests_total{{handler={handler},method={method},status={status}}}", 0))
+
+
+def longest_hold(log: str) -> float:
+    """The longest time in seconds for which the log says that something has held the event loop; 0 if it does not."""
+    return max((float(seconds) for seconds in re.findall(r"held the event loop for ([0-9.]+) s", log)), default=0.0)
 
 
 def _prepare_process(max_open_files: int | None) -> None:

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from app.fair_threads import FairThreads, current_tenant
+from engine.fair_threads import FairThreads, current_tenant
 
 pytestmark = pytest.mark.anyio
 
@@ -118,3 +118,45 @@ async def test_what_a_function_returns_and_raises_comes_back() -> None:
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 // 0)
     assert await threads.run(lambda: None) is None
+
+
+class Gate:
+    """Functions that end when they are let through, and how many are running."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+
+    def pass_through(self) -> int:
+        with self._lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self._open.wait(30)
+        with self._lock:
+            self.running -= 1
+        return 7
+
+    def open(self) -> None:
+        self._open.set()
+
+
+async def test_who_must_not_leave_waits_for_the_end() -> None:
+    threads, gate = FairThreads(1), Gate()
+
+    async def run() -> None:
+        await threads.run(gate.pass_through, abandon=False)
+
+    async with anyio.create_task_group() as callers:
+        callers.start_soon(run)
+        await until(lambda: gate.running)
+        callers.cancel_scope.cancel()
+        threading.Timer(0.05, gate.open).start()
+    assert gate.running == 0
+
+
+async def test_what_a_function_raises_is_the_callers() -> None:
+    threads = FairThreads(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run(lambda: 1 // 0)

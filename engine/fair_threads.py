@@ -21,7 +21,7 @@ from engine.channel import threadsafe_call_soon
 T = TypeVar("T")
 
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
-"""Whose request is being answered, by name. Set by the endpoint."""
+"""Whose request is being answered, by name. The server sets it for each request."""
 
 
 class FairThreads:
@@ -32,9 +32,12 @@ class FairThreads:
         self._lines: dict[str, deque[anyio.Event]] = {}  # by tenant, the next one's first
         self._unlimited = anyio.CapacityLimiter(math.inf)
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], *, abandon: bool = True) -> T:
         """What `function` returns. If the caller is cancelled meanwhile, it runs on to its end, keeps its thread until
-        then, and nobody waits for it; if it has not begun, it never does."""
+        then, and nobody waits for it; if it has not begun, it never does.
+
+        Without `abandon` the caller waits for its end: for a function that changes what others use afterwards.
+        """
         await self._take_turn(current_tenant.get())
         # Who takes it, the thread or a caller that is cancelled before, gives the turn back.
         first_comes = iter((True,))
@@ -50,7 +53,7 @@ class FairThreads:
                     call_soon(self._give_back)
 
         try:
-            result = await to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._unlimited)
+            result = await to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=self._unlimited)
         finally:
             if next(first_comes, False):
                 self._give_back()

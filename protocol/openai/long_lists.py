@@ -1,0 +1,50 @@
+"""Long lists of an answer as JSON, a piece at a time.
+
+The objects of a hundred thousand log-probabilities, made all at once, are a hundred megabytes and long pauses: to write
+them is one call that keeps the interpreter's lock, and the garbage collector visits them again and again. So only those
+of a few hundred positions are there at a time, and what is kept of them is their JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+
+PIECE = 256  # positions
+
+T = TypeVar("T")
+
+
+def pieces(entries: Sequence[T]) -> Iterator[Sequence[T]]:
+    """`entries`, cut."""
+    for begin in range(0, len(entries), PIECE):
+        yield entries[begin : begin + PIECE]
+
+
+def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
+    """The JSON of one list of all of these lists' entries."""
+    return _array(_entries(each) for each in lists if each)
+
+
+def written(write: Callable[[Sequence[T]], Mapping[str, Any]], entries: Sequence[T]) -> dict[str, Any]:
+    """What `write` makes of the entries, fed piece by piece: an object whose lists are joined."""
+    if len(entries) <= PIECE:
+        return dict(write(entries))
+    whole: dict[str, Any] = {}
+    for piece in pieces(entries):
+        for key, value in write(piece).items():
+            if isinstance(value, list):
+                whole.setdefault(key, []).append(_entries(value))
+            else:
+                whole[key] = value
+    return {key: _array(value) if isinstance(value, list) else value for key, value in whole.items()}
+
+
+def _entries(values: Sequence[Any]) -> bytes:
+    return orjson.dumps(values)[1:-1]
+
+
+def _array(written_entries: Iterable[bytes]) -> orjson.Fragment:
+    return orjson.Fragment(b"[" + b",".join(written_entries) + b"]")

@@ -1,0 +1,69 @@
+"""Whoever holds the event loop is found, and watching changes nothing for those who are watched."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from app.event_loop import in_steps, measure_lag
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+pytestmark = pytest.mark.anyio
+
+
+def burn(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+async def test_work_is_a_hold_and_waiting_is_none() -> None:
+    async def work() -> None:
+        await anyio.sleep(0.2)
+        burn(0.05)
+        await anyio.sleep(0.2)
+
+    steps: list[float] = []
+    await in_steps(work(), steps.append)
+    assert max(steps) >= 0.05
+    assert sum(steps) < 0.2  # half of what it took
+
+
+async def test_an_exception_passes_and_a_cancellation_arrives() -> None:
+    seen: list[str] = []
+
+    async def fail() -> None:
+        await anyio.lowlevel.checkpoint()
+        raise LookupError
+
+    async def stay() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            seen.append("cleaned up")
+
+    with pytest.raises(LookupError):
+        await in_steps(fail(), lambda seconds: None)
+    with anyio.move_on_after(0.01) as scope:
+        await in_steps(stay(), lambda seconds: None)
+    assert scope.cancelled_caught
+    assert seen == ["cleaned up"]
+
+
+async def test_a_loop_that_is_held_lags() -> None:
+    lags: list[float] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measure_lag, lags.append)
+        await anyio.sleep(0.05)
+        time.sleep(0.1)  # noqa: ASYNC251 - a blocking call, which burns nothing
+        while max(lags, default=0.0) < 0.07:  # noqa: ASYNC110 - nothing tells
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()

@@ -1,0 +1,55 @@
+"""What a request does every so often ends with the request: later, its companions would have nowhere to run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import anyio
+import pytest
+
+from app.events import EventStream
+from app.scope import RequestScope
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+pytestmark = pytest.mark.anyio
+
+
+def scope_of(sent: list[MutableMapping[str, Any]], body: list[bytes]) -> RequestScope:
+    async def receive() -> MutableMapping[str, Any]:
+        if not body:
+            await anyio.sleep_forever()
+        return {"type": "http.request", "body": body.pop()}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "http_version": "1.1", "query_string": b"", "headers": []}
+    return RequestScope(scope, receive, send, max_body_bytes=9, body_timeout=9.0, send_timeout=math.inf)
+
+
+@pytest.mark.parametrize("leaves", ["by itself", "because it is cut"])
+async def test_a_silent_stream_that_has_ended_is_not_kept_alive(leaves: str) -> None:
+    sent: list[MutableMapping[str, Any]] = []
+    request = scope_of(sent, [b"{}"])
+
+    async def handler(request: RequestScope) -> None:
+        events = EventStream(request, keep_alive=0.0, last_words=lambda error: b"")
+        await events.start()
+        request.tick(time.monotonic())
+        await anyio.wait_all_tasks_blocked()
+        assert len(sent) == 2, "it was not kept alive"
+        if leaves == "because it is cut":
+            request.cut()
+            await anyio.sleep_forever()
+
+    await request.run(handler)
+    request.tick(time.monotonic())  # the server's task may come before the request is forgotten
+    assert len(sent) == 2

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from app.progress import ProgressBars
 from app.settings import CONFIG_VARIABLE, Settings, allowed_values, env_name, flag_name, load_settings, shown
 from engine.errors import HeadraceError
-
-if TYPE_CHECKING:
-    from gpu.weights import Progress
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +54,7 @@ def pull(settings: Settings) -> int:
     """Fetch the model and check it, so that the server starts without a network."""
     from gpu.weights import open_model
 
-    with _ProgressBars() as progress:
+    with ProgressBars() as progress:
         files = open_model(
             settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
         )
@@ -126,38 +124,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             limits = allowed_values(field)
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
         settings.add_argument(flag_name(name), **options)
-
-
-class _ProgressBars:
-    """Shows slow steps as bars in a terminal, and as one line per step elsewhere."""
-
-    def __enter__(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        tasks: dict[str, TaskID] = {}
-
-        def report(phase: str, done: int, total: int | None) -> None:
-            if phase not in tasks:
-                tasks[phase] = self._bars.add_task(phase, total=total)
-                if not console.is_terminal:
-                    print(phase, file=sys.stderr)
-            self._bars.update(tasks[phase], completed=done, total=total)
-
-        self._bars.start()
-        return report
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from engine.core import EngineCore
 from engine.data_parallel import DataParallelClient
 from engine.detokenizer import Vocabulary
 from engine.errors import ConfigError
-from engine.llm import LLM
 from engine.process_client import ProcessClient
 from engine.structured import GrammarCompiler
 from gpu.host import cuda_devices, usable_cores
@@ -152,9 +151,3 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_share=kv_cache_share,
     )
     return load_executor(files, options, num_threads=settings.num_threads)
-
-
-def open_llm(settings: Settings, progress: Progress | None = None) -> LLM:
-    """The offline engine for a model, loaded on the calling thread, which then has to do the generating."""
-    files = open_files(settings, progress)
-    return LLM(core_factory(settings, files)(), files.tokenizer, seed=settings.seed)

@@ -18,7 +18,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -352,15 +352,22 @@ class Settings(BaseSettings):
         return (init_settings,)
 
 
-def load_settings(flags: Mapping[str, Any] | None = None, config_file: Path | None = None) -> Settings:
-    """Read flags, environment and file. `flags` are field names with the text that was given.
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    *,
+    spelled: Callable[[str], str] | None = None,
+) -> Settings:
+    """Read flags, environment and file. `flags` are field names with the text that was given, which errors call
+    `spelled(name)`: as on the command line, unless it says otherwise.
 
     `config_file` is `--config`; without it the file that `HEADRACE_CONFIG` names, if any. Raises `SettingsError`.
     """
     if config_file is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config_file = Path(named)
     given = _from_file(config_file) | _from_environment()
-    given |= {name: _Given(value, flag_name(name)) for name, value in (flags or {}).items()}
+    spelled = spelled or flag_name
+    given |= {name: _Given(value, spelled(name)) for name, value in (flags or {}).items()}
     try:
         return Settings(**{name: entry.value for name, entry in given.items()})
     except ValidationError as error:

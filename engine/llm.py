@@ -6,10 +6,9 @@ The same core, the same checks and the same text as the server's; only the loop 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from engine.core import EngineCore
@@ -18,6 +17,9 @@ from engine.errors import RequestFailed
 from engine.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from engine.output_processor import OutputProcessor, RequestStream
+
+OnStep = Callable[[int, int], None]
+"""Is told after each step how many prompts have finished, and how many tokens have been generated so far."""
 
 
 @dataclass(kw_only=True)
@@ -42,7 +44,7 @@ class Generation:
 
 
 class LLM:
-    """Generates for lists of prompts on the calling thread."""
+    """Generates for lists of prompts on the calling thread. `app.offline` opens one by the name of a model."""
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer, *, seed: int | None = None) -> None:
         self.core = core
@@ -60,7 +62,7 @@ class LLM:
         prompts: Sequence[str | list[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = True,
+        on_step: OnStep | None = None,
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
@@ -84,7 +86,7 @@ class LLM:
             for kids in children:
                 for child in kids:
                     self.core.add(child)
-            self._run(streams, progress)
+            self._run(streams, on_step)
         finally:
             for stream in streams:
                 for child_id in self._outputs.close(stream):
@@ -96,22 +98,16 @@ class LLM:
             for request, stream, params in zip(requests, streams, per_prompt, strict=True)
         ]
 
-    def _run(self, streams: list[RequestStream], progress: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, disable=not progress) as bar:
-            task = bar.add_task("prompts", total=len(streams))
-            started, num_tokens = time.monotonic(), 0
-            while self._outputs.num_choices:
-                batch = self.core.step()
-                for child_id in self._outputs.process(batch):
-                    self.core.finish(child_id, FinishReason.STOP)
-                self._outputs.hand_over()
-                num_tokens += sum(len(output.new_token_ids) for output in batch.outputs)
-                bar.update(
-                    task,
-                    completed=sum(stream.num_unfinished == 0 for stream in streams),
-                    description=f"{num_tokens / (time.monotonic() - started):.0f} tok/s",
-                )
+    def _run(self, streams: list[RequestStream], on_step: OnStep | None) -> None:
+        num_tokens = 0
+        while self._outputs.num_choices:
+            batch = self.core.step()
+            for child_id in self._outputs.process(batch):
+                self.core.finish(child_id, FinishReason.STOP)
+            self._outputs.hand_over()
+            num_tokens += sum(len(output.new_token_ids) for output in batch.outputs)
+            if on_step is not None:
+                on_step(sum(stream.num_unfinished == 0 for stream in streams), num_tokens)
 
     @staticmethod
     def _per_prompt(

@@ -15,9 +15,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from app.loading import open_llm
+from app.offline import LLM
 from app.settings import Settings
-from engine.llm import LLM
 from engine.messages import SamplingParams, StructuredOutput
 from engine.structured import GrammarMatcher
 from protocol.structured import json_schema
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default=Settings.model_fields["model"].default)
     options = parser.parse_args()
-    llm = open_llm(Settings(model=options.model, max_model_len=2048))
+    llm = LLM(options.model, progress=False, max_model_len=2048)
     masks = _timed_masks()
 
     structured, plain = json_schema(LIST), None

@@ -25,7 +25,7 @@ def test_results_come_in_the_order_of_the_prompts(core: EngineCore) -> None:
     # The first ones take longest, so they finish last.
     prompts: list[str | list[int]] = [f"prompt number {number}" for number in range(9)]
     sampling = [SamplingParams(temperature=0.0, max_tokens=30 - 3 * number) for number in range(9)]
-    results = LLM(core, TOKENIZER).generate(prompts, sampling, progress=False)
+    results = LLM(core, TOKENIZER).generate(prompts, sampling)
     assert [TOKENIZER.decode(result.prompt_token_ids) for result in results] == prompts
     for result, params in zip(results, sampling, strict=True):
         (choice,) = result.choices
@@ -38,7 +38,7 @@ def test_results_come_in_the_order_of_the_prompts(core: EngineCore) -> None:
 
 def test_prompts_may_be_token_ids_and_have_several_choices(core: EngineCore) -> None:
     sampling = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=6, logprobs=0)
-    (result,) = LLM(core, TOKENIZER).generate([[1, 2, 3]], sampling, progress=False)
+    (result,) = LLM(core, TOKENIZER).generate([[1, 2, 3]], sampling)
     assert [choice.index for choice in result.choices] == [0, 1, 2]
     assert len({tuple(choice.token_ids) for choice in result.choices}) > 1
     for choice in result.choices:
@@ -48,21 +48,21 @@ def test_prompts_may_be_token_ids_and_have_several_choices(core: EngineCore) -> 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(core: EngineCore) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=10)
     llm = LLM(core, TOKENIZER)
-    alone = llm.generate(["one"], sampling, progress=False)[0].choices[0].token_ids
-    together = llm.generate(["two", "one", "three"], sampling, progress=False)[1].choices[0].token_ids
+    alone = llm.generate(["one"], sampling)[0].choices[0].token_ids
+    together = llm.generate(["two", "one", "three"], sampling)[1].choices[0].token_ids
     assert alone == together
 
 
 def test_an_invalid_prompt_is_refused_before_anything_runs(core: EngineCore) -> None:
     with pytest.raises(InvalidRequest, match="The prompt is empty"):
-        LLM(core, TOKENIZER).generate(["fine", []], progress=False)
+        LLM(core, TOKENIZER).generate(["fine", []])
     assert core.num_steps == 0
     assert_nothing_left(core)
 
 
 def test_one_sampling_for_all_or_one_for_each(core: EngineCore) -> None:
     with pytest.raises(ValueError, match="2 sampling parameters for 1 prompts"):
-        LLM(core, TOKENIZER).generate(["a"], [SamplingParams(), SamplingParams()], progress=False)
+        LLM(core, TOKENIZER).generate(["a"], [SamplingParams(), SamplingParams()])
 
 
 def test_a_failed_step_is_raised_and_the_next_call_works() -> None:
@@ -74,9 +74,9 @@ def test_a_failed_step_is_raised_and_the_next_call_works() -> None:
     llm = LLM(core, TOKENIZER)
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     with pytest.raises(RequestFailed, match="RuntimeError"):
-        llm.generate(["one"], sampling, progress=False)
+        llm.generate(["one"], sampling)
     assert_nothing_left(core)
-    assert len(llm.generate(["one"], sampling, progress=False)[0].choices[0].token_ids) == 4
+    assert len(llm.generate(["one"], sampling)[0].choices[0].token_ids) == 4
 
 
 def test_an_interrupt_leaves_nothing_behind() -> None:
@@ -86,28 +86,26 @@ def test_an_interrupt_leaves_nothing_behind() -> None:
 
     core = make_core(vocab_size=VOCAB_SIZE, before_step=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        LLM(core, TOKENIZER).generate(["one", "two"], SamplingParams(max_tokens=20), progress=False)
+        LLM(core, TOKENIZER).generate(["one", "two"], SamplingParams(max_tokens=20))
     assert_nothing_left(core)
 
 
 def test_a_stop_string_ends_a_completion_early(core: EngineCore) -> None:
     llm = LLM(core, TOKENIZER)
     sampling = SamplingParams(temperature=0.0, max_tokens=60)
-    free = llm.generate(["one"], sampling, progress=False)[0].choices[0].text
+    free = llm.generate(["one"], sampling)[0].choices[0].text
     stop = free[10:12]
-    (choice,) = llm.generate(["one"], SamplingParams(temperature=0.0, max_tokens=60, stop=(stop,)), progress=False)[
-        0
-    ].choices
+    (choice,) = llm.generate(["one"], SamplingParams(temperature=0.0, max_tokens=60, stop=(stop,)))[0].choices
     assert choice.text == free[: free.index(stop)]
     assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, stop)
     assert sum(simulated(core).computed.values()) < 2 * (3 + 60)
     assert_nothing_left(core)
 
 
-@pytest.mark.parametrize("progress", [True, False])
-def test_the_progress_bar_is_shown_only_when_asked_for(
-    core: EngineCore, progress: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LLM(core, TOKENIZER).generate(["one"], SamplingParams(max_tokens=2), progress=progress)
-    captured = capsys.readouterr()
-    assert ("tok/s" in captured.out + captured.err) is progress
+def test_whoever_asks_is_told_of_every_step(core: EngineCore) -> None:
+    told: list[tuple[int, int]] = []
+    LLM(core, TOKENIZER).generate(
+        ["one", "two"], SamplingParams(max_tokens=3), on_step=lambda finished, tokens: told.append((finished, tokens))
+    )
+    assert told == sorted(told)
+    assert told[-1] == (2, 6)

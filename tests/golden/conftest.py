@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from app.loading import open_llm
-from app.settings import Settings
-from engine.llm import LLM
+from app.offline import LLM
 from tests.embedded_model import embedded_gguf
 from tests.golden.oracle import Oracle
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> LLM:
-    settings = Settings(
-        model=str(embedded_gguf()),
+    threads = torch.get_num_threads()
+    llm = LLM(
+        str(embedded_gguf()),
+        progress=False,
         dtype="float32",
         device="cpu",
         max_model_len=512,
@@ -21,8 +21,6 @@ def smollm2() -> LLM:
         num_threads=2,
         target_inter_token_latency=60.0,  # so that no plan depends on the clock
     )
-    threads = torch.get_num_threads()
-    llm = open_llm(settings)
     yield llm
     llm.core.shutdown()
     torch.set_num_threads(threads)

@@ -1,0 +1,51 @@
+"""The library: a model by its name, without a server.
+
+from headrace import LLM, SamplingParams
+
+llm = LLM()  # the embedded model; or LLM("path/to/model.gguf", max_model_len=2048)
+for result in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=16)):
+    print(result.choices[0].text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import engine.llm
+from app.loading import core_factory, open_files
+from app.progress import ProgressBars, generating
+from app.settings import load_settings
+from engine.llm import Generation, OnStep
+from engine.messages import SamplingParams
+
+
+class LLM(engine.llm.LLM):
+    """A loaded model. It computes on the calling thread, one call of `generate` at a time."""
+
+    def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
+        """Fetch the model where it is missing, and load it. `settings` are those of the server, by name; what is not
+        given comes from the environment and the settings file, as for the server.
+
+        Raises SettingsError naming the setting, and ModelError for files that cannot be run.
+        """
+        given = settings if model is None else settings | {"model": model}
+        chosen = load_settings(given, spelled=str)
+        with ProgressBars() if progress else nullcontext() as report:
+            files = open_files(chosen, report)
+            core = core_factory(chosen, files)()
+        super().__init__(core, files.tokenizer, seed=chosen.seed)
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: OnStep | None = None,
+        progress: bool = True,
+    ) -> list[Generation]:
+        """As the engine's, with a bar in the terminal unless the caller wants none, or `on_step` shows one."""
+        bar = generating(len(prompts)) if progress and on_step is None else nullcontext(on_step)
+        with bar as report:
+            return super().generate(prompts, sampling, on_step=report)

@@ -14,7 +14,7 @@ from app.logs import log_request
 from app.scope import Handler, RequestScope
 from app.server import Server
 from app.tracing import RequestTrace
-from engine.fair_threads import current_tenant
+from engine.frontend.fair_threads import current_tenant
 from protocol.errors import ApiError
 
 CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client that closed the connection

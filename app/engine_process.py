@@ -12,9 +12,9 @@ import structlog
 from app.loading import core_factory, open_files
 from app.logs import configure_logging
 from app.settings import Settings
-from engine.core import EngineCore
-from engine.process_core import serve_parent
-from engine.wire import Report
+from engine.core.core import EngineCore
+from engine.transport.process_core import serve_parent
+from engine.transport.wire import Report
 
 
 def build(setup: dict[str, Any], report: Report) -> EngineCore:

@@ -21,8 +21,8 @@ from app.scope import RequestScope
 from app.server import ServedModel, Server
 from app.workload import INLINE_ANSWER, weight_of
 from engine.errors import InvalidRequest
+from engine.frontend.output_processor import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
-from engine.output_processor import RequestStream
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.message_parts import MessageFormat

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from app.lasting import lasting_import
 from app.settings import Settings, env_name, is_secret
-from engine.client import EngineClient, ThreadClient
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.data_parallel import DataParallelClient
-from engine.detokenizer import Vocabulary
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
 from engine.errors import ConfigError
-from engine.process_client import ProcessClient
+from engine.frontend.detokenizer import Vocabulary
 from engine.structured import GrammarCompiler
+from engine.transport.client import EngineClient, ThreadClient
+from engine.transport.data_parallel import DataParallelClient
+from engine.transport.process_client import ProcessClient
 from gpu.host import cuda_devices, usable_cores
 from gpu.weights import ModelError, ModelFiles, Progress, open_model
 

@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import engine.llm
+import engine.frontend.llm
 from app.loading import core_factory, open_files
 from app.progress import ProgressBars, generating
 from app.settings import load_settings
-from engine.llm import Generation, OnStep
+from engine.frontend.llm import Generation, OnStep
 from engine.messages import SamplingParams
 
 
-class LLM(engine.llm.LLM):
+class LLM(engine.frontend.llm.LLM):
     """A loaded model. It computes on the calling thread, one call of `generate` at a time."""
 
     def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.llm import OnStep
+    from engine.frontend.llm import OnStep
     from gpu.weights import Progress
 
 

@@ -15,7 +15,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest
-from engine.fair_threads import FairThreads
+from engine.frontend.fair_threads import FairThreads
 from gpu.weights import ModelFiles
 from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
 from protocol.jinja_sandbox import CompiledTemplate

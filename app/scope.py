@@ -34,8 +34,8 @@ from app.hypercorn_fixes import Connection, current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
+from engine.frontend.output_processor import RequestStream
 from engine.messages import FinishReason
-from engine.output_processor import RequestStream
 from protocol.errors import ApiError, to_api_error
 
 Handler = Callable[["RequestScope"], Awaitable[None]]

@@ -30,8 +30,8 @@ from app.tenants import Tenants
 from app.timelines import Timelines
 from app.tracing import open_tracer
 from app.workload import Workload
-from engine.async_llm import AsyncLLM
 from engine.errors import EngineDead
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineReady, FinishReason
 from gpu.weights import ModelError, ModelFiles
 from protocol.chat_template import ChatTemplateError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 from app.scope import RequestScope
-from engine.fair_threads import FairThreads
+from engine.frontend.fair_threads import FairThreads
 from engine.messages import RequestOutput, TokenLogprobs
 
 INLINE_BODY_BYTES: Final = 64 * 1024  # parsing and checking them takes about a millisecond

@@ -2,9 +2,17 @@
 
 This room knows requests, token budgets and KV blocks. It imports neither torch nor starlette and none of the
 other rooms, so a scheduler is tested without a model and a model without a server. What runs a plan is an
-`Executor` (`engine.executor`), which the application chooses and hands in.
+`Executor` (`engine.core.executor`), which the application chooses and hands in.
 
-Reading order: `messages` and `commands` (what crosses the thread), `plan`, `request`, `block_pool`, `kv_cache_manager`,
-`fairness`, `waiting_queue`, `deadlines`, `scheduler`, `step_budget`, `quarantine`, `core`, `channel`, `client`,
-`detokenizer`, `output_processor`, `async_llm`, `llm`.
+What crosses between the parts, and then the wings, each of which lists its own modules. Reading order:
+
+messages    requests, outputs and stats, and the checks of what a client asked
+errors      what goes wrong on purpose
+snapshot    what an engine answers when it is asked how it is
+commands    the alphabet of the channel: what goes down, what comes up, what can be asked
+scheduler   who runs in the next step, for how many tokens, in which blocks
+core        the loop: schedule, submit, update
+structured  grammars that an output has to follow
+transport   the way between front end and engine, in a thread, a process, or several
+frontend    the two front doors, and the way back from token ids to text
 """

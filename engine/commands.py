@@ -1,7 +1,8 @@
 """The one alphabet of the channel between front end and engine: commands go down, events come up.
 
-The same structs cross a thread as they are and a process as msgpack (`engine.wire`). A new command or question is a
-type here and an entry in the tables of `engine.core`, which carries it out; nothing on the way knows one by its name.
+The same structs cross a thread as they are and a process as msgpack (`engine.transport.wire`). A new command or
+question is a type here and an entry in the tables of `engine.core.core`, which carries it out; nothing on the way knows
+one by its name.
 """
 
 from __future__ import annotations

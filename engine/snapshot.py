@@ -28,7 +28,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV blocks by state (`engine.block_pool`); the three make up all there are."""
+    """The KV blocks by state (`engine.scheduler.block_pool`); the three make up all there are."""
 
     num_owned: int
     num_cached: int  # nobody's, but their content can still be found

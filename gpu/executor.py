@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
+from engine.core.executor import StepHandle
 from engine.errors import EngineDead
-from engine.executor import StepHandle
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.weights import ModelFiles
@@ -34,7 +34,7 @@ def load_executor(
 
 
 class UniProcExecutor:
-    """An `engine.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
+    """An `engine.core.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
 
     def __init__(self, worker: Worker, vocab_size: int) -> None:
         self.num_blocks = worker.kv_cache_size.num_blocks

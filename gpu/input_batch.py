@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.sampling import SamplingState
 
 

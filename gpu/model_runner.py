@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.errors import StepAbandoned
 from engine.messages import TokenLogprobs
-from engine.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.attention import AttentionMetadata
 from gpu.input_batch import InputBatch, StepInputs
 from gpu.prompt_outputs import PromptOutputs

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import Pooling, TokenLogprobs
-from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.sampling.logprobs import token_logprobs
 
 

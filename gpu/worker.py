@@ -12,8 +12,8 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from engine.executor import StepHandle
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.core.executor import StepHandle
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
 from gpu.config import ModelConfig
 from gpu.device import CudaGraphs, DeviceRunner
@@ -53,7 +53,7 @@ class Worker:
         self.pipeline_depth = 2 if self.device.type == "cuda" else 1
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
-        """Start one step; on a CPU it has run when this returns. See `engine.executor.Executor.submit`."""
+        """Start one step; on a CPU it has run when this returns. See `engine.core.executor.Executor.submit`."""
         if isinstance(self._runner, DeviceRunner):
             return self._runner.submit(plan, abandoned)
         if self._runner is None:

@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, SamplingParams
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 
 PROMPT_TOKENS = 32
 

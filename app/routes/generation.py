@@ -7,7 +7,7 @@ import time
 from app.generation import Generation, Tokenize, encode_prompts, generate, message_format, parse, take_request_id
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
-from engine.output_processor import RequestStream
+from engine.frontend.output_processor import RequestStream
 from protocol.message_parts import MessageFormat
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest

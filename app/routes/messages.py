@@ -10,7 +10,7 @@ import orjson
 from app.generation import Generation, generate, message_format
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
-from engine.output_processor import RequestStream
+from engine.frontend.output_processor import RequestStream
 from protocol.anthropic.messages import CountTokensRequest, MessagesChat, MessagesRequest
 from protocol.anthropic.output import MessageEvents, MessageWriter
 from protocol.body import parse_body

@@ -16,8 +16,8 @@ from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from app.workload import INLINE_BODY_BYTES
 from engine.errors import InvalidRequest
+from engine.frontend.output_processor import RequestStream
 from engine.messages import FinishReason
-from engine.output_processor import RequestStream
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs

@@ -17,8 +17,8 @@ from concurrent.futures import Future
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
+from engine.frontend.detokenizer import Vocabulary
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput
 from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, to_llguidance

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import EngineCoreRequest
-from engine.plan import TokenMasks
+from engine.scheduler.plan import TokenMasks
 from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matcher import GrammarMatcher, TokenMatcher
@@ -77,7 +77,7 @@ class StructuredOutputManager:
 
 
 class PendingMasks:
-    """The masks of one plan, on their way: an `engine.plan.MasksHandle`."""
+    """The masks of one plan, on their way: an `engine.scheduler.plan.MasksHandle`."""
 
     def __init__(self, masks: TokenMasks, tasks: Sequence[Future[None]]) -> None:
         self._masks = masks

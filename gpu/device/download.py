@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
-from engine.plan import ModelRunnerOutput
+from engine.scheduler.plan import ModelRunnerOutput
 from gpu.device.rows import StepShape
 from gpu.device.sampling import Wishes
 from gpu.device.upload import host_tensor
@@ -32,7 +32,7 @@ class Extras:
 
 @dataclass
 class DeviceStep:
-    """The handle of a step that has been started, `engine.executor.StepHandle`."""
+    """The handle of a step that has been started, `engine.core.executor.StepHandle`."""
 
     plan_size: int
     shape: StepShape | None  # None: a plan without requests

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
 from gpu.sampling import SamplingState

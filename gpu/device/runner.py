@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.download import DeviceStep, pack, start_download
 from gpu.device.graphs import DecodeGraphs, Graphs, Kind, Replay
 from gpu.device.inputs import StepInputs, advance, decode_inputs, mixed_inputs

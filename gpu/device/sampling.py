@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.plan import MasksHandle, SchedulerOutput, TokenMasks
+from engine.scheduler.plan import MasksHandle, SchedulerOutput, TokenMasks
 from gpu.device.inputs import StepInputs, next_positions
 from gpu.device.rows import Rows, StepShape
 from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.plan import TokenMasks
+from engine.scheduler.plan import TokenMasks
 
 # What eight tokens' bits, read as a number, add to their logits.
 _ADDENDS = np.where(

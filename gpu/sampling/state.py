@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.plan import NewRequestData
+from engine.scheduler.plan import NewRequestData
 from gpu.sampling.masks import LogitsMask
 from gpu.sampling.penalties import Penalties, SeenTokens
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.executor import Prepares
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.core.executor import Prepares
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
 from gpu.config import ModelConfig
 from gpu.executor import UniProcExecutor

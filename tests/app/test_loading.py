@@ -10,10 +10,10 @@ import pytest
 from app import loading
 from app.loading import divide, make_client
 from app.settings import Settings
-from engine.client import ThreadClient
-from engine.data_parallel import DataParallelClient
 from engine.errors import ConfigError
-from engine.process_client import ProcessClient
+from engine.transport.client import ThreadClient
+from engine.transport.data_parallel import DataParallelClient
+from engine.transport.process_client import ProcessClient
 from gpu.weights import ModelFiles
 from gpu.weights.progress import no_progress
 

@@ -25,8 +25,8 @@ import msgspec
 import app.loading
 from app import main
 from app.settings import Settings
-from engine.executor import Executor
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.core.executor import Executor
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.weights import ModelFiles
 from tests.engine.simulated import SimulatedExecutor
 
@@ -105,7 +105,7 @@ class Panic(BaseException):
 
 
 class FaultyExecutor:
-    """An `engine.executor.Executor` around another one."""
+    """An `engine.core.executor.Executor` around another one."""
 
     def __init__(self, inner: Any, path: Path, *, max_model_len: int, summary: str) -> None:
         self.max_model_len = max_model_len

@@ -12,11 +12,11 @@ import anyio
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-import engine.channel
-from engine.config import EngineConfig
-from engine.core import EngineCore
+import engine.transport.channel
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams, SchedulerStats
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 from tests.engine.simulated import SimulatedExecutor
 from tests.engine.simulated_ahead import QueueingExecutor
 
@@ -165,7 +165,7 @@ class FinishedRequest:
 
 
 class RecordingObserver:
-    """An `engine.observer.Observer` that remembers everything."""
+    """An `engine.frontend.observer.Observer` that remembers everything."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []
@@ -223,5 +223,5 @@ def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
         return count
 
-    monkeypatch.setattr(engine.channel, "threadsafe_call_soon", counting)
+    monkeypatch.setattr(engine.transport.channel, "threadsafe_call_soon", counting)
     return wake_ups

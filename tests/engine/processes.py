@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.async_llm import AsyncLLM
-from engine.client import EngineClient, ThreadClient
-from engine.data_parallel import DataParallelClient
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest
-from engine.process_client import ProcessClient
-from engine.wire import Report
+from engine.transport.client import EngineClient, ThreadClient
+from engine.transport.data_parallel import DataParallelClient
+from engine.transport.process_client import ProcessClient
+from engine.transport.wire import Report
 from tests.engine.helpers import RecordingObserver, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 from tests.engine.simulated_process import COMMAND, Simulation, build

@@ -19,8 +19,8 @@ import jsonschema
 import numpy as np
 import pydantic
 
-from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
+from engine.frontend.detokenizer import Vocabulary
 from engine.structured import GrammarCompiler
 from protocol.structured import json_schema
 from tests.engine.helpers import byte_level_tokenizer

@@ -10,12 +10,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.async_llm import AsyncLLM
-from engine.client import ThreadClient
-from engine.core import EngineCore
+from engine.core.core import EngineCore
+from engine.frontend.async_llm import AsyncLLM
+from engine.frontend.output_processor import RequestStream
 from engine.messages import EngineCoreRequest, RequestOutput
-from engine.output_processor import RequestStream
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
+from engine.transport.client import ThreadClient
 from tests.engine.helpers import (
     RecordingObserver,
     assert_nothing_left,

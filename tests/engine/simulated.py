@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import FinishReason, SamplingParams, TokenLogprobs
-from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = 2**64 - 1
 _EMPTY = 0x9E3779B97F4A7C15  # the digest of no tokens
@@ -70,7 +70,7 @@ class _Finished:
 
 
 class SimulatedExecutor:
-    """An `engine.executor.Executor` over simulated KV memory.
+    """An `engine.core.executor.Executor` over simulated KV memory.
 
     `before_step` is called with each plan after its diffs have been applied and before anything is computed; it may
     wait (a slow device) or raise (a broken one). `plans` keeps every plan, `computed` counts how many tokens of each

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.core import EngineCore, IsAbandoned
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore, IsAbandoned
 from engine.errors import ConfigError
 from engine.messages import EngineCoreOutputs
-from engine.process_core import serve_parent
-from engine.wire import Report
+from engine.transport.process_core import serve_parent
+from engine.transport.wire import Report
 from tests.engine.simulated import SimulatedExecutor
 
 COMMAND = [sys.executable, "-m", "tests.engine.simulated_process"]

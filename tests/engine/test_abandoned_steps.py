@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 
-from engine.async_llm import AsyncLLM
-from engine.channel import RequestChannel
-from engine.client import ThreadClient
 from engine.commands import AddRequests, FinishRequests
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.transport.channel import RequestChannel
+from engine.transport.client import ThreadClient
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
 from tests.engine.simulated import SimulatedExecutor

@@ -8,13 +8,13 @@ import time
 import anyio
 import pytest
 
-from engine.async_llm import AsyncLLM
-from engine.client import ThreadClient
 from engine.commands import FinishRequests
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import EngineNotReady, InvalidRequest
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
+from engine.transport.client import ThreadClient
 from tests.engine.helpers import (
     FinishedRequest,
     make_core,

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
+from engine.scheduler.block_pool import BlockPool
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

@@ -10,9 +10,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from engine.async_llm import AsyncLLM
 from engine.commands import FinishRequests
 from engine.errors import ConfigError, EngineDead, EngineNotReady, InvalidRequest
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import Serving, Where, client, engines_of_this_process, serving

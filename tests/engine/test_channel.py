@@ -8,9 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from engine.channel import RequestChannel
 from engine.commands import AddRequests, Close, Event, FinishRequests
 from engine.messages import EngineReady, FinishReason
+from engine.transport.channel import RequestChannel
 from tests.engine.helpers import count_wake_ups, make_request, until
 
 pytestmark = pytest.mark.anyio

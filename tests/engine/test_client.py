@@ -10,11 +10,11 @@ from typing import Any
 import anyio
 import pytest
 
-from engine.async_llm import AsyncLLM
-from engine.client import ThreadClient
-from engine.core import EngineCore, IsAbandoned
+from engine.core.core import EngineCore, IsAbandoned
 from engine.errors import EngineDead
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, FinishReason
+from engine.transport.client import ThreadClient
 from tests.engine.helpers import count_wake_ups, make_request
 from tests.engine.serving import TOKENIZER, collect, read_one, running
 

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.channel
-import engine.child
-import engine.core
-import engine.process_core
-import engine.wire
+import engine.core.core
+import engine.transport.channel
+import engine.transport.child
+import engine.transport.process_core
+import engine.transport.wire
 from engine.commands import (
     AddRequests,
     Answer,
@@ -48,9 +48,9 @@ from engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from engine.scheduler.step_budget import StepBudget
 from engine.snapshot import EngineSnapshot
-from engine.step_budget import StepBudget
-from engine.wire import decoder, encoder
+from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until
 from tests.engine.processes import Where, client
 from tests.engine.serving import MAX_MODEL_LEN, VOCAB_SIZE

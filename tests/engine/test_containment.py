@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
+from engine.core.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated import SimulatedExecutor, expected_output
 

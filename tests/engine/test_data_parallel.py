@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-import engine.data_parallel
-from engine.async_llm import AsyncLLM
+import engine.transport.data_parallel
 from engine.errors import ConfigError, EngineDead, EngineNotReady
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_of, replicas, serving
@@ -115,7 +115,7 @@ async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back
 
 
 async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.data_parallel, "RESTART_SECONDS", 0.2)
+    monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.2)
     parallel = replicas(2)
     async with serving(parallel) as both:
         for index in range(2):
@@ -128,8 +128,8 @@ async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.M
 
 
 async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.data_parallel, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(engine.data_parallel, "MAX_DEATHS", 2)
+    monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(engine.transport.data_parallel, "MAX_DEATHS", 2)
     parallel = replicas(2)
     async with serving(parallel) as both:
         for _ in range(3):

@@ -7,11 +7,11 @@ import types
 import pytest
 from msgspec.structs import replace
 
-import engine.core
-from engine.core import EngineCore
-from engine.deadlines import Deadlines
+import engine.core.core
+from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from engine.plan import SchedulerOutput
+from engine.scheduler.deadlines import Deadlines
+from engine.scheduler.plan import SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated import expected_output
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(engine.core, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(engine.core.core, "time", types.SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from engine.detokenizer import StopStrings, Vocabulary
+from engine.frontend.detokenizer import StopStrings, Vocabulary
+from engine.frontend.output_processor import OutputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput, SchedulerStats
-from engine.output_processor import OutputProcessor
 from tests.engine.helpers import byte_level_tokenizer, make_request, sentencepiece_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()

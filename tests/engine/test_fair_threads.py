@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engine.fair_threads import FairThreads, current_tenant
+from engine.frontend.fair_threads import FairThreads, current_tenant
 
 pytestmark = pytest.mark.anyio
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 from msgspec.structs import replace
 
-from engine.core import EngineCore
-from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
+from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,

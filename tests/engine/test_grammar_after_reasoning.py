@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.detokenizer import Vocabulary
+from engine.frontend.detokenizer import Vocabulary
 from engine.messages import StructuredOutput, StructuredOutputKind
 from engine.structured import GrammarCompiler
 from protocol.structured import Tag, choice, json_schema, tagged_json

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import InvalidRequest, RequestFailed
-from engine.llm import LLM
+from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, simulated
 from tests.engine.simulated import expected_output
 

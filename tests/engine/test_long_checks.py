@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 from tokenizers import Encoding, Tokenizer
 
-from engine.async_llm import INLINE_MICROSECONDS
-from engine.input_processor import InputProcessor
+from engine.frontend.async_llm import INLINE_MICROSECONDS
+from engine.frontend.input_processor import InputProcessor
 from engine.messages import MAX_N, EngineCoreRequest, RequestOutput
 from tests.engine.helpers import make_request, until
 from tests.engine.serving import TOKENIZER, VOCAB_SIZE, Running, collect, read_one, running

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.core import EngineCore
-from engine.fairness import OUTPUT_TOKEN_COST
+from engine.core.core import EngineCore
+from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from tests.engine.helpers import make_core, make_request, simulated
 from tests.engine.test_fairness import first_seats, request_of, run_alone, seats_held
 

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.async_llm import AsyncLLM
 from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot
 from engine.errors import ConfigError, EngineDead
+from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, FinishReason
-from engine.process_client import ProcessClient
-from engine.wire import decoder, encoder
+from engine.transport.process_client import ProcessClient
+from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import TOKENIZER, collect
@@ -90,7 +90,7 @@ async def test_how_far_loading_is_is_told_in_order() -> None:
 async def test_leaving_waits_for_the_step_in_progress_but_not_for_one_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.process_client.END_SECONDS", 0.2)
+    monkeypatch.setattr("engine.transport.process_client.END_SECONDS", 0.2)
     hang = tmp_path / "hang"
     async with serving("process", hang_while=str(hang)) as engine:
         pid = engine.client.pid

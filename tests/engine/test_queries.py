@@ -11,12 +11,12 @@ from typing import Any
 import anyio
 import pytest
 
-from engine.client import EngineClient
 from engine.commands import GetSnapshot
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import EngineDead, RequestFailed, StepAbandoned
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 from engine.snapshot import EngineSnapshot, StepOutcome
+from engine.transport.client import EngineClient
 from tests.engine.helpers import count_wake_ups, make_core, make_request, simulated, until
 from tests.engine.processes import Serving, Where, client, process_of, replicas, serving
 from tests.engine.serving import Running, collect, running
@@ -150,7 +150,7 @@ async def test_when_the_engine_is_shut_down_who_asks_is_answered_or_told(where: 
 async def test_an_engine_that_hangs_is_killed_and_who_has_asked_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.process_client.END_SECONDS", 0.2)
+    monkeypatch.setattr("engine.transport.process_client.END_SECONDS", 0.2)
     hang = tmp_path / "hang"
     async with anyio.create_task_group() as tasks, serving("process", hang_while=str(hang)) as engine:
         await until(lambda: engine.client.is_asleep)

@@ -6,7 +6,7 @@ import sys
 
 from engine.commands import AddRequests
 from engine.messages import EngineCoreRequest
-from engine.router import CHUNK, EXTRA_LOAD, Router, weights
+from engine.transport.router import CHUNK, EXTRA_LOAD, Router, weights
 from tests.engine.helpers import make_request
 
 ALL = (0, 1, 2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.input_processor import InputProcessor
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
-from engine.plan import SchedulerOutput
-from engine.request import FINISH_REASONS, RequestStatus
-from engine.scheduler import Scheduler
+from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.request import FINISH_REASONS, RequestStatus
+from engine.scheduler.scheduler import Scheduler
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,

@@ -21,13 +21,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
-from engine.input_processor import InputProcessor
+from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.plan import SchedulerOutput
-from engine.request import RequestStatus
+from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.request import RequestStatus
 from tests.engine.helpers import assert_nothing_left, make_request
 from tests.engine.simulated import PlanViolation, SimulatedExecutor, expected_output
 from tests.engine.simulated_ahead import QueueingExecutor

@@ -11,13 +11,11 @@ import anyio
 import pytest
 from anyio import to_thread
 
-from engine.channel import RequestChannel
-from engine.client import run_until_closed
 from engine.commands import AddRequests, Close
-from engine.config import EngineConfig
-from engine.core import MAX_FAILURES_IN_A_ROW, EngineCore
-from engine.detokenizer import Vocabulary
+from engine.core.config import EngineConfig
+from engine.core.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead, StepAbandoned
+from engine.frontend.detokenizer import Vocabulary
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -25,8 +23,10 @@ from engine.messages import (
     StructuredOutput,
     StructuredOutputKind,
 )
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.structured import GrammarCompiler
+from engine.transport.channel import RequestChannel
+from engine.transport.client import run_until_closed
 from tests.engine.helpers import (
     assert_nothing_left,
     byte_level_tokenizer,

@@ -9,11 +9,11 @@ from itertools import count
 
 import pytest
 
-import engine.core
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.plan import SchedulerOutput
-from engine.step_budget import MIN_PREFILL_TOKENS, StepBudget
+import engine.core.core
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.step_budget import MIN_PREFILL_TOKENS, StepBudget
 from tests.engine.helpers import make_request, simulated
 from tests.engine.simulated import SimulatedExecutor
 
@@ -39,7 +39,7 @@ class Device:
         self.hold_up = 0.0  # the next step takes this much longer
         self.seconds: list[float] = []
         self._first_tokens = count(100)  # so that no prompt is found in the prefix cache
-        monkeypatch.setattr(engine.core, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(engine.core.core, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         config = EngineConfig(
             max_model_len=4096,
             max_num_seqs=8,

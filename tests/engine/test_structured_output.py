@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core import EngineCore
-from engine.detokenizer import Vocabulary
+from engine.core.core import EngineCore
 from engine.errors import InvalidRequest
+from engine.frontend.detokenizer import Vocabulary
 from engine.messages import EngineCoreOutput, FinishReason, StructuredOutput, StructuredOutputKind
 from engine.structured import GrammarCompiler, Owner
 from protocol.structured import Tag, choice, json_schema, tagged_json

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core import EngineCore
-from engine.executor import Executor, StepHandle
-from engine.llm import LLM
+from engine.core.core import EngineCore
+from engine.core.executor import Executor, StepHandle
+from engine.frontend.llm import LLM
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-from engine.plan import SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 
 
 class RecordedExecutor:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.llm import LLM
+from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams
-from engine.plan import NewRequestData
+from engine.scheduler.plan import NewRequestData
 from tests.golden.driving import fresh_llm, plans_of
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
@@ -70,7 +70,8 @@ def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle, 
 
 
 def test_a_loop_written_by_hand_says_what_the_engine_says(smollm2, smollm2_oracle, prompts, expected):
-    """Plan, run, pick, bookkeep without engine.scheduler and its block pool: every request has blocks of its own."""
+    """Plan, run, pick, bookkeep without engine.scheduler.scheduler and its block pool: every request has blocks of its
+    own."""
     executor = fresh_llm(smollm2).core.executor
     num_tokens = 24
     tokens = {str(i): list(prompts[i]) for i in range(3)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.llm import LLM, Completion
+from engine.frontend.llm import LLM, Completion
 from engine.messages import FinishReason, SamplingParams
 from tests.golden.driving import fresh_llm
 from tests.golden.oracle import Oracle

@@ -12,8 +12,8 @@ import pytest
 
 from app.loading import core_factory, open_files
 from app.settings import Settings
-from engine.core import EngineCore
-from engine.llm import LLM
+from engine.core.core import EngineCore
+from engine.frontend.llm import LLM
 from engine.messages import EngineCoreRequest, SamplingParams
 from tests.embedded_model import embedded_gguf
 from tests.golden.driving import drive, fresh_core

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.llm import LLM
+from engine.frontend.llm import LLM
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Pooling, SamplingParams
 from tests.golden.driving import Story, drive, fresh_core
 from tests.golden.oracle import Oracle

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from app.loading import core_factory, open_files
 from app.settings import Settings
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest
 from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of

@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 
-from engine.core import EngineCore
-from engine.llm import LLM
+from engine.core.core import EngineCore
+from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from gpu.device import DeviceRunner
 from tests.golden.driving import RecordedExecutor, plans_of
@@ -16,7 +16,7 @@ NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 12, 5, 192
 
 
 class DeviceExecutor:
-    """An `engine.executor.Executor` with a cache of its own around the model of another one."""
+    """An `engine.core.executor.Executor` with a cache of its own around the model of another one."""
 
     num_blocks = NUM_BLOCKS
 

@@ -5,7 +5,7 @@ import re
 
 import jsonschema
 
-from engine.llm import LLM
+from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams, StructuredOutput, StructuredOutputKind
 from protocol.structured import Tag, choice, json_schema, tagged_json
 from tests.golden.driving import fresh_llm

@@ -104,7 +104,7 @@ def _load(path: str, load_format: str, only_open: bool) -> dict[str, object]:
     from app.loading import core_factory, make_grammar_compiler, open_files
     from app.prompts import PromptEncoder
     from app.settings import Settings
-    from engine.llm import LLM
+    from engine.frontend.llm import LLM
     from engine.messages import SamplingParams
 
     settings = Settings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.messages import SamplingParams
-from engine.plan import NewRequestData
+from engine.scheduler.plan import NewRequestData
 from gpu.sampling import SamplingMetadata, SamplingState
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.config import EngineConfig
+from engine.core.core import EngineCore
+from engine.core.executor import StepHandle
 from engine.errors import StepAbandoned
-from engine.executor import StepHandle
 from engine.messages import EngineCoreRequest, FinishReason, Pooling, SamplingParams
-from engine.plan import SchedulerOutput, TokenMasks
+from engine.scheduler.plan import SchedulerOutput, TokenMasks
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.device import DeviceRunner
@@ -61,7 +61,7 @@ class Again:
 
 
 class RunnerExecutor:
-    """An `engine.executor.Executor` around a runner of either kind."""
+    """An `engine.core.executor.Executor` around a runner of either kind."""
 
     num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, EngineDead
-from engine.plan import ModelRunnerOutput, NewRequestData
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData
 from gpu.config import ModelConfig
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions, resolve_device, resolve_dtype

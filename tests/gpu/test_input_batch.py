@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.input_batch import InputBatch, StepInputs
 from tests.gpu.sampling_helpers import new_request
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.messages import TokenLogprobs
-from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.model_runner import ModelRunner
 from tests.gpu.history_model import HistoryModel
 from tests.gpu.sampling_helpers import new_request

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.plan import TokenMasks
+from engine.scheduler.plan import TokenMasks
 from gpu.sampling import logits_mask, sample
 from gpu.sampling.masks import LogitsMask, apply_mask
 from tests.gpu.sampling_helpers import metadata_of, new_request

@@ -20,9 +20,9 @@ from pydantic import SecretStr
 
 from app.settings import Settings
 from app.tenants import Tenants
-from engine.kv_cache_manager import KVCacheManager
 from engine.messages import EngineCoreRequest, SamplingParams
-from engine.request import Request
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.request import Request
 from protocol.chat_template import ChatTemplate, ChatTemplateError
 from tests.server.harness import Server
 from tests.server.tiny_model import CONTEXT, VOCABULARY, tiny_server

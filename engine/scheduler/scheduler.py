@@ -7,14 +7,14 @@ resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
 (so that no prefill delays a stream), then waiting requests, by fair share of their tenant, the tenant's own priority,
-and arrival (`engine/waiting_queue.py`).
+and arrival (`engine/scheduler/waiting_queue.py`).
 
-When blocks run out, the running request of the worst rank (`engine/preemption.py`) is preempted: its blocks are given
-back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never preempted for its
-own sake; it waits with its blocks while those before it go on. In a step ranks change only when somebody is preempted,
-so who has waited as the worst is the next victim, and whoever is left in the end has all the room: one request of
-`max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more than its share of the
-seats gives one up when a tenant that holds less than its own is waiting.
+When blocks run out, the running request of the worst rank (`engine/scheduler/preemption.py`) is preempted: its blocks
+are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
+preempted for its own sake; it waits with its blocks while those before it go on. In a step ranks change only when
+somebody is preempted, so who has waited as the worst is the next victim, and whoever is left in the end has all the
+room: one request of `max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more
+than its share of the seats gives one up when a tenant that holds less than its own is waiting.
 
 Nothing here raises for one request's sake: what is wrong with a request ends that request.
 
@@ -26,18 +26,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from engine.config import EngineConfig
-from engine.deadlines import Deadlines
-from engine.fairness import OUTPUT_TOKEN_COST, TenantShares
-from engine.in_flight import StepsInFlight
-from engine.kv_cache_manager import KVCacheManager
+from engine.core.config import EngineConfig
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats, TokenLogprobs
-from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from engine.plan_draft import PlanDraft
-from engine.preemption import worst_ranked
-from engine.request import FINISH_REASONS, Request, RequestStatus
+from engine.scheduler.deadlines import Deadlines
+from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
+from engine.scheduler.in_flight import StepsInFlight
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.scheduler.plan_draft import PlanDraft
+from engine.scheduler.preemption import worst_ranked
+from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
+from engine.scheduler.waiting_queue import WaitingQueue
 from engine.structured import TokenMatcher
-from engine.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -159,8 +159,8 @@ class Scheduler:
     ) -> SchedulerOutput:
         """The plan of the next step. Each is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
-        It may be made while the step before it is in flight (`engine/in_flight.py`), but not while two are. Then it
-        holds no request whose latest token has to be known first, and may be empty though there is work.
+        It may be made while the step before it is in flight (`engine/scheduler/in_flight.py`), but not while two are.
+        Then it holds no request whose latest token has to be known first, and may be empty though there is work.
 
         `max_prefill_tokens` bounds what requests further behind than one token get while others decode.
         `seconds_per_prefill_token` is the measured speed, by which waiting requests that cannot keep their

@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 import anyio
 import msgspec
 
-from engine.channel import Deliver
-from engine.client import EngineClient
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.errors import EngineDead, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
-from engine.router import Router, weights
+from engine.transport.channel import Deliver
+from engine.transport.client import EngineClient
+from engine.transport.router import Router, weights
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import anyio
 
-from engine.detokenizer import StopStrings, Vocabulary
+from engine.frontend.detokenizer import StopStrings, Vocabulary
+from engine.frontend.observer import NullObserver, Observer
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -27,7 +28,6 @@ from engine.messages import (
     RequestOutput,
     TokenLogprobs,
 )
-from engine.observer import NullObserver, Observer
 
 Listener = Callable[[Collection[RequestOutput]], bool]
 """Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.fairness import TenantShares
-from engine.request import Request
+from engine.scheduler.fairness import TenantShares
+from engine.scheduler.request import Request
 
 
 def worst_ranked(candidates: Iterable[Request], shares: TenantShares, num_running: int) -> Request | None:

@@ -1,7 +1,7 @@
 """The engine's side of a process boundary: the main of a process that is nothing but one engine.
 
     input thread    DEALER → msgpack → Inbox  commands
-    main thread     `engine.client.live`      loads the model and makes every step
+    main thread     `engine.transport.client.live`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
 The process belongs to its parent and ends only by its word: it ignores SIGINT and SIGTERM, which reach a whole group at
@@ -25,12 +25,12 @@ from typing import Any, NoReturn
 
 import zmq
 
-from engine.channel import Inbox
-from engine.client import live
 from engine.commands import Command, Event, LoadingProgress
-from engine.core import EngineCore
-from engine.heartbeat import Heartbeat
-from engine.wire import DOWN, HEARTBEAT, UP, Report, decoder, encoder
+from engine.core.core import EngineCore
+from engine.core.heartbeat import Heartbeat
+from engine.transport.channel import Inbox
+from engine.transport.client import live
+from engine.transport.wire import DOWN, HEARTBEAT, UP, Report, decoder, encoder
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def serve_parent(build: Build) -> NoReturn:
 
 
 class ProcessChannel(Inbox):
-    """An `engine.channel.EngineChannel` to the process that started this one."""
+    """An `engine.transport.channel.EngineChannel` to the process that started this one."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()

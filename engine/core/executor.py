@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class StepHandle(Protocol):

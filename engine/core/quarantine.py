@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from engine.request import Request
+from engine.scheduler.request import Request
 
 
 class Quarantine:

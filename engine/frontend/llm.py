@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from engine.core import EngineCore
-from engine.detokenizer import Vocabulary
+from engine.core.core import EngineCore
 from engine.errors import RequestFailed
-from engine.input_processor import InputProcessor
+from engine.frontend.detokenizer import Vocabulary
+from engine.frontend.input_processor import InputProcessor
+from engine.frontend.output_processor import OutputProcessor, RequestStream
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from engine.output_processor import OutputProcessor, RequestStream
 
 OnStep = Callable[[int, int], None]
 """Is told after each step how many prompts have finished, and how many tokens have been generated so far."""

@@ -2,7 +2,7 @@
 
 `EngineClient` is the interface; `ThreadClient` runs the engine in one worker thread of this process, for its whole
 life: the model is loaded there, every step runs there, and the thread's end is the engine's end. Its twin is
-`engine.process_client`, and `live` is the life that both give an engine.
+`engine.transport.process_client`, and `live` is the life that both give an engine.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.channel import Deliver, EngineChannel, RequestChannel
 from engine.commands import Answer, Close, Command, EngineDied, Question
-from engine.core import EngineCore
+from engine.core.core import EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineReady
-from engine.queries import Queries
+from engine.transport.channel import Deliver, EngineChannel, RequestChannel
+from engine.transport.queries import Queries
 
 
 class EngineClient(Protocol):

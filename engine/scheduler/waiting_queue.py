@@ -1,8 +1,8 @@
 """Requests that wait for a seat, in the order in which they will get one.
 
 First by precedence, which a client cannot choose; within a precedence the tenants take turns by what they have been
-served (`engine.fairness`); within a tenant by its own priorities, and then by arrival, those that were preempted before
-all others.
+served (`engine.scheduler.fairness`); within a tenant by its own priorities, and then by arrival, those that were
+preempted before all others.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 
-from engine.fairness import TenantShares
-from engine.request import Request, RequestStatus
+from engine.scheduler.fairness import TenantShares
+from engine.scheduler.request import Request, RequestStatus
 
 Line = OrderedDict[str, Request]
 

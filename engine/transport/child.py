@@ -1,7 +1,7 @@
 """The front end's hold on one engine process: the process itself, its sockets, its heartbeat and its lifeline.
 
-Made and used by `engine.process_client` on one event loop. It owns everything that has to be gone at the end; whatever
-happens, leaving its block leaves neither a process nor a file.
+Made and used by `engine.transport.process_client` on one event loop. It owns everything that has to be gone at the end;
+whatever happens, leaving its block leaves neither a process nor a file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import anyio
 import zmq
 
 from engine.commands import Command, Event
-from engine.heartbeat import Heartbeat
-from engine.wire import DOWN, HEARTBEAT, UP, decoder, encoder
+from engine.core.heartbeat import Heartbeat
+from engine.transport.wire import DOWN, HEARTBEAT, UP, decoder, encoder
 
 _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 

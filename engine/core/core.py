@@ -26,17 +26,17 @@ from engine.commands import (
     GetSnapshot,
     ResetPrefixCache,
 )
-from engine.config import EngineConfig
+from engine.core.config import EngineConfig
+from engine.core.executor import Executor, Prepares, StepHandle
+from engine.core.heartbeat import Heartbeat
+from engine.core.quarantine import Quarantine
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
-from engine.executor import Executor, Prepares, StepHandle
-from engine.heartbeat import Heartbeat
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
-from engine.plan import ModelRunnerOutput, SchedulerOutput
-from engine.quarantine import Quarantine
-from engine.request import FINISH_REASONS
-from engine.scheduler import Scheduler
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.request import FINISH_REASONS
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_budget import StepBudget
 from engine.snapshot import EngineSnapshot, PastStep, StepOutcome
-from engine.step_budget import StepBudget
 from engine.structured import GrammarCompiler, StructuredOutputManager
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from engine.request import Request
+from engine.scheduler.request import Request
 
 
 class Deadlines:

@@ -20,13 +20,13 @@ import anyio
 from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
-from engine.channel import wait_done
-from engine.client import EngineClient
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
-from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
-from engine.fair_threads import FairThreads
-from engine.input_processor import InputProcessor
+from engine.frontend.detokenizer import Vocabulary
+from engine.frontend.fair_threads import FairThreads
+from engine.frontend.input_processor import InputProcessor
+from engine.frontend.observer import NullObserver, Observer
+from engine.frontend.output_processor import OutputProcessor, RequestStream
 from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -35,9 +35,9 @@ from engine.messages import (
     SchedulerStats,
     StructuredOutput,
 )
-from engine.observer import NullObserver, Observer
-from engine.output_processor import OutputProcessor, RequestStream
 from engine.structured import GrammarCompiler, Owner
+from engine.transport.channel import wait_done
+from engine.transport.client import EngineClient
 
 CHECKING_THREADS = 2  # for requests that are long to check
 INLINE_MICROSECONDS = 2000  # of checking; about what a hop to another thread and back may cost under load

@@ -11,8 +11,8 @@ import secrets
 from array import array
 from hashlib import blake2b
 
-from engine.block_pool import BlockPool
-from engine.request import Request
+from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.request import Request
 
 _DIGEST_SIZE = 16
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import anyio
 from anyio import to_thread
 
-from engine.channel import threadsafe_call_soon
+from engine.transport.channel import threadsafe_call_soon
 
 T = TypeVar("T")
 

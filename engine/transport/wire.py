@@ -3,7 +3,8 @@
     down   the setup, which is plain data, then commands   ROUTER → DEALER
     up     events                                          PUSH → PULL
 
-Who imports it: `engine.process_client` and `engine.child` above, `engine.process_core` below.
+Who imports it: `engine.transport.process_client` and `engine.transport.child` above, `engine.transport.process_core`
+below.
 """
 
 from __future__ import annotations

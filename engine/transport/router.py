@@ -1,6 +1,7 @@
 """Which of several engines runs a request: the one that knows the beginning of its prompt, unless it has much to do.
 
-Pure bookkeeping on the front end's thread, without clock or chance. `engine.data_parallel` owns the one there is.
+Pure bookkeeping on the front end's thread, without clock or chance. `engine.transport.data_parallel` owns the one there
+is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
 
-`ProcessClient` is the twin of `engine.client.ThreadClient`. The other end is `engine.process_core`.
+`ProcessClient` is the twin of `engine.transport.client.ThreadClient`. The other end is `engine.transport.process_core`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 import anyio
 
-from engine.channel import Deliver
-from engine.child import Child
 from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
+from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
-from engine.heartbeat import Heartbeat
 from engine.messages import EngineReady
-from engine.queries import Queries
-from engine.wire import Report
+from engine.transport.channel import Deliver
+from engine.transport.child import Child
+from engine.transport.queries import Queries
+from engine.transport.wire import Report
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
@@ -29,7 +29,8 @@ CUT_OFF_SECONDS = 0.05
 
 
 class ProcessClient:
-    """An engine in a child process, which `command` starts and which calls `engine.process_core.serve_parent`.
+    """An engine in a child process, which `command` starts and which calls
+    `engine.transport.process_core.serve_parent`.
 
     `setup` is plain data for the child; it holds no secrets. `on_progress` hears on the event loop how far loading is.
     The child's death, by whatever cause, is known at once; this process' death ends the child.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.plan import NewRequestData, SchedulerOutput
-from engine.request import Request
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.request import Request
 
 
 class PlanDraft:

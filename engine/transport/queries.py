@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import anyio
 
-from engine.channel import Deliver
 from engine.commands import Answer, Answered, Ask, Command, EngineDied, Event, Question
 from engine.errors import EngineDead, RequestFailed
 from engine.messages import EngineReady
+from engine.transport.channel import Deliver
 
 
 class Queries:

@@ -1,0 +1,10 @@
+"""The engine's loop: schedule, submit, update, and what keeps it alive when a step fails.
+
+Runs on the engine's thread, in the server or in a process of its own. Reading order:
+
+config      the numbers that an engine is made with
+executor    the seam: who computes a plan
+heartbeat   what tells from outside whether steps are made
+quarantine  finds the request that makes steps fail
+core        `EngineCore.step`
+"""

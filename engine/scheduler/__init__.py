@@ -1,0 +1,17 @@
+"""Who runs in the next step, for how many tokens, in which blocks. Pure bookkeeping: no clock, no thread, no device.
+
+Used by `engine.core` on the engine's thread. Reading order:
+
+request           live state of one request: tokens, how many are computed, status, block table
+plan              what a step computes, and what it gave
+plan_draft        a plan while it is being made
+block_pool        KV blocks: reference counts, the free list, the index by hash
+kv_cache_manager  which blocks a request has, needs and shares
+fairness          what each tenant was served, and who is owed
+waiting_queue     requests that wait for a running slot
+preemption        who gives way when blocks or running slots run out
+deadlines         who is out of time
+step_budget       how much prefill a step can afford beside running streams
+in_flight         what has been planned and not yet accounted for
+scheduler         all of it together: `schedule` and `update`
+"""

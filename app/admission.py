@@ -66,7 +66,7 @@ class Pace:
         return self._starts / self._seconds if self._seconds > 0.0 else 0.0
 
 
-class Place:
+class QueueTicket:
     """A request's place in the queue. `begin` is called with the first output of each choice, `leave` when its scope is
     left."""
 
@@ -94,7 +94,7 @@ class Place:
 
 
 class Admission:
-    """The queue's books. Limits count choices and prompt tokens that wait for their first output.
+    """The queue's accounting. Limits count choices and prompt tokens that wait for their first output.
 
     `tenants` are all there are. `on_refused` is told of every refusal that is answered with 429.
     """
@@ -120,29 +120,29 @@ class Admission:
         return self.places.is_full or (everybody_waits and self.tokens.is_full)
 
     @contextmanager
-    def queue(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> Iterator[Place]:
-        """Hold a place in the queue. `patience` is how many seconds the request has to its first token.
+    def queue(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None) -> Iterator[QueueTicket]:
+        """Hold a place in the queue. `timeout` is how many seconds the request has to its first token.
 
         Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
         could never be one.
         """
         self._advance(tenant)
-        self._check(tenant, choices, tokens, patience)
-        place = Place(self, tenant, choices, tokens)
+        self._check(tenant, choices, tokens, timeout)
+        ticket = QueueTicket(self, tenant, choices, tokens)
         self._num_waiting_tenants += not self.places.taken_by(tenant.name)
         self.places.take(tenant.name, choices)
         self.tokens.take(tenant.name, tokens)
         try:
-            yield place
+            yield ticket
         finally:
-            place.leave()
+            ticket.leave()
 
-    def release(self, place: Place, choices: int, tokens: int, *, started: bool) -> None:
-        """Called by a Place, for a part of it."""
-        name = place.tenant.name
-        self._advance(place.tenant)
-        place.choices -= choices
-        place.tokens -= tokens
+    def release(self, ticket: QueueTicket, choices: int, tokens: int, *, started: bool) -> None:
+        """Called by a QueueTicket, for a part of it."""
+        name = ticket.tenant.name
+        self._advance(ticket.tenant)
+        ticket.choices -= choices
+        ticket.tokens -= tokens
         self.places.take(name, -choices)
         self.tokens.take(name, -tokens)
         self._num_waiting_tenants -= not self.places.taken_by(name)
@@ -155,7 +155,7 @@ class Admission:
         pace = self._paces.setdefault(tenant.name, Pace())
         pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
-    def _check(self, tenant: Tenant, choices: int, tokens: int, patience: float | None) -> None:
+    def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None) -> None:
         name = tenant.name
         own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
         possible = min(own_limit, self.places.most_for(name))
@@ -171,11 +171,11 @@ class Admission:
         if own and not self.tokens.fits(name, tokens):
             raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
         rate = self._paces[name].per_second  # its own: by their shares, nobody waits for the queue of another
-        if patience is not None and rate > 0 and own / rate > max(patience, 0.0):
+        if timeout is not None and rate > 0 and own / rate > max(timeout, 0.0):
             raise self._refusal(
                 tenant,
                 Limit.DEADLINE,
-                f"The queue is too long for a first token within {patience:g} s: "
+                f"The queue is too long for a first token within {timeout:g} s: "
                 f"{own} wait and {rate:.2g} start per second.",
             )
 

@@ -22,12 +22,12 @@ from starlette.routing import Route
 from app.connections import ConnectionGuard
 from app.endpoint import Endpoint, refuse_with
 from app.event_loop import measure_lag
-from app.hypercorn_fixes import (
+from app.hypercorn_patches import (
     drain_before_shutdown,
     end_parent,
     end_with_parent,
-    mend_connections,
     outlive_lack_of_descriptors,
+    patch_hypercorn,
 )
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
@@ -63,12 +63,12 @@ def create_app(settings: Settings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         # Here and not earlier: only now is the worker imported that serves this application.
-        mend_connections(guard)
+        patch_hypercorn(guard)
         outlive_lack_of_descriptors()
         drain_before_shutdown(shutdown.wait_and_drain, guard)
         end_with_parent()
         async with anyio.create_task_group() as task_group:
-            task_group.start_soon(server.live)
+            task_group.start_soon(server.run)
             task_group.start_soon(server.watch_requests)
             task_group.start_soon(guard.watch)
             task_group.start_soon(measure_lag, server.metrics.on_loop_lag)

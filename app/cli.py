@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
-    from app.lasting import lasting_import
+    from app.frozen_imports import frozen_imports
 
-    with lasting_import("app.application"):
+    with frozen_imports("app.application"):
         from app.runner import bind, run
 
         listener = bind(settings)  # before anything is loaded: a port in use is known at once

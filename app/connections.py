@@ -1,8 +1,8 @@
 """Every open connection: how many there may be, and how long each may keep the server waiting.
 
-`app.hypercorn_fixes` tells the guard of each connection, `app.application` runs it. Two ideas carry it. A connection is
-idle while no request on it is being answered; and who keeps the server waiting for longest makes room for a newcomer.
-What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
+`app.hypercorn_patches` tells the guard of each connection, `app.application` runs it. Two ideas carry it. A connection
+is idle while no request on it is being answered; and who keeps the server waiting for longest makes room for a
+newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
 
 1. A connection without a request is closed after Hypercorn's `keep_alive_timeout`, whatever else comes in on it: the
    time runs from its opening or from its last answer, and only a whole head of a request stops it.
@@ -12,7 +12,7 @@ What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
 4. There are never more than `max_connections`, nor `max_connections_per_address` from one address. A newcomer takes the
    place of whoever has been idle for longest, else of whoever has left its request or its answer waiting for longest;
    only if all are being served is it refused, in the words of all other errors.
-5. When the server ends, idle connections are closed at once and all others before Hypercorn's own patience ends.
+5. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class ConnectionGuard:
 
     async def watch(self) -> None:
         """Hold every connection to its limits, until cancelled."""
-        patience = min(self._send_timeout, self._head_timeout, 8.0)
+        timeout = min(self._send_timeout, self._head_timeout, 8.0)
         while True:
-            await anyio.sleep(patience / 8 if self._ending_since is None else 0.1)
+            await anyio.sleep(timeout / 8 if self._ending_since is None else 0.1)
             self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:

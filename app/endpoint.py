@@ -1,5 +1,5 @@
-"""The ASGI applications behind all paths: a handler in a request scope with the books of each request afterwards, and
-the refusal of what no handler takes, in a scope as well."""
+"""The ASGI applications behind all paths: a handler in a request scope with the accounting of each request afterwards,
+and the refusal of what no handler takes, in a scope as well."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Endpoint:
             await request.run(self._handler)
         finally:
             self._server.leave(request)
-            self._book(request)
+            self._account(request)
 
-    def _book(self, request: RequestScope) -> None:
+    def _account(self, request: RequestScope) -> None:
         now = time.monotonic()
         status = request.status if request.status is not None else CLIENT_GONE
         self._server.metrics.on_http_request(self._route, request.method, status)
-        generation = request.generation
+        generation = request.outputs
         if generation is not None:
             self._server.timelines.keep(request, status)
             self._server.tracer.record(

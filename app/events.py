@@ -26,18 +26,18 @@ class EventStream:
         request: RequestScope,
         *,
         keep_alive: float,
-        last_words: Callable[[ApiError], bytes],
+        error_frame: Callable[[ApiError], bytes],
     ) -> None:
         self._request = request
         self._keep_alive = keep_alive
-        self._last_words = last_words
+        self._error_frame = error_frame
         self._last_sent = time.monotonic()
         self.started = False
 
     async def start(self) -> None:
         """Send the headers, and keep the connection alive from now on."""
         self.started = True
-        await self._request.start_stream(CONTENT_TYPE, last_words=self._last_words)
+        await self._request.start_stream(CONTENT_TYPE, error_frame=self._error_frame)
         self._last_sent = time.monotonic()
         self._request.on_tick = self._keep_alive_if_silent
 

@@ -1,7 +1,8 @@
 """From a parsed body to tokens to an answer, for every wire format.
 
-A route says what it wants in a `Generation`: the knobs, how to tokenize, and who writes the answer. Everything between
-is here once, so that a place in the queue, deadlines, cancellation, keep-alive and slow readers hold on every route.
+A route says what it wants in a `GenerationTask`: the knobs, how to tokenize, and who writes the answer. Everything
+between is here once, so that a place in the queue, deadlines, cancellation, keep-alive and slow readers hold on every
+route.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class BodyWriter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationTask:
     """What one HTTP request wants of the engine, and who writes its answer.
 
     `body` has the knobs; a wire format of its own translates into it. `num_characters` estimates the prompts' length
@@ -119,7 +120,7 @@ def encode_prompts(
     """A `Tokenize` for texts and token ids. `truncated` cuts token ids, given the longest context."""
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
-        longest = model.measures.max_model_len
+        longest = model.engine_info.max_model_len
         token_ids = await model.prompts.encode_texts(
             prompts, longest, param=param, add_special_tokens=add_special_tokens
         )
@@ -128,7 +129,7 @@ def encode_prompts(
     return tokenize
 
 
-async def generate(server: Server, request: RequestScope, work: Generation) -> None:
+async def generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
     """Queue, tokenize, open the engine's stream, answer from it.
 
     Raises InvalidRequest in the words of `work.body`, and ApiError.
@@ -139,21 +140,21 @@ async def generate(server: Server, request: RequestScope, work: Generation) -> N
         raise work.body.in_client_words(error) from None
 
 
-async def _generate(server: Server, request: RequestScope, work: Generation) -> None:
+async def _generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
     model = server.model
     body = work.body
-    request.generation_id = work.request_id
-    sampling = await server.workload.read(request, lambda: body.to_sampling_params(model.measures.vocab_size))
+    request.answer_id = work.request_id
+    sampling = await server.workload.read(request, lambda: body.to_sampling_params(model.engine_info.vocab_size))
     deadline, first_token_deadline = _deadlines(server, request, body)
-    patience = min(deadline, first_token_deadline) - time.monotonic()
+    timeout = min(deadline, first_token_deadline) - time.monotonic()
     priority = body.priority if "priority" in body.model_fields_set else _header_priority(request)
     tenant = request.tenant
     with server.admission.queue(
         tenant,
         choices=body.n * work.num_prompts,
         tokens=work.num_characters // CHARACTERS_PER_TOKEN,
-        patience=None if math.isinf(patience) else patience,
-    ) as place:
+        timeout=None if math.isinf(timeout) else timeout,
+    ) as ticket:
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         prompts = await work.tokenize(model)
@@ -162,7 +163,7 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
                 request, partial(body.with_syntax, sampling, model.prompts.syntax, _prompt_end(model, prompts[0]))
             )
         num_prompt_tokens = sum(map(len, prompts))
-        place.count_tokens(num_prompt_tokens)
+        ticket.count_tokens(num_prompt_tokens)
         body.check_prompt_logprobs(num_prompt_tokens)
         core_requests = [
             EngineCoreRequest(
@@ -183,13 +184,13 @@ async def _generate(server: Server, request: RequestScope, work: Generation) -> 
             for number, prompt in enumerate(prompts)
         ]
         async with model.llm.stream(*core_requests) as outputs:
-            request.generation = outputs
-            outputs.on_begin = place.begin
+            request.outputs = outputs
+            outputs.on_begin = ticket.begin
             answer = _send_events if body.stream else _send_whole
             await answer(server, request, work, outputs)
 
 
-async def _send_whole(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
+async def _send_whole(server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream) -> None:
     await outputs.wait_finished()
     deltas = outputs.drain()
     if outputs.error is not None:
@@ -210,18 +211,18 @@ def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
     return outputs.num_prompt_tokens if body.echo or body.return_token_ids else 0
 
 
-async def _send_events(server: Server, request: RequestScope, work: Generation, outputs: RequestStream) -> None:
+async def _send_events(server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream) -> None:
     settings = server.settings
     assert work.event_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.event_writer, outputs))
     events = EventStream(
         request,
         keep_alive=settings.sse_keep_alive or math.inf,
-        last_words=lambda error: writer.fail(error, outputs.drain()),
+        error_frame=lambda error: writer.fail(error, outputs.drain()),
     )
-    with anyio.move_on_after(HEADERS_WITHIN) as patience:
+    with anyio.move_on_after(HEADERS_WITHIN) as wait:
         await outputs.wait()
-    if patience.cancelled_caught:
+    if wait.cancelled_caught:
         await events.start()
 
     def forward(deltas: Collection[RequestOutput]) -> bool:

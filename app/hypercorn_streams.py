@@ -1,6 +1,6 @@
-"""What has to be mended in how Hypercorn 0.18 carries a request's messages, above all over HTTP/2.
+"""What has to be patched in how Hypercorn 0.18 carries a request's messages, above all over HTTP/2.
 
-`app.hypercorn_fixes` applies it with everything else. What it promises, and why Hypercorn does not:
+`app.hypercorn_patches` applies it with everything else. What it promises, and why Hypercorn does not:
 
 1. An upload that was refused before it had arrived does not block its connection. An application that answers and
    ends without reading leaves a queue of ten messages that nobody reads; the eleventh part of the body waits for room
@@ -66,7 +66,7 @@ RESET_BURST = 200
 RESETS_PER_SECOND = 50
 
 
-def mend_streams() -> None:
+def patch_streams() -> None:
     """For every connection that is opened from now on. Idempotent."""
     modules: Any = hypercorn.protocol
     modules.H11Protocol = _Http1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from app.lasting import lasting_import
+from app.frozen_imports import frozen_imports
 from app.settings import Settings, env_name, is_secret
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
@@ -136,7 +136,7 @@ def core_factory(
 
 def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor:
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
-    with lasting_import("gpu.executor"):
+    with frozen_imports("gpu.executor"):
         from gpu.executor import load_executor
         from gpu.model_loader import WorkerOptions
 

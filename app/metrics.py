@@ -4,7 +4,7 @@
 `on_inter_token` are the hot ones, and cost is kept per step where a step can speak for its requests. The children of
 every labelled metric are bound once, here, because looking one up costs more than counting.
 
-The books: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
+Accounting: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
 it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`
 and `generation_tokens_total` are the sum of the usage of all accepted requests, those included: a prompt counts once,
 cached or not, with the first token or, where there never was one, with the end; generated tokens count as they come.
@@ -168,7 +168,7 @@ class Metrics:
         self._prompt_tokens.inc(tokens)
 
     def on_rejection(self, limit: Limit) -> None:
-        """A request was refused because a queue is full. It was never accepted and is in no other book."""
+        """A request was refused because a queue is full. It was never accepted and is in no other metric."""
         self._rejections[limit].inc()
 
     def on_first_token(self, seconds: float) -> None:

@@ -52,7 +52,7 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _TenantLRU:
     """One tenant's responses, the oldest first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
@@ -78,7 +78,7 @@ class ResponseStore:
         self._max_bytes = settings.response_store_bytes
         self._max_age = settings.response_store_age
         self._lock = threading.RLock()  # of the shelves; held for a few lookups, never while anything is made
-        self._shelves: dict[str, _Shelf] = {}
+        self._by_tenant: dict[str, _TenantLRU] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
 
     @property
@@ -90,27 +90,27 @@ class ResponseStore:
         """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept."""
         response = StoredResponse(body, context, time.monotonic() + self._max_age)
         with self._lock:
-            shelf = self._shelves.setdefault(tenant, _Shelf())
-            if response_id in shelf.responses:
-                shelf.drop(response_id)
-            shelf.responses[response_id] = response
-            shelf.num_bytes += response.num_bytes
-            while len(shelf.responses) > self._max_count or shelf.num_bytes > self._max_bytes:
-                shelf.drop(next(iter(shelf.responses)))
+            kept = self._by_tenant.setdefault(tenant, _TenantLRU())
+            if response_id in kept.responses:
+                kept.drop(response_id)
+            kept.responses[response_id] = response
+            kept.num_bytes += response.num_bytes
+            while len(kept.responses) > self._max_count or kept.num_bytes > self._max_bytes:
+                kept.drop(next(iter(kept.responses)))
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of this tenant's, unless it is gone."""
         with self._lock:
             self.expire(time.monotonic())
-            shelf = self._shelves.get(tenant)
-            return shelf.responses.get(response_id) if shelf is not None else None
+            kept = self._by_tenant.get(tenant)
+            return kept.responses.get(response_id) if kept is not None else None
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Forget a response. Returns whether there was one."""
         with self._lock:
             if self.find(tenant, response_id) is None:
                 return False
-            self._shelves[tenant].drop(response_id)
+            self._by_tenant[tenant].drop(response_id)
             return True
 
     @contextmanager
@@ -131,8 +131,8 @@ class ResponseStore:
     def expire(self, now: float) -> None:
         """Drop what is too old. Called every so often, so that the memory of a tenant who is gone comes back."""
         with self._lock:
-            for tenant, shelf in list(self._shelves.items()):
-                while shelf.responses and next(iter(shelf.responses.values())).expires <= now:
-                    shelf.drop(next(iter(shelf.responses)))
-                if not shelf.responses:
-                    del self._shelves[tenant]
+            for tenant, kept in list(self._by_tenant.items()):
+                while kept.responses and next(iter(kept.responses.values())).expires <= now:
+                    kept.drop(next(iter(kept.responses)))
+                if not kept.responses:
+                    del self._by_tenant[tenant]

@@ -20,7 +20,7 @@ import anyio
 from hypercorn.config import Config
 from hypercorn.typing import ASGIFramework
 
-from app.hypercorn_fixes import mend_connections
+from app.hypercorn_patches import patch_hypercorn
 from app.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def run(
         import trio
         from hypercorn.trio import serve as serve_trio
 
-        mend_connections()
+        patch_hypercorn()
         trio.run(partial(serve_trio, asgi, config, shutdown_trigger=trigger))
         return
 
     from hypercorn.asyncio import serve as serve_asyncio
 
-    mend_connections()
+    patch_hypercorn()
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if settings.worker_class == "uvloop":
         import uvloop

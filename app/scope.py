@@ -30,7 +30,7 @@ from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
 from app.dialects import error_body, request_id_headers
-from app.hypercorn_fixes import Connection, current_connection
+from app.hypercorn_patches import Connection, current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
@@ -52,7 +52,7 @@ class _ClientGone(Exception):
 class RequestScope:
     """One HTTP request and its answer.
 
-    `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `generation` is the
+    `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
     engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
     `blocked_seconds` is how long sending had to wait for the client to read.
     """
@@ -63,8 +63,8 @@ class RequestScope:
         "_asgi_send",
         "_body_timeout",
         "_ended_by",
+        "_error_frame",
         "_handler",
-        "_last_words",
         "_max_body_bytes",
         "_num_sending",
         "_receive",
@@ -72,18 +72,18 @@ class RequestScope:
         "_sending_since",
         "_shield",
         "_task_group",
+        "answer_id",
         "arrival_time",
         "blocked_seconds",
         "body",
         "client_gone",
         "connection",
         "error_code",
-        "generation",
-        "generation_id",
         "headers",
         "http_version",
         "method",
         "on_tick",
+        "outputs",
         "path",
         "path_params",
         "query_string",
@@ -117,8 +117,8 @@ class RequestScope:
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
-        self.generation_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
-        self.generation: RequestStream | None = None
+        self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
+        self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
         self.on_tick: Callable[[float], None] | None = None  # what the answer does every so often
         self._receive = receive
@@ -130,7 +130,7 @@ class RequestScope:
         self._send_timeout = send_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
-        self._last_words: Callable[[ApiError], bytes] | None = None
+        self._error_frame: Callable[[ApiError], bytes] | None = None
         self._answered = False  # the last byte is out, or on its way
         self._ended_by: ApiError | None = None
         self.connection: Connection | None = current_connection()
@@ -164,10 +164,10 @@ class RequestScope:
             rest = body[(len(body) - 1) // MAX_PIECE * MAX_PIECE :] if len(body) > MAX_PIECE else body
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
-    async def start_stream(self, content_type: str, *, last_words: Callable[[ApiError], bytes]) -> None:
-        """Begin an answer that is sent piece by piece. `last_words` says how it ends if something goes wrong."""
+    async def start_stream(self, content_type: str, *, error_frame: Callable[[ApiError], bytes]) -> None:
+        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
-        self._last_words = last_words
+        self._error_frame = error_frame
         await self._start_response(200, content_type, (), headers)
 
     async def send_chunk(self, data: bytes) -> None:
@@ -178,7 +178,7 @@ class RequestScope:
     def takes_more(self) -> bool:
         """Whether `send_chunk_now` may be called: the stream has begun, and its connection can take a piece at once."""
         return (
-            self._last_words is not None
+            self._error_frame is not None
             and not self._answered
             and self.connection is not None
             and self.http_version == "1.1"
@@ -210,11 +210,11 @@ class RequestScope:
         self.start_soon(end)
 
     def end(self, error: ApiError, reason: FinishReason) -> None:
-        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the books."""
+        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the metrics."""
         if not self._answered and self._ended_by is None:
             self._ended_by = error
-            if self.generation is not None:
-                self.generation.leave_reason = reason
+            if self.outputs is not None:
+                self.outputs.leave_reason = reason
             self._handler.cancel()
 
     @property
@@ -261,9 +261,9 @@ class RequestScope:
     async def run(self, handler: Handler) -> None:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
         try:
-            with anyio.move_on_after(self._body_timeout) as patience:
+            with anyio.move_on_after(self._body_timeout) as timeout:
                 self.body = await self._read_body()
-            if patience.cancelled_caught:
+            if timeout.cancelled_caught:
                 raise ApiError(
                     408, f"The request body did not arrive within {self._body_timeout:g} s.", code="body_timeout"
                 )
@@ -330,8 +330,8 @@ class RequestScope:
         if self.status is None:
             body = error_body(self.path, api_error, self.request_id)
             await self.send_json(api_error.status, body, api_error.headers)
-        elif self._last_words is not None and not self._answered:
-            await self.end_stream(self._last_words(api_error))
+        elif self._error_frame is not None and not self._answered:
+            await self.end_stream(self._error_frame(api_error))
 
     async def _send(self, message: dict[str, Any]) -> None:
         started = time.monotonic()

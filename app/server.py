@@ -19,7 +19,7 @@ import anyio
 from anyio import to_thread
 
 from app.admission import Admission
-from app.hypercorn_fixes import Connection
+from app.hypercorn_patches import Connection
 from app.loading import make_client, make_grammar_compiler, open_files
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
@@ -41,7 +41,7 @@ from protocol.openai.models import unknown_model
 logger = logging.getLogger(__name__)
 
 # Streams that the engine's death has ended get this long to send their last frame before the process exits.
-LAST_WORDS_SECONDS = 0.5
+ERROR_FRAME_SECONDS = 0.5
 
 SHUTTING_DOWN = ApiError(
     503, "The server is shutting down.", code="shutting_down", headers={"connection": "close", "retry-after": "5"}
@@ -70,7 +70,7 @@ class ServedModel:
     prompts: PromptEncoder
     root: str  # the weights' own name
     embedding_size: int
-    measures: EngineReady
+    engine_info: EngineReady
 
 
 @dataclass(kw_only=True)
@@ -185,11 +185,11 @@ class Server:
         """
         ended = 0
         for request in list(self._open_requests):
-            if request is but or {request.request_id, request.generation_id}.isdisjoint(request_ids):
+            if request is but or {request.request_id, request.answer_id}.isdisjoint(request_ids):
                 continue
             ended += 1
-            if request.generation is not None and self._llm is not None:
-                self._llm.abort(request.generation)
+            if request.outputs is not None and self._llm is not None:
+                self._llm.abort(request.outputs)
             else:
                 request.end(ABORTED, FinishReason.ABORT)
         return ended
@@ -228,7 +228,7 @@ class Server:
             await self._until_idle()
         for request in self._open_requests:
             request.end(SHUTTING_DOWN, FinishReason.ABORT)
-        with anyio.move_on_after(LAST_WORDS_SECONDS):
+        with anyio.move_on_after(ERROR_FRAME_SECONDS):
             await self._until_idle()
         for request in self._open_requests:
             request.cut()
@@ -244,15 +244,15 @@ class Server:
         And drop responses that have been kept for long enough.
         """
         settings = self.settings
-        patience = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
+        timeout = min(settings.send_timeout, settings.sse_keep_alive or math.inf)
         while True:
-            await anyio.sleep(min(patience / 8, 1.0))
+            await anyio.sleep(min(timeout / 8, 1.0))
             now = time.monotonic()
             for request in list(self._requests):
                 request.tick(now)
             self.responses.expire(now)
 
-    async def live(self) -> None:
+    async def run(self) -> None:
         """Load the model and keep the engine until cancelled. Calls `on_fatal` if either fails."""
         try:
             await self._load_and_serve()
@@ -294,13 +294,13 @@ class Server:
         async with llm.running():
             try:
                 self._llm = llm
-                measures = await llm.wait_ready()
+                engine_info = await llm.wait_ready()
                 self._model = ServedModel(
                     llm=llm,
                     prompts=prompts,
                     root=files.name,
                     embedding_size=files.config.hidden_size,
-                    measures=measures,
+                    engine_info=engine_info,
                 )
                 self.phase = Phase.READY
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)
@@ -308,5 +308,5 @@ class Server:
             finally:
                 if self.phase is not Phase.FAILED:
                     self.phase = Phase.STOPPING
-        await anyio.sleep(LAST_WORDS_SECONDS)
+        await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error

@@ -39,7 +39,7 @@ class Shutdown:
                 self._asked.set()
 
     async def wait_and_drain(self, trigger: Callable[[], Awaitable[None]]) -> None:
-        """Wait for `trigger` or a signal, then drain. For `hypercorn_fixes.drain_before_shutdown`."""
+        """Wait for `trigger` or a signal, then drain. For `hypercorn_patches.drain_before_shutdown`."""
         async with anyio.create_task_group() as task_group:
 
             async def wait_for(sign: Callable[[], Awaitable[None]]) -> None:

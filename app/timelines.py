@@ -52,7 +52,7 @@ class Timelines:
 def timeline(request: RequestScope, status: int) -> dict[str, Any]:
     """The story of a request that has ended just now. Times are seconds since its arrival."""
     start, end = request.arrival_time, time.monotonic()
-    generation = request.generation
+    generation = request.outputs
     begins = [("receive", start), ("tokenize", request.received_time)]
     if generation is not None:
         begins += [

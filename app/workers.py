@@ -13,7 +13,7 @@ from typing import Any
 
 from app.settings import SettingsError
 
-_PATIENCE = 10.0  # seconds for all workers to have started
+_TIMEOUT = 10.0  # seconds for all workers to have started
 
 
 def check_workers() -> None:
@@ -27,7 +27,7 @@ def check_workers() -> None:
     # The last one says it, because a worker that is still starting when its parent ends would have a traceback as the
     # log's last words. The others end with their parent.
     if process._identity[-1] < workers:
-        parent.join(_PATIENCE)
+        parent.join(_TIMEOUT)
         if not parent.is_alive():
             os._exit(1)
     raise SettingsError(

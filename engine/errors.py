@@ -1,4 +1,4 @@
-"""Errors that the engine raises to its callers. Each carries what a client needs to mend the request."""
+"""Errors that the engine raises to its callers. Each carries what a client needs to correct the request."""
 
 from __future__ import annotations
 

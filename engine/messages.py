@@ -204,7 +204,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     first_token_deadline: float | None = None
     tenant: str = ""  # salts the prefix cache: no hits across tenants
     tenant_weight: float = 1.0  # share of the engine relative to other tenants
-    tenant_max_running: int = 0  # seats that the tenant may hold at once; 0 is no limit
+    tenant_max_running: int = 0  # running slots that the tenant may hold at once; 0 is no limit
     cache_salt: str = ""  # salts it further: hits among requests of the same salt only
     pooling: Pooling | None = None
 
@@ -221,9 +221,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 class EventKind(enum.StrEnum):
     """What the engine did with a request, for its timeline."""
 
-    SCHEDULED = "scheduled"  # got a seat; tokens: how many the prefix cache provided
+    SCHEDULED = "scheduled"  # got a running slot; tokens: how many the prefix cache provided
     PREFILL = "prefill"  # a chunk was computed; tokens: how many
-    PREEMPTED = "preempted"  # lost its seat; tokens: how many have to be computed again
+    PREEMPTED = "preempted"  # lost its running slot; tokens: how many have to be computed again
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False):
@@ -267,7 +267,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """The books after one step. The last four are what this step added, the others are levels."""
+    """The stats after one step. The last four are what this step added, the others are levels."""
 
     step: int
     num_running: int
@@ -311,7 +311,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
-    """The first thing an engine says: it is loaded, and these are its measures."""
+    """The first thing an engine says: it is loaded, and these are its engine info."""
 
     vocab_size: int
     num_blocks: int

@@ -36,9 +36,12 @@ class LanguageModel(Protocol):
         positions: torch.Tensor,  # int64 [T]
         metadata: AttentionMetadata,
         kv_caches: list[torch.Tensor],
-        checkpoint: Callable[[], None] | None = None,
+        cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """The last hidden states, [T, hidden]. Calls `checkpoint` between layers; what it raises ends the pass."""
+        """The last hidden states, [T, hidden].
+
+        Calls `cancellation_check` between layers; what it raises ends the pass.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -159,6 +162,6 @@ def _in_plan_order(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOut
 
 
 def stop_if(abandoned: Callable[[], bool]) -> None:
-    """The checkpoint of a step that can be broken off."""
+    """The cancellation_check of a step that can be broken off."""
     if abandoned():
         raise StepAbandoned("every request of this step has been aborted")

@@ -135,14 +135,14 @@ def offline(
                 report.note(f"{name}: {part.__name__} was left out, for time")
 
 
-def served(report: Report, name: str, device: torch.device, sizes: engine_runs.Sizes, patience: float) -> None:
+def served(report: Report, name: str, device: torch.device, sizes: engine_runs.Sizes, timeout: float) -> None:
     """The same behind a server, where a server can run."""
     try:
         from loadtest.gpu_parts.served import nano_served
     except ImportError as missing:
         report.note(f"{name} over HTTP was left out: {missing}")
         return
-    nano_served(report, name, device, sizes, patience)
+    nano_served(report, name, device, sizes, timeout)
 
 
 def describe(device: torch.device) -> dict[str, object]:

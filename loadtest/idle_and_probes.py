@@ -97,7 +97,9 @@ async def probes(target: Target) -> None:
 
 async def idle(target: Target) -> None:
     async with asyncio.TaskGroup() as tasks:
-        hold = tasks.create_task(answer_to(target, "POST", "/v1/completions", stream("hold", 100_000)))  # the only seat
+        hold = tasks.create_task(
+            answer_to(target, "POST", "/v1/completions", stream("hold", 100_000))
+        )  # the only running slot
         await asyncio.sleep(1)
         waiting: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         for goal in (100, 600, 2000):  # the first hundred pay for what is needed once
@@ -130,8 +132,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory) / NAME, max_position_embeddings=CONTEXT)
         for name in options.only.split(","):
-            seats: dict[str, object] = {"max_num_seqs": 1} if name == "idle" else {}
-            with dummy_server(model, options.engine, **seats) as target:
+            slots: dict[str, object] = {"max_num_seqs": 1} if name == "idle" else {}
+            with dummy_server(model, options.engine, **slots) as target:
                 asyncio.run({"probes": probes, "idle": idle}[name](target))
 
 

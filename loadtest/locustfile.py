@@ -28,7 +28,7 @@ from locust.exception import StopUser
 from loadtest.figures import HEADER, Figures
 from loadtest.stream import Refused, StreamBroken, Target, Timeline, first_model, stream_chat
 
-PATIENCE = 10.0  # seconds that a refused user waits at most before asking again, whatever Retry-After says
+TIMEOUT = 10.0  # seconds that a refused user waits at most before asking again, whatever Retry-After says
 WORDS = ("river", "mill", "wheel", "water", "stone", "grain", "flour", "channel", "gate", "flow", "turn", "sluice")
 
 _random = random.Random()  # not seeded: a second run must not find the prompts of the first in the cache
@@ -140,7 +140,7 @@ class ChatUser(User):
         except (Refused, StreamBroken, OSError, http.client.HTTPException, ValueError, LookupError) as error:
             _figures.failures[_cause(error)] += 1
             self._fire("SSE", name, (time.perf_counter() - started) * 1e3, exception=error)
-            time.sleep(min(PATIENCE, getattr(error, "retry_after", None) or 0.1))
+            time.sleep(min(TIMEOUT, getattr(error, "retry_after", None) or 0.1))
         else:
             _figures.add(timeline)
             self._report(name, timeline)

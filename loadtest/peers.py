@@ -11,7 +11,7 @@ from loadtest.export_model import export_model
 from loadtest.servers import Server, headrace
 
 CONTEXT = 512  # tokens per stream, prompt and output
-VLLM_PATIENCE = 300.0  # seconds; its first start compiles
+VLLM_TIMEOUT = 300.0  # seconds; its first start compiles
 
 HEADRACE, VLLM, LLAMA = "headrace", "vllm", "llama.cpp"
 
@@ -43,7 +43,7 @@ def _vllm(environment: Path, directory: Path, max_streams: int) -> Server:
         "HF_HUB_OFFLINE": "1",
     }
     return Server(
-        VLLM, command, model=EMBEDDED_MODEL, ready_path="/health", environment=variables, patience=VLLM_PATIENCE
+        VLLM, command, model=EMBEDDED_MODEL, ready_path="/health", environment=variables, timeout=VLLM_TIMEOUT
     )
 
 

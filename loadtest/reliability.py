@@ -295,7 +295,7 @@ async def probes(worker: dict[str, str]) -> None:
 
 
 async def overload(worker: dict[str, str]) -> None:
-    """200 clients at once on 8 seats with a queue of 40 places."""
+    """200 clients at once on 8 running slots with a queue of 40 places."""
     async with Server(max_num_seqs=8, max_queued_requests=40, **worker) as server:
         refused: list[float] = []
         first: list[float] = []
@@ -311,7 +311,7 @@ async def overload(worker: dict[str, str]) -> None:
 
         await asyncio.gather(*(client(number) for number in range(200)))
         report(
-            "200 clients at once on 8 seats, 40 places: refused; refusal p50 / p99",
+            "200 clients at once on 8 running slots, 40 places: refused; refusal p50 / p99",
             f"{len(refused)}; {percentile(refused, 0.5) * 1e3:.0f} / {percentile(refused, 0.99) * 1e3:.0f} ms",
         )
         report("  TTFT p50 / p99 of the rest", f"{percentile(first, 0.5):.2f} / {percentile(first, 0.99):.2f} s")

@@ -62,7 +62,7 @@ class Server:
     """A server on a free port of loopback, as a context manager that gives its Target once it is ready.
 
     `command` and `environment` may hold "{port}". Ready is when `ready_path` answers 200. What the server writes is
-    kept aside and shown if it does not become ready within `patience` seconds.
+    kept aside and shown if it does not become ready within `timeout` seconds.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Server:
         model: str,
         ready_path: str,
         environment: Mapping[str, str] | None = None,
-        patience: float = 120.0,
+        timeout: float = 120.0,
     ) -> None:
         self.name = name
         self.seconds_to_ready = 0.0  # from exec
@@ -82,7 +82,7 @@ class Server:
         self._model = model
         self._ready_path = ready_path
         self._environment = environment or {}
-        self._patience = patience
+        self._timeout = timeout
 
     def __enter__(self) -> Target:
         port = free_port()
@@ -101,8 +101,8 @@ class Server:
                 elapsed = time.monotonic() - started
                 if status and not self.seconds_to_answer:
                     self.seconds_to_answer = elapsed
-                if self._process.poll() is not None or elapsed > self._patience:
-                    raise SystemExit(f"{self.name} did not become ready. It said last:\n{self._last_words()}")
+                if self._process.poll() is not None or elapsed > self._timeout:
+                    raise SystemExit(f"{self.name} did not become ready. It said last:\n{self._log_tail()}")
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self.__exit__()
@@ -138,7 +138,7 @@ class Server:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 3000))
         return self._output.read().decode(errors="replace")
 

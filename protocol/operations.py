@@ -116,7 +116,7 @@ OPERATIONS = (
 )
 
 ADMINISTRATION = (
-    Operation("get", "/server_info", "Version, model, measures and settings.", answers.ServerInfo, errors=(503,)),
+    Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
     Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
     Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),

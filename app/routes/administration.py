@@ -46,17 +46,17 @@ def administration(route: MakeRoute, server: Server) -> list[Route]:
 
 
 def server_info(server: Server) -> Handler:
-    """The handler of GET /server_info: version, model, measures, settings, load."""
+    """The handler of GET /server_info: version, model, engine info, settings, load."""
 
     async def handler(request: RequestScope) -> None:
         model, settings = server.model, server.settings
         info = {
             "version": VERSION,
             "models": list(settings.model_names),
-            "max_model_len": model.measures.max_model_len,
-            "vocab_size": model.measures.vocab_size,
+            "max_model_len": model.engine_info.max_model_len,
+            "vocab_size": model.engine_info.vocab_size,
             "embedding_size": model.embedding_size,
-            "kv_cache": {"num_blocks": model.measures.num_blocks, "block_size": model.measures.block_size},
+            "kv_cache": {"num_blocks": model.engine_info.num_blocks, "block_size": model.engine_info.block_size},
             "requests_in_flight": server.num_open_requests,
             "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
         }

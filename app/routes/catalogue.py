@@ -34,4 +34,4 @@ def show_model(server: Server) -> Handler:
 
 def _card(server: Server, name: str) -> dict[str, Any]:
     model = server.model
-    return model_card(name, root=model.root, created=server.created, max_model_len=model.measures.max_model_len)
+    return model_card(name, root=model.root, created=server.created, max_model_len=model.engine_info.max_model_len)

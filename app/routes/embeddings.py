@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from app.generation import Generation, encode_prompts, generate, parse, take_request_id
+from app.generation import GenerationTask, encode_prompts, generate, parse, take_request_id
 from app.scope import Handler, RequestScope
 from app.server import Server
 from engine.messages import Pooling
@@ -18,12 +18,12 @@ def embeddings(server: Server) -> Handler:
     async def handler(request: RequestScope) -> None:
         body = await parse(server, EmbeddingRequest, request)
         model = server.model
-        inputs = await server.workload.read(request, lambda: body.inputs(model.measures.vocab_size))
+        inputs = await server.workload.read(request, lambda: body.inputs(model.engine_info.vocab_size))
         body.check_dimensions(model.embedding_size)
         prefill = await server.workload.read(request, body.to_prefill)
         request_id = take_request_id(request, body.request_id)
         head = Head(f"embd-{request_id}", int(time.time()), server.check_model_name(body.model))
-        work = Generation(
+        work = GenerationTask(
             request_id=head.id,
             body=prefill,
             pooling=Pooling(body.pooling or server.settings.embedding_pooling),

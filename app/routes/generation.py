@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from app.generation import Generation, Tokenize, encode_prompts, generate, message_format, parse, take_request_id
+from app.generation import GenerationTask, Tokenize, encode_prompts, generate, message_format, parse, take_request_id
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.frontend.output_processor import RequestStream
@@ -24,7 +24,7 @@ def chat_completions(server: Server) -> Handler:
         body.check_template_kwargs(server.settings.template_kwargs)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
-            longest = model.measures.max_model_len
+            longest = model.engine_info.max_model_len
             return [body.truncated(await model.prompts.encode_chat(body, longest), longest)]
 
         await _generate(server, request, body, "chatcmpl", num_prompts=1, tokenize=tokenize)
@@ -37,7 +37,7 @@ def completions(server: Server) -> Handler:
 
     async def handler(request: RequestScope) -> None:
         body = await parse(server, CompletionRequest, request)
-        vocab_size = server.model.measures.vocab_size
+        vocab_size = server.model.engine_info.vocab_size
         prompts = await server.workload.read(request, lambda: body.prompts(vocab_size))
 
         tokenize = encode_prompts(
@@ -69,7 +69,7 @@ async def _generate(
     def form(outputs: RequestStream) -> MessageFormat:
         return message_format(model, body, outputs)
 
-    work = Generation(
+    work = GenerationTask(
         request_id=head.id,
         body=body,
         num_prompts=num_prompts,

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import orjson
 
-from app.generation import Generation, generate, message_format
+from app.generation import GenerationTask, generate, message_format
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
 from engine.frontend.output_processor import RequestStream
@@ -37,10 +37,10 @@ def messages(server: Server) -> Handler:
             return message_format(model, chat, outputs).parser(token_bytes)
 
         async def tokenize(model: ServedModel) -> list[list[int]]:
-            return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
+            return [await model.prompts.encode_chat(chat, model.engine_info.max_model_len)]
 
         shown = body.shows_thinking
-        work = Generation(
+        work = GenerationTask(
             request_id=head.id,
             body=chat,
             num_characters=len(request.body),
@@ -62,7 +62,7 @@ def count_tokens(server: Server) -> Handler:
         body, chat = await server.workload.read(request, lambda: _translate(CountTokensRequest, request.body))
         server.check_model_name(body.model)
         model = server.model
-        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)
+        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.engine_info.max_model_len)
         await request.send_json(200, orjson.dumps({"input_tokens": len(prompt)}))
 
     return handler

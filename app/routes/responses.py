@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from app.generation import Generation, generate, message_format, parse
+from app.generation import GenerationTask, generate, message_format, parse
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import Handler, RequestScope
 from app.server import ServedModel, Server
@@ -71,9 +71,9 @@ def create(server: Server) -> Handler:
         async def tokenize(model: ServedModel) -> list[list[int]]:
             if body.truncation == "auto" and (prompt := await _fitting(model, chat)) is not None:
                 return [prompt]
-            return [await model.prompts.encode_chat(chat, model.measures.max_model_len)]
+            return [await model.prompts.encode_chat(chat, model.engine_info.max_model_len)]
 
-        work = Generation(
+        work = GenerationTask(
             request_id=head.id,
             body=chat,
             num_characters=len(request.body),
@@ -100,7 +100,7 @@ def input_tokens(server: Server) -> Handler:
             _num_stored_bytes(body, previous),
         )
         model = server.model
-        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.measures.max_model_len)
+        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.engine_info.max_model_len)
         answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
         await request.send_json(200, orjson.dumps(answer))
 
@@ -166,7 +166,7 @@ def input_items(server: Server) -> Handler:
 
 async def _fitting(model: ServedModel, chat: ResponsesChat) -> list[int] | None:
     """The prompt of as much of the conversation as leaves room for the answer; None if not even its end does."""
-    limit = model.measures.max_model_len - (chat.max_tokens or 1)
+    limit = model.engine_info.max_model_len - (chat.max_tokens or 1)
 
     async def encode(messages: list[ChatMessage]) -> list[int] | None:
         try:
@@ -211,7 +211,7 @@ def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None)
 
 def _length(running: RunningResponse) -> int:
     """The weight of a response that is being made, in tokens and log-probabilities."""
-    outputs = running.request.generation
+    outputs = running.request.outputs
     return 0 if outputs is None else outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
 
 

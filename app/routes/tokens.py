@@ -17,7 +17,7 @@ def tokenize(server: Server) -> Handler:
         body = await server.workload.read(request, lambda: parse_tokenize(request.body))
         server.check_model_name(body.model)
         model = server.model
-        longest = model.measures.max_model_len
+        longest = model.engine_info.max_model_len
         if isinstance(body, TokenizeChatRequest):
             body.check_template_kwargs(server.settings.template_kwargs)
             token_ids = await model.prompts.encode_chat(body, longest)
@@ -44,7 +44,7 @@ def detokenize(server: Server) -> Handler:
         model = server.model
 
         def write() -> bytes:
-            body.check(model.measures.vocab_size)
+            body.check(model.engine_info.vocab_size)
             return orjson.dumps({"prompt": model.prompts.decode(body.tokens)})
 
         await request.send_json(200, await server.workload.write(len(body.tokens), write))

@@ -199,12 +199,12 @@ class EngineCore:
 
     @property
     def has_news(self) -> bool:
-        """Whether the books have changed since they were told, though there may be nothing to do: somebody who waited
+        """Whether the stats have changed since they were told, though there may be nothing to do: somebody who waited
         alone, for a grammar, has left."""
         return len(self.scheduler.waiting) != self._num_waiting_told
 
     def tell(self) -> EngineCoreOutputs:
-        """The books, outside of a step."""
+        """The stats, outside of a step."""
         return self._told([])
 
     def _told(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:

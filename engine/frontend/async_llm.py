@@ -47,7 +47,7 @@ TOKENS_AT_ONCE = 65536  # of prompts that are put on the channel before others h
 class AsyncLLM:
     """Streams of an engine, on one event loop (asyncio or trio). Every method belongs to that loop.
 
-    `error` is what the engine died of, None while it lives. `ready` has its measures once the model is loaded.
+    `error` is what the engine died of, None while it lives. `ready` has its engine info once the model is loaded.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ _TOKENS_PER_MICROSECOND = 32
 
 
 class InputProcessor:
-    """Checks requests against the model's measures and fans out n > 1. May be used by several threads at once."""
+    """Checks requests against the model's engine info and fans out n > 1. May be used by several threads at once."""
 
     def __init__(
         self, *, vocab_size: int, max_model_len: int, seed: int | None = None, tokenizer: Tokenizer | None = None

@@ -11,7 +11,7 @@ class Observer(Protocol):
     """Called on the front end's thread. Implementations are quick and never raise. Times are in seconds."""
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """After each step: the scheduler's books and how many tokens the step gave to requests that are still open."""
+        """After each step: the scheduler's stats and how many tokens the step gave to requests that are still open."""
         ...
 
     def on_prompt(self, tokens: int) -> None:

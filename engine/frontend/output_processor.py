@@ -184,7 +184,8 @@ class OutputProcessor:
         return stream
 
     def close(self, stream: RequestStream) -> list[str]:
-        """Stop listening. Returns the children that the engine still has to be told to drop, and books the request."""
+        """Stop listening. Returns the children that the engine still has to be told to drop, and accounts for the
+        request."""
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
         reason = stream.finish_reason
         if reason is None or (unfinished and reason not in _FAILURES):

@@ -103,7 +103,7 @@ class BlockPool:
         )
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the books balance with the block tables of all living requests."""
+        """Raise AssertionError unless the accounts balance with the block tables of all living requests."""
         expected = [0] * self.num_blocks
         for table in block_tables:
             for block_id in table:

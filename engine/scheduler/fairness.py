@@ -2,9 +2,9 @@
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a
 counter of what it was served, prompt tokens plus twice the output tokens, divided by its weight; among tenants that
-compete for a seat the smallest counter goes first. A tenant that begins to compete is lifted to the smallest counter of
-those that do, so that nobody saves up credit: neither by being idle, nor by asking for less than its share, nor by
-being held at its limit. Owned by the Scheduler.
+compete for a running slot the smallest counter goes first. A tenant that begins to compete is lifted to the smallest
+counter of those that do, so that nobody saves up credit: neither by being idle, nor by asking for less than its share,
+nor by being held at its limit. Owned by the Scheduler.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TenantShares:
         self.num_running: Counter[str] = Counter()
         self._weights: dict[str, float] = {}  # of the tenants that have requests
         self._total_weight = 0.0
-        self._limits: dict[str, int] = {}  # seats at once; 0 is no limit
+        self._limits: dict[str, int] = {}  # running slots at once; 0 is no limit
         self._served: OrderedDict[str, float] = OrderedDict()  # idle tenants in the order in which they became idle
-        self._latest = ""  # the tenant that got a seat last
+        self._latest = ""  # the tenant that got a running slot last
 
     def arrive(self, tenant: str, weight: float, max_running: int) -> None:
         """A request of this tenant is queued. The weight and the limit of the latest request count."""
@@ -48,12 +48,12 @@ class TenantShares:
             self._forget_idle_tenants()
 
     def start(self, tenant: str) -> None:
-        """A request of this tenant got a seat."""
+        """A request of this tenant got a running slot."""
         self.num_running[tenant] += 1
         self._latest = tenant
 
     def stop(self, tenant: str) -> None:
-        """A request of this tenant gave its seat back: it waits again, or has left."""
+        """A request of this tenant gave its running slot back: it waits again, or has left."""
         competed = self._competes(tenant)
         self.num_running[tenant] -= 1
         if not self.num_running[tenant]:
@@ -74,26 +74,29 @@ class TenantShares:
         return num_tokens / self._weights[tenant]
 
     def is_at_its_limit(self, tenant: str) -> bool:
-        """Whether the tenant holds as many seats as it may at all."""
+        """Whether the tenant holds as many running slots as it may at all."""
         return 0 < self._limits.get(tenant, 0) <= self.num_running[tenant]
 
     def is_below_its_share(self, tenant: str, num_seats: int) -> bool:
-        """Whether the tenant would hold no more than its share of the seats with one more."""
+        """Whether the tenant would hold no more than its share of the running slots with one more."""
         return self.num_running[tenant] + 1 <= self._share(tenant, num_seats)
 
     def above_their_share(self, num_seats: int) -> set[str]:
-        """Tenants that hold more than their share of the seats."""
+        """Tenants that hold more than their share of the running slots."""
         return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_seats)}
 
     def _share(self, tenant: str, num_seats: int) -> float:
-        # One seat is everybody's due, however many tenants there are and however little weight this one has.
+        # One running slot is everybody's due, however many tenants there are and however little weight this one has.
         return max(1.0, num_seats * self._weights[tenant] / self._total_weight)
 
     def _competes(self, tenant: str) -> bool:
         return self.num_living[tenant] > self.num_running[tenant] and not self.is_at_its_limit(tenant)
 
     def _lift(self, tenant: str) -> None:
-        """The tenant begins to compete. If nobody else does, the latest to get a seat tells how far things are."""
+        """The tenant begins to compete.
+
+        If nobody else does, the latest to get a running slot tells how far things are.
+        """
         floor = min(
             (self._served[other] for other in self.num_living if other != tenant and self._competes(other)),
             default=self._served.get(self._latest, 0.0),

@@ -1,19 +1,20 @@
-"""What has been planned and not yet booked.
+"""What has been planned and not yet accounted for.
 
 With `pipeline_depth` 2 the next step is planned while the device still runs the one before it. Then a request's latest
 token is not known here, but that does not matter: the device has it and feeds it back to itself. So the plan may count
-it as there (a placeholder), and only what depends on the token's value waits until it is booked.
+it as there (a placeholder), and only what depends on the token's value waits until it is accounted for.
 
 What is true of a step in flight, and why nothing is corrupted by planning on top of it:
 
-- A request counts as computed (`num_computed_tokens`) what has been booked. What is in flight comes on top of it here.
-- Blocks are published when they are booked, so nothing can be found that a failing step might never have computed, nor
-  a block whose last tokens are not known yet.
+- A request counts as computed (`num_computed_tokens`) what has been accounted for. What is in flight comes on top of it
+  here.
+- Blocks are published when they are accounted for, so nothing can be found that a failing step might never have
+  computed, nor a block whose last tokens are not known yet.
 - A request can end while a step that has it is in flight: the step computes one token for nobody, and what it says of
   that request is void. Its blocks are free at once, although that step may still write to one of them: whoever gets
   the block next is in a later plan, and plans are executed in order (on a device, one after the other on one stream),
   so the last to write is its new owner. The late write hits nothing that can be found in the prefix cache: it goes to
-  a position behind everything that was booked for the request, and so into a block that it had not published.
+  a position behind everything that was accounted for the request, and so into a block that it had not published.
 - A request that is preempted loses what is in flight for it, and samples the same token again when it is resumed.
 
 Owned by the Scheduler.

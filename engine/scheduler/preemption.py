@@ -14,8 +14,8 @@ from engine.scheduler.request import Request
 
 def worst_ranked(candidates: Iterable[Request], shares: TenantShares, num_running: int) -> Request | None:
     """The first of these running requests to give way: of the worst precedence, of a tenant that holds more than its
-    share of the seats in use, of the tenant of the latest arrival, and of its requests the worst by priority and
-    arrival. None if there is nobody.
+    share of the running slots in use, of the tenant of the latest arrival, and of its requests the worst by priority
+    and arrival. None if there is nobody.
 
     Arrival decides between tenants, and not what they were served: that changes with every step, and two tenants would
     take each other's memory in turns, computing everything twice. The one that arrived first goes on to its end.

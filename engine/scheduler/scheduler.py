@@ -14,7 +14,7 @@ are given back and it is computed again later, mostly from the prefix cache. The
 preempted for its own sake; it waits with its blocks while those before it go on. In a step ranks change only when
 somebody is preempted, so who has waited as the worst is the next victim, and whoever is left in the end has all the
 room: one request of `max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more
-than its share of the seats gives one up when a tenant that holds less than its own is waiting.
+than its share of the running slots gives one up when a tenant that holds less than its own is waiting.
 
 Nothing here raises for one request's sake: what is wrong with a request ends that request.
 
@@ -41,7 +41,7 @@ from engine.structured import TokenMatcher
 
 
 class Scheduler:
-    """Plans steps and keeps the books of all living requests."""
+    """Plans steps and keeps account of all living requests."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
         if num_blocks * block_size < config.max_model_len:
@@ -240,7 +240,7 @@ class Scheduler:
     def _admit_waiting(
         self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
     ) -> None:
-        """Start waiting requests while budget, seats and blocks last.
+        """Start waiting requests while budget, running slots and blocks last.
 
         A request whose next block is being computed for somebody else, in this very step or in the one in flight,
         waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
@@ -257,11 +257,11 @@ class Scheduler:
         }
         admitted: list[Request] = []
         dismissed: list[Request] = []
-        hopeless: list[Request] = []
+        unmeetable: list[Request] = []
         broken: list[Request] = []
         passed_over = 0
         candidates: Iterable[Request] = self.waiting.below_limits()
-        if only is not None:  # they all had seats together when the step failed, so no limit holds them back
+        if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
             candidates = [request for request in self.waiting if request.request_id in only]
         for request in candidates:
             if plan.budget == 0 or passed_over == self.config.max_num_seqs:
@@ -277,7 +277,7 @@ class Scheduler:
             num_missing = request.num_tokens - len(prefix) * self.kv.block_size
             # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
             if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
-                hopeless.append(request)
+                unmeetable.append(request)
                 continue
             while not (fits := self._fits(request, prefix)):
                 victim = self._who_makes_room(request, admitted, only)
@@ -295,14 +295,14 @@ class Scheduler:
                 self.kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
             )
             plan.add(request, num_tokens)
-            plan.new_requests.append(self._introduce(request))
+            plan.new_requests.append(self._to_new_request(request))
             self._seat(request, now)
             admitted.append(request)
         for request in admitted:
             self.waiting.remove(request)
         for request in dismissed:
             self.waiting.push_front(request)
-        for request in hopeless:
+        for request in unmeetable:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         for request in broken:
             assert request.grammar is not None
@@ -314,19 +314,19 @@ class Scheduler:
     def _who_makes_room(
         self, newcomer: Request, admitted: Collection[Request], only: Collection[str] | None
     ) -> Request | None:
-        """The running request that gives its seat and blocks to a waiting one, if any has to.
+        """The running request that gives its running slot and blocks to a waiting one, if any has to.
 
         While a step is restricted that is whoever may not run. Otherwise it is the worst-ranked request of a tenant
         above its share, if the newcomer's tenant is below its own and was served no more: without this, a tenant that
-        fills all seats with long generations would shut everybody else out until they end.
+        fills all running slots with long generations would shut everybody else out until they end.
         """
         if only is not None:
             return self._bystander(only)
-        seats = self.config.max_num_seqs
-        if not self.shares.is_below_its_share(newcomer.tenant, seats):
+        slots = self.config.max_num_seqs
+        if not self.shares.is_below_its_share(newcomer.tenant, slots):
             return None
         served = self.shares.served(newcomer.tenant)
-        above = self.shares.above_their_share(seats)
+        above = self.shares.above_their_share(slots)
         candidates = (
             request
             for request in self.running.values()
@@ -362,7 +362,7 @@ class Scheduler:
             return False
         return self.kv.block_hash(request, index) in being_computed
 
-    def _introduce(self, request: Request) -> NewRequestData:
+    def _to_new_request(self, request: Request) -> NewRequestData:
         return NewRequestData(
             request_id=request.request_id,
             token_ids=list(request.token_ids),
@@ -435,7 +435,7 @@ class Scheduler:
         grammars = ((index, self.requests[request_id].grammar) for index, request_id in enumerate(plan.request_ids))
         return [(index, grammar) for index, grammar in grammars if grammar is not None]
 
-    # --- books
+    # --- accounting
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
         """Book what the oldest step in flight computed and sampled. Returns what each request gained; finished ones are
@@ -453,8 +453,9 @@ class Scheduler:
         for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
-                # Failed a moment ago, or gone or preempted since it was planned. Its seat was used all the same: if it
-                # were free, two tenants could take it from each other for ever, each before a step of it is booked.
+                # Failed a moment ago, or gone or preempted since it was planned. Its running slot was used all the
+                # same: if it were free, two tenants could take it from each other for ever, each before a step of it is
+                # accounted for.
                 if request is not None:
                     self.shares.charge(request.tenant, max(num_scheduled, OUTPUT_TOKEN_COST))
                 continue
@@ -469,7 +470,8 @@ class Scheduler:
                 gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
             elif request.events:
                 gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
-            # Few ask, so that usually no row is looked up. A prefill has been booked, so there is an output of it.
+            # Few ask, so that usually no row is looked up. A prefill has been accounted for, so there is an output of
+            # it.
             if prompt_logprobs and index in prompt_logprobs:
                 entries = prompt_logprobs[index]
                 gained[-1].prompt_logprobs = request.take_prompt_logprobs(computed_before, entries)
@@ -511,7 +513,7 @@ class Scheduler:
         return ended
 
     def take_stats(self) -> SchedulerStats:
-        """The books after a step; the counters start again from zero."""
+        """The stats after a step; the counters start again from zero."""
         stats = SchedulerStats(
             step=self._step,
             num_running=len(self.running),

@@ -1,4 +1,4 @@
-"""Requests that wait for a seat, in the order in which they will get one.
+"""Requests that wait for a running slot, in the order in which they will get one.
 
 First by precedence, which a client cannot choose; within a precedence the tenants take turns by what they have been
 served (`engine.scheduler.fairness`); within a tenant by its own priorities, and then by arrival, those that were
@@ -35,8 +35,8 @@ class WaitingQueue:
         return self._in_order(lambda tenant: False)
 
     def below_limits(self) -> Iterator[Request]:
-        """Those whose tenant may hold another seat, as things stand when it is their turn: a tenant at its limit blocks
-        nobody behind it. In order; the queue must not change meanwhile."""
+        """Those whose tenant may hold another running slot, as things stand when it is their turn: a tenant at its
+        limit blocks nobody behind it. In order; the queue must not change meanwhile."""
         return self._in_order(self._shares.is_at_its_limit)
 
     def _in_order(self, is_out: Callable[[str], bool]) -> Iterator[Request]:

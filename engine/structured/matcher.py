@@ -72,7 +72,7 @@ class GrammarMatcher:
     """Follows the tokens of one request through its grammar, which may still be being compiled at first.
 
     It survives a preemption: the tokens that were generated stay, and so does the place in the grammar. `error` says
-    why the request cannot go on; None while it can; `refusal` is set too where its client can mend it.
+    why the request cannot go on; None while it can; `refusal` is set too where its client can correct it.
     """
 
     def __init__(self, compiling: Future[CompiledGrammar]) -> None:

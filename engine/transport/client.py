@@ -1,8 +1,8 @@
 """How the front end reaches an engine, wherever it runs.
 
 `EngineClient` is the interface; `ThreadClient` runs the engine in one worker thread of this process, for its whole
-life: the model is loaded there, every step runs there, and the thread's end is the engine's end. Its twin is
-`engine.transport.process_client`, and `live` is the life that both give an engine.
+life: the model is loaded there, every step runs there, and the thread's end is the engine's end. Its counterpart is
+`engine.transport.process_client`, and `run_loop` is the life that both give an engine.
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ class ThreadClient:
         return {0: await self._queries.ask(question)}
 
     async def _live_in_thread(self, channel: RequestChannel) -> None:
-        # A limiter of its own: the engine must not take a seat from tokenization, nor wait for one.
+        # A limiter of its own: the engine must not take a running slot from tokenization, nor wait for one.
         await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
 
     def _live(self, channel: RequestChannel) -> None:
-        live(self._make, channel)
+        run_loop(self._make, channel)
 
     def _make(self) -> EngineCore:
         self._core = self._make_core()
         return self._core
 
 
-def live(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
+def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> None:
     """An engine's whole life, on the calling thread: it is loaded, says so, runs until it is told to end, says that.
 
     Never raises: what it dies of is its last event.

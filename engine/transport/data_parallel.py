@@ -118,7 +118,7 @@ class DataParallelClient:
     # --- replicas
 
     def _alive(self) -> list[int]:
-        return [replica.index for replica in self.replicas if replica.measures is not None]
+        return [replica.index for replica in self.replicas if replica.engine_info is not None]
 
     async def _keep(self, replica: Replica) -> None:
         """Run a replica, again and again."""
@@ -128,7 +128,7 @@ class DataParallelClient:
             if self._over:
                 return
             await anyio.sleep(RESTART_SECONDS)
-            replica.revive()
+            replica.restart()
 
     def _receive(self, replica: Replica, events: list[Event]) -> None:
         told: list[Event] = []
@@ -147,7 +147,7 @@ class DataParallelClient:
                     self._forget(output.request_id)
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
-            replica.measures = event
+            replica.engine_info = event
             if self._announced:
                 logger.info("Engine %d runs again", replica.index)
             elif len(self._alive()) == len(self.replicas):
@@ -170,7 +170,7 @@ class DataParallelClient:
         logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
         for request_id in lost:
             del self._owners[request_id]
-        replica.bury()
+        replica.mark_dead()
         self._router.forget(replica.index)
         why = "the engine that ran this request has died"
         outputs = [
@@ -192,18 +192,18 @@ class DataParallelClient:
     # --- as one
 
     def _measures(self) -> EngineReady:
-        measures = [replica.measures for replica in self.replicas if replica.measures is not None]
+        engine_info = [replica.engine_info for replica in self.replicas if replica.engine_info is not None]
         return EngineReady(
-            vocab_size=min(each.vocab_size for each in measures),
-            num_blocks=sum(each.num_blocks for each in measures),
-            block_size=min(each.block_size for each in measures),
-            max_model_len=min(each.max_model_len for each in measures),
+            vocab_size=min(each.vocab_size for each in engine_info),
+            num_blocks=sum(each.num_blocks for each in engine_info),
+            block_size=min(each.block_size for each in engine_info),
+            max_model_len=min(each.max_model_len for each in engine_info),
         )
 
     def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:
         """One replica's step as a step of all: its counters, and everybody's levels."""
         self._step += 1
-        alive = [(each.measures.num_blocks, each.stats) for each in self.replicas if each.measures is not None]
+        alive = [(each.engine_info.num_blocks, each.stats) for each in self.replicas if each.engine_info is not None]
         num_blocks = sum(blocks for blocks, _ in alive) or 1
         merged = msgspec.structs.replace(
             stats,
@@ -240,19 +240,19 @@ class Replica:
     def __init__(self, index: int, make: Callable[[int], EngineClient]) -> None:
         self.index = index
         self._make = make
-        self.measures: EngineReady | None = None  # while it lives
+        self.engine_info: EngineReady | None = None  # while it lives
         self.requests: dict[str, _Open] = {}
-        self.revive()
+        self.restart()
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Begin anew, with a client that has not been started."""
         self.client = self._make(self.index)
         self.stats = _NOTHING_DONE
         self.ended = anyio.Event()
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         """It has died, and what it had to do is nobody's any more."""
-        self.measures = None
+        self.engine_info = None
         self.requests.clear()
         self.ended.set()
 
@@ -262,7 +262,7 @@ class Replica:
 
         A replica that sleeps although it was given something does not hear.
         """
-        if self.measures is None:
+        if self.engine_info is None:
             return None
         if not self.client.is_asleep:
             return self.client.last_progress

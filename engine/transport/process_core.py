@@ -1,7 +1,7 @@
 """The engine's side of a process boundary: the main of a process that is nothing but one engine.
 
     input thread    DEALER → msgpack → Inbox  commands
-    main thread     `engine.transport.client.live`      loads the model and makes every step
+    main thread     `engine.transport.client.run_loop`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
 The process belongs to its parent and ends only by its word: it ignores SIGINT and SIGTERM, which reach a whole group at
@@ -29,12 +29,12 @@ from engine.commands import Command, Event, LoadingProgress
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
-from engine.transport.client import live
+from engine.transport.client import run_loop
 from engine.transport.wire import DOWN, HEARTBEAT, UP, Report, decoder, encoder
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_MILLISECONDS = 2000  # until the parent has taken what was sent
+LINGER_MILLISECONDS = 2000  # until the parent has taken what was sent
 
 Build = Callable[[Any, Report], EngineCore]
 
@@ -60,7 +60,7 @@ def serve_parent(build: Build) -> NoReturn:
         gc.freeze()
         return core
 
-    live(make_core, channel)
+    run_loop(make_core, channel)
     channel.close()
     logging.shutdown()
     # Neither a library's thread nor its exit handler may hold up the end: everything has been said.
@@ -115,7 +115,7 @@ class ProcessChannel(Inbox):
         while (event := self._outbox.get()) is not None:
             encode_into(event, buffer)
             up.send(buffer)  # copies, so the buffer can be used again
-        up.close(LAST_WORDS_MILLISECONDS)
+        up.close(LINGER_MILLISECONDS)
         context.term()
 
 

@@ -1,4 +1,4 @@
-"""Paged attention by the kernels of gpu.kernels: what serves on CUDA, and on a CPU through their torch twins."""
+"""Paged attention by the kernels of gpu.kernels: what serves on CUDA, and on a CPU through their torch references."""
 
 from __future__ import annotations
 

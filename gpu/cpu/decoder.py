@@ -33,7 +33,7 @@ from gpu.cpu.library import (
     Threads,
 )
 from gpu.cpu.matrices import LANES, PackedMatrix, Weight, pack, padded_rows
-from gpu.cpu.memory import Arena, zeros
+from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.layers.rotary import angles_of, inverse_frequencies
 from gpu.models.loading import WeightsMismatch
 from gpu.weights.tensors import tensor_shapes
@@ -75,7 +75,7 @@ class CPUCausalLM:
         self.block_size = block_size
         self._library = library
         self._threads = Threads(library, num_threads)
-        self._arena = Arena()
+        self._weight_buffer = WeightBuffer()
         self._tensors: list[torch.Tensor] = []  # what the structs point to
         self._matrices: list[PackedMatrix] = []
         self._layers = (LayerStruct * config.num_hidden_layers)()
@@ -133,9 +133,12 @@ class CPUCausalLM:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[torch.Tensor],
-        checkpoint: Callable[[], None] | None = None,
+        cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """As `gpu.models.decoder.CausalLM.forward`; float32 [T, hidden]. `checkpoint` is asked every 20 ms or so."""
+        """As `gpu.models.decoder.CausalLM.forward`; float32 [T, hidden].
+
+        `cancellation_check` is asked every 20 ms or so.
+        """
         num_tokens = input_ids.shape[0]
         hidden = torch.empty(num_tokens, self.config.hidden_size)
         block_table = metadata.block_table.contiguous()
@@ -153,7 +156,7 @@ class CPUCausalLM:
             ),
             input_ids=input_ids.data_ptr(),
             hidden=hidden.data_ptr(),
-            stop=StopFunction() if checkpoint is None else self._stop_function(checkpoint),
+            stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
             stop_interval=STOP_INTERVAL,
         )
         if self._library.functions.hr_forward(self._threads.handle, self._model, step):
@@ -198,10 +201,10 @@ class CPUCausalLM:
         )
         return token_ids, finite
 
-    def _stop_function(self, checkpoint: Callable[[], None]) -> ctypes._CFunctionType:
+    def _stop_function(self, cancellation_check: Callable[[], None]) -> ctypes._CFunctionType:
         def stop() -> int:
             try:
-                checkpoint()
+                cancellation_check()
             except BaseException as error:  # nothing may be raised through the library; it is raised after it
                 self._stopped_by = error
                 return 1
@@ -246,7 +249,7 @@ class CPUCausalLM:
     def _set_matrix(
         self, owner: object, field: str, quantized: bool, interleave: bool, parts: Sequence[Weight]
     ) -> None:
-        matrix = pack(self._library, self._arena, parts, interleave=interleave, quantized=quantized)
+        matrix = pack(self._library, self._weight_buffer, parts, interleave=interleave, quantized=quantized)
         self._matrices.append(matrix)
         setattr(owner, field, matrix.struct)
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu.cpu.library import Library, MatrixStruct
-from gpu.cpu.memory import Arena
+from gpu.cpu.memory import WeightBuffer
 from gpu.weights import QuantizedRows
 
 U4, U8, BF16 = 4, 8, 16  # `headrace::Form`
@@ -27,10 +27,10 @@ Weight = torch.Tensor | QuantizedRows
 class PackedMatrix:
     """One [rows, cols] matrix. `struct` points into `data`, which must outlive every use of it."""
 
-    def __init__(self, library: Library, arena: Arena, form: int, rows: int, cols: int) -> None:
+    def __init__(self, library: Library, buffer: WeightBuffer, form: int, rows: int, cols: int) -> None:
         self.struct = MatrixStruct(form=form, rows=rows, cols=cols, unused=0, data=None)
         size = library.functions.hr_matrix_bytes(self.struct)
-        self.data = arena.take(size)
+        self.data = buffer.take(size)
         self.struct.data = self.data.data_ptr()
 
     @property
@@ -45,7 +45,7 @@ def padded_rows(struct: MatrixStruct) -> int:
 
 
 def pack(
-    library: Library, arena: Arena, parts: Sequence[Weight], *, interleave: bool = False, quantized: bool = True
+    library: Library, buffer: WeightBuffer, parts: Sequence[Weight], *, interleave: bool = False, quantized: bool = True
 ) -> PackedMatrix:
     """One matrix of several parts, one below the other; with `interleave` of two parts, tile by tile in turns.
 
@@ -58,13 +58,13 @@ def pack(
     if quantized and kind in _AS_THEY_ARE and cols % BLOCK == 0:
         form, code = _AS_THEY_ARE[kind]
         blocks = _merge([part.data for part in parts if isinstance(part, QuantizedRows)], interleave)
-        matrix = PackedMatrix(library, arena, form, rows, cols)
+        matrix = PackedMatrix(library, buffer, form, rows, cols)
         library.functions.hr_pack_blocks(matrix.struct, code, _pointer(blocks), blocks.shape[1])
         return matrix
     is_quantized = all(isinstance(part, QuantizedRows) for part in parts)
     form = U8 if quantized and is_quantized and cols % BLOCK == 0 else BF16
     floats = _merge([_floats(part) for part in parts], interleave)
-    matrix = PackedMatrix(library, arena, form, rows, cols)
+    matrix = PackedMatrix(library, buffer, form, rows, cols)
     library.functions.hr_pack_floats(matrix.struct, _pointer(floats))
     return matrix
 

@@ -22,7 +22,7 @@ def zeros(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
 
 
-class Arena:
+class WeightBuffer:
     """Hands out pieces of larger pieces of memory, for what stays as long as the model."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput
 from gpu.device.rows import StepShape
-from gpu.device.sampling import Wishes
+from gpu.device.sampling import SamplingFeatures
 from gpu.device.upload import host_tensor
 from gpu.kernels import LogprobTensors
 
@@ -81,7 +81,7 @@ def start_download(
     plan_size: int,
     shape: StepShape,
     packed: torch.Tensor,
-    wishes: Wishes,
+    features: SamplingFeatures,
     num_logprobs: NDArray[np.int64],
     logprobs: LogprobTensors | None,
 ) -> DeviceStep:
@@ -89,7 +89,7 @@ def start_download(
     extras = None
     if logprobs is not None:
         tensors = LogprobTensors(*(_to_host(tensor) for tensor in logprobs))
-        extras = Extras(asking=wishes.asking, num_logprobs=num_logprobs[wishes.asking], tensors=tensors)
+        extras = Extras(asking=features.asking, num_logprobs=num_logprobs[features.asking], tensors=tensors)
     step = DeviceStep(plan_size, shape, _to_host(packed), extras)
     if packed.is_cuda:
         step.copied = torch.cuda.Event()

@@ -59,7 +59,7 @@ class DeviceRunner:
             device=device,
         )
         self.rows = Rows(self._tables, max_num_seqs)
-        self._upload = Upload(self._tables.arena)
+        self._upload = Upload(self._tables.buffer)
         self._sampler = DeviceSampler(self._tables, self.rows, model.compute_logits)
         self._prompt_outputs = PromptOutputs(model.compute_logits, max_num_seqs)
         # Where graphs leave what they computed.
@@ -114,9 +114,9 @@ class DeviceRunner:
             self.prepare()
 
     def _start(self, plan: SchedulerOutput, shape: StepShape, abandoned: Callable[[], bool] | None) -> DeviceStep:
-        wishes = self._sampler.wishes(plan, shape)
+        features = self._sampler.features(plan, shape)
         wants_prompts = self._prompt_outputs.is_asked
-        kind: Kind = "step" if wishes.are_none else "hidden"
+        kind: Kind = "step" if features.are_none else "hidden"
         found = None if wants_prompts else self._find_graph(kind, shape)
         self.rows.send_shape(shape, found[0] if found is not None else 0, self._upload)
         self._upload.send()
@@ -139,11 +139,11 @@ class DeviceRunner:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
                 self._prompt_outputs.add_to(prompt_outputs, plan, shape, hidden)
-            token_ids, finite, logprobs = self._sampler.sample(hidden, inputs, wishes)
+            token_ids, finite, logprobs = self._sampler.sample(hidden, inputs, features)
             advance(self._tables, inputs, token_ids)
             packed = pack(token_ids, finite)
         num_logprobs = self.rows.num_logprobs[shape.sampling_rows]
-        step = start_download(len(plan.request_ids), shape, packed, wishes, num_logprobs, logprobs)
+        step = start_download(len(plan.request_ids), shape, packed, features, num_logprobs, logprobs)
         step.prompt_outputs = prompt_outputs
         return step
 
@@ -165,5 +165,7 @@ class DeviceRunner:
         advance(self._tables, inputs, token_ids)
         self._packed[:size].copy_(pack(token_ids, finite))
 
-    def _forward(self, inputs: StepInputs, checkpoint: Callable[[], None] | None) -> torch.Tensor:
-        return self._model.forward(inputs.input_ids, inputs.positions, inputs.metadata, self._kv_caches, checkpoint)
+    def _forward(self, inputs: StepInputs, cancellation_check: Callable[[], None] | None) -> torch.Tensor:
+        return self._model.forward(
+            inputs.input_ids, inputs.positions, inputs.metadata, self._kv_caches, cancellation_check
+        )

@@ -33,7 +33,7 @@ from gpu.sampling.state import SparseBias
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class SamplingFeatures:
     """What the rows that sample in one step want besides a token. Places are among these rows."""
 
     bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
@@ -58,11 +58,11 @@ class DeviceSampler:
         self._rows = rows
         self._compute_logits = compute_logits
 
-    def wishes(self, plan: SchedulerOutput, shape: StepShape) -> Wishes:
+    def features(self, plan: SchedulerOutput, shape: StepShape) -> SamplingFeatures:
         rows = shape.sampling_rows
         num_logprobs = self._rows.num_logprobs[rows]
         asking = np.flatnonzero(num_logprobs >= 0)
-        return Wishes(
+        return SamplingFeatures(
             bias=self._rows.sampling.select_bias(rows, shape.num_tokens),
             penalized=np.flatnonzero(self._rows.is_penalized[rows]),
             masks=plan.masks,
@@ -72,36 +72,37 @@ class DeviceSampler:
         )
 
     def sample_plainly(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """For rows without wishes: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be captured.
+        """For rows without features: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be
+        captured.
 
         `hidden` is [T, hidden].
         """
         return self._draw(self._logits(hidden, inputs), inputs)
 
     def sample(
-        self, hidden: torch.Tensor, inputs: StepInputs, wishes: Wishes
+        self, hidden: torch.Tensor, inputs: StepInputs, features: SamplingFeatures
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None]:
         """For any rows; the last is of those that ask."""
         logits = self._logits(hidden, inputs)
         device = logits.device
-        if wishes.masks is not None:
-            _apply_masks(logits, wishes.masks.result(), wishes.plan_indices)
-        asking = on_device(wishes.asking, device) if len(wishes.asking) else None
+        if features.masks is not None:
+            _apply_masks(logits, features.masks.result(), features.plan_indices)
+        asking = on_device(features.asking, device) if len(features.asking) else None
         raw = None if asking is None else gather_rows(logits, asking)
-        if wishes.bias is not None or len(wishes.penalized):
+        if features.bias is not None or len(features.penalized):
             logits = logits.float()
-        if wishes.bias is not None:
-            bias = wishes.bias
+        if features.bias is not None:
+            bias = features.bias
             add_bias(logits, *(on_device(part, device) for part in (bias.rows, bias.token_ids, bias.values)))
-        for start in range(0, len(wishes.penalized), PENALIZED_TOGETHER):
-            places = on_device(wishes.penalized[start : start + PENALIZED_TOGETHER], device)
+        for start in range(0, len(features.penalized), PENALIZED_TOGETHER):
+            places = on_device(features.penalized[start : start + PENALIZED_TOGETHER], device)
             part = gather_rows(logits, places)
             apply_penalties(part, self._tables.penalties, inputs.sampling_rows[places])
             logits.index_copy_(0, places, part)
         token_ids, finite = self._draw(logits, inputs)
         if raw is None or asking is None:
             return token_ids, finite, None
-        return token_ids, finite, compute_logprobs(raw, token_ids[asking], wishes.num_top)
+        return token_ids, finite, compute_logprobs(raw, token_ids[asking], features.num_top)
 
     def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         rows = hidden if inputs.logits_indices is None else gather_rows(hidden, inputs.logits_indices)

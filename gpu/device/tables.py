@@ -1,7 +1,7 @@
 """The requests' rows on the device. Made by the runner; `upload` writes to them, and so do the steps themselves.
 
-All tables lie in one int32 tensor, the arena, so that whatever changes in them from one step to the next is one list of
-(offset, values) and one scatter. A table is a view of it, float32 or int64 where its numbers are.
+All tables lie in one int32 tensor, the buffer, so that whatever changes in them from one step to the next is one list
+of (offset, values) and one scatter. A table is a view of it, float32 or int64 where its numbers are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DeviceTables:
         # Of the step at hand: the rows in it, how many tokens each has, and which places of these sample.
         for name in ("batch_rows", "query_lens", "samples"):
             self._place(name, 1)
-        self.arena = torch.zeros(self._size, dtype=torch.int32, device=device)
+        self.buffer = torch.zeros(self._size, dtype=torch.int32, device=device)
         self.view("temperature").fill_(0)
         self.view("batch_rows").fill_(self.padding_row)
 
@@ -80,12 +80,12 @@ class DeviceTables:
         )
 
     def view(self, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        """A table as it lies in the arena, flat."""
+        """A table as it lies in the buffer, flat."""
         offset = self._offsets[name]
-        return self.arena[offset : offset + self.num_rows * self._widths[name]].view(dtype)
+        return self.buffer[offset : offset + self.num_rows * self._widths[name]].view(dtype)
 
     def offset(self, name: str, row: int = 0, index: int = 0) -> int:
-        """Where in the arena word `index` of this row lies."""
+        """Where in the buffer word `index` of this row lies."""
         return self._offsets[name] + row * self._widths[name] + index
 
     def _place(self, name: str, width: int) -> None:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 class Upload:
-    """Collects writes to an arena (int32, flat) and sends them together. No word may be written twice in between."""
+    """Collects writes to an buffer (int32, flat) and sends them together. No word may be written twice in between."""
 
-    def __init__(self, arena: torch.Tensor) -> None:
-        self._arena = arena
-        self._device = arena.device
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._device = buffer.device
         self._starts: list[int] = []  # of the segments, each of which goes to consecutive words
         self._lengths: list[int] = []
         self._words: list[int] = []  # of all segments
@@ -50,7 +50,7 @@ class Upload:
         shifts = starts.long() - (sizes.long().cumsum(0) - sizes)
         indices = torch.repeat_interleave(shifts, sizes.long(), output_size=num_words)
         indices += torch.arange(num_words, device=self._device)
-        self._arena.index_copy_(0, indices, values)
+        self._buffer.index_copy_(0, indices, values)
 
 
 def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

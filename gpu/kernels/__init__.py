@@ -1,22 +1,23 @@
-"""Fused kernels in Triton, each with a plain torch twin. Imported by the layers and the runner of a CUDA device.
+"""Fused kernels in Triton, each with a plain reference implementation in torch. Imported by the layers and the runner
+of a CUDA device.
 
 Every public function takes and returns tensors and says what it computes. Tensors on a CUDA device go to the kernel in
-`gpu.kernels.jit`; others go to the twin, which stands beside the public function and is held to the same tests. (Those
-of the kernels run in Triton's interpreter: `gpu.kernels.dispatch.interpreted`.) So what calls kernels runs on a CPU
-too, and Triton is imported only where it is used.
+`gpu.kernels.jit`; others go to the reference, which stands beside the public function and is held to the same tests.
+(Those of the kernels run in Triton's interpreter: `gpu.kernels.dispatch.interpreted`.) So what calls kernels runs on a
+CPU too, and Triton is imported only where it is used.
 
 None of them synchronizes with the host, and no shape or grid depends on what a tensor holds: all may be captured in a
 CUDA graph, and a graph's padding is marked in the data (`slot_mapping` -1, `seq_lens` 0). Accumulation is float32
 whatever the dtype; the sums of one row are taken in an order that does not depend on the other rows.
 
 Reading order: `norm`, `activation`, `gather`, `rope` (with the layout of the KV cache), `attention`, `noise`, `sample`,
-`edits`, `logprobs`.
+`logits_processors`, `logprobs`.
 """
 
 from gpu.kernels.activation import silu_and_mul
 from gpu.kernels.attention import paged_decode, paged_prefill
-from gpu.kernels.edits import PenaltyTable, add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.gather import gather_rows
+from gpu.kernels.logits_processors import PenaltyTable, add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
 from gpu.kernels.rope import rope_and_cache, store_kv

@@ -17,10 +17,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         from gpu.kernels.jit import activation
 
         return activation.silu_and_mul(gate_up)
-    return silu_and_mul_twin(gate_up)
+    return silu_and_mul_reference(gate_up)
 
 
-def silu_and_mul_twin(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul` in torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return F.silu(gate).mul_(up).to(gate_up.dtype)

@@ -1,6 +1,6 @@
 """Attention over the paged KV cache, in the layout of `gpu.kernels.rope`. Called by gpu.attention.triton_backend.
 
-What is promised, of both functions and their twins:
+What is promised, of both functions and their references:
 
 - Only slots of a request's own tokens are read, never one past its length: free blocks may hold anything, NaN included.
 - Entries of `block_table` past a request's length may be anything and are not used.
@@ -40,7 +40,7 @@ def paged_decode(
         decode.paged_decode(query, kv_cache, block_table, seq_lens, out, scale, window, num_splits)
     else:
         starts = torch.arange(len(seq_lens) + 1)
-        attend_twin(query, kv_cache, block_table, seq_lens, starts, out, scale, window)
+        attend_reference(query, kv_cache, block_table, seq_lens, starts, out, scale, window)
     return out
 
 
@@ -68,11 +68,11 @@ def paged_prefill(
 
         prefill.paged_prefill(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
     else:
-        attend_twin(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
+        attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
     return out
 
 
-def attend_twin(
+def attend_reference(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,

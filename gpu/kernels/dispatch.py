@@ -1,4 +1,4 @@
-"""Which of the two, kernel or twin. Imported by every public kernel function."""
+"""Which of the two, kernel or reference. Imported by every public kernel function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _interpreting = False
 
 
 def on_triton(tensor: torch.Tensor) -> bool:
-    """Whether work on this tensor goes to Triton; if not, to the torch twin."""
+    """Whether work on this tensor goes to Triton; if not, to the torch reference."""
     return tensor.is_cuda or _interpreting
 
 

@@ -16,10 +16,10 @@ def gather_rows(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         from gpu.kernels.jit import gather
 
         return gather.gather_rows(source, indices)
-    return gather_rows_twin(source, indices)
+    return gather_rows_reference(source, indices)
 
 
-def gather_rows_twin(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def gather_rows_reference(source: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """`gather_rows` in torch."""
     rows = source.index_select(0, indices.clamp(min=0))
     return rows.masked_fill_((indices < 0).unsqueeze(1), 0)

@@ -28,13 +28,13 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
 
         log_sum, chosen, greater = logprobs.row_statistics(logits, token_ids)
     else:
-        log_sum, chosen, greater = row_statistics_twin(logits, token_ids)
+        log_sum, chosen, greater = row_statistics_reference(logits, token_ids)
     # Of the vocabulary's order only these few matter: a selection, which torch makes by radix, without sorting a row.
     top = logits.topk(num_top)
     return LogprobTensors(chosen - log_sum, greater + 1, top.indices, top.values.float() - log_sum.unsqueeze(1))
 
 
-def row_statistics_twin(
+def row_statistics_reference(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The log-sum-exp of each row, the logit of its token, and how many are greater: float32, float32, int64 [S]."""

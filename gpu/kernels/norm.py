@@ -18,10 +18,10 @@ def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: tor
         from gpu.kernels.jit import norm
 
         return norm.add_rms_norm(residual, delta, weight, eps)
-    return add_rms_norm_twin(residual, delta, weight, eps)
+    return add_rms_norm_reference(residual, delta, weight, eps)
 
 
-def add_rms_norm_twin(
+def add_rms_norm_reference(
     residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """`add_rms_norm` in torch."""

@@ -38,7 +38,7 @@ def rope_and_cache(
         return rope.rope_and_cache(
             qkv, positions, table, kv_cache, slot_mapping, num_heads=num_heads, qk_norm=qk_norm, eps=eps
         )
-    return rope_and_cache_twin(
+    return rope_and_cache_reference(
         qkv, positions, table, kv_cache, slot_mapping, num_heads=num_heads, qk_norm=qk_norm, eps=eps
     )
 
@@ -50,10 +50,10 @@ def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
 
         rope.store_kv(key, value, kv_cache, slot_mapping)
     else:
-        store_kv_twin(key, value, kv_cache, slot_mapping)
+        store_kv_reference(key, value, kv_cache, slot_mapping)
 
 
-def rope_and_cache_twin(
+def rope_and_cache_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     table: torch.Tensor,
@@ -73,13 +73,15 @@ def rope_and_cache_twin(
         rotated[:, num_heads:] *= qk_norm[1].float()
     cos, sin = table.index_select(1, positions).float().unsqueeze(2).unbind()
     rotated = rotated * cos + rotated.roll(head_dim // 2, dims=-1) * sin
-    store_kv_twin(rotated[:, num_heads:].to(qkv.dtype), qkv[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
+    store_kv_reference(rotated[:, num_heads:].to(qkv.dtype), qkv[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
     query = qkv[:, :num_heads]
     query.copy_(rotated[:, :num_heads])
     return query
 
 
-def store_kv_twin(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def store_kv_reference(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
     """`store_kv` in torch."""
     used = slot_mapping >= 0
     slots = slot_mapping[used]

@@ -55,10 +55,10 @@ def sample_tokens(
         from gpu.kernels.jit import sample
 
         return sample.sample_tokens(logits, table, rows, positions, filtered)
-    return sample_tokens_twin(logits, table, rows, positions, filtered=filtered)
+    return sample_tokens_reference(logits, table, rows, positions, filtered=filtered)
 
 
-def sample_tokens_twin(
+def sample_tokens_reference(
     logits: torch.Tensor,
     table: SamplingTable,
     rows: torch.Tensor,
@@ -74,13 +74,13 @@ def sample_tokens_twin(
     noise = exponential_noise(table.seed[rows], positions, logits.shape[1])
     scores = torch.where(drawn, scaled - noise.log(), scaled)
     if filtered:
-        level = cutoffs_twin(logits, table, rows)
+        level = cutoffs_reference(logits, table, rows)
         scores = scores.masked_fill_(drawn & (logits < level.unsqueeze(1)), float("-inf"))
     highest = logits.amax(-1)  # NaN counts as highest
     return scores.nan_to_num(nan=float("-inf")).argmax(-1), highest.isfinite()
 
 
-def cutoffs_twin(logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor) -> torch.Tensor:
+def cutoffs_reference(logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor) -> torch.Tensor:
     """The lowest logit that each row keeps, float32 [S]: by sorting, in float64. Greedy rows keep everything."""
     ordered = logits.double().sort(-1, descending=True).values
     temperature = table.temperature[rows].double().unsqueeze(1)

@@ -50,14 +50,14 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[torch.Tensor],
-        checkpoint: Callable[[], None] | None = None,
+        cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
 
         Writes the keys and values of the T tokens to `kv_caches` (one per layer), at the slots of the metadata.
-        `checkpoint` is called before each layer, and may raise to end the pass.
+        `cancellation_check` is called before each layer, and may raise to end the pass.
         """
-        return self.model(input_ids, positions, metadata, kv_caches, checkpoint)
+        return self.model(input_ids, positions, metadata, kv_caches, cancellation_check)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """The zeroed cache of every layer, in the layout of the attention backend."""
@@ -107,14 +107,14 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: Sequence[torch.Tensor],
-        checkpoint: Callable[[], None] | None = None,
+        cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         residual = self.embed_tokens(input_ids)
         rotation = self.rotary(positions)
         delta = None
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            if checkpoint is not None:
-                checkpoint()
+            if cancellation_check is not None:
+                cancellation_check()
             delta = layer(residual, delta, rotation, metadata, kv_cache)
         return self.norm(residual, delta)
 

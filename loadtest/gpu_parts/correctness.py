@@ -1,7 +1,7 @@
 """Every kernel on the card against float64 or float32 references, on fresh random data, before anything is timed.
 
-References are the torch twins on upcast inputs. The error is |actual - reference| / |reference| over the whole output;
-outputs are poisoned first, so what is not written is NaN, and NaN never passes.
+References are the torch references on upcast inputs. The error is |actual - reference| / |reference| over the whole
+output; outputs are poisoned first, so what is not written is NaN, and NaN never passes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from gpu import kernels
-from gpu.kernels.attention import attend_twin
-from gpu.kernels.edits import apply_penalties_twin
-from gpu.kernels.logprobs import row_statistics_twin
-from gpu.kernels.norm import add_rms_norm_twin
-from gpu.kernels.rope import rope_and_cache_twin, store_kv_twin
-from gpu.kernels.sample import cutoffs_twin, sample_tokens_twin
+from gpu.kernels.attention import attend_reference
+from gpu.kernels.logits_processors import apply_penalties_reference
+from gpu.kernels.logprobs import row_statistics_reference
+from gpu.kernels.norm import add_rms_norm_reference
+from gpu.kernels.rope import rope_and_cache_reference, store_kv_reference
+from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 from loadtest.gpu_parts.data import make_logits, make_paged, make_sampling
 from loadtest.gpu_parts.report import Report
 
@@ -64,7 +64,7 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
         weight = random(residual.shape[1])
         total = (residual.double() + delta.double()).to(dtype).double()
         output = kernels.add_rms_norm(residual, delta, weight, 1e-5)
-        reference = add_rms_norm_twin(total.clone(), None, weight.double(), 1e-5)
+        reference = add_rms_norm_reference(total.clone(), None, weight.double(), 1e-5)
         return max(relative_error(residual, total), relative_error(output, reference))
 
     def activation() -> float:
@@ -88,7 +88,7 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
     vocab_size = 500 if tiny else 128256
     yield "sample_tokens", f"{vocab_size} tokens", partial(_sample, device, dtype, vocab_size)
     yield "compute_logprobs", f"{vocab_size} tokens", partial(_logprobs, device, dtype, vocab_size)
-    yield "edits", f"{vocab_size} tokens", partial(_edits, device, vocab_size)
+    yield "logits processors", f"{vocab_size} tokens", partial(_logits_processors, device, vocab_size)
 
 
 def _attention_shapes(dtype: torch.dtype) -> list[Shape]:
@@ -112,14 +112,14 @@ def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
         caches = [torch.zeros(10, 2, 2, 16, head_dim, device=device, dtype=t) for t in (dtype, torch.float32)]
         more = {"num_heads": 8, "eps": 1e-6}
         norms = (qk_norm, None if qk_norm is None else qk_norm.float())
-        reference = rope_and_cache_twin(
+        reference = rope_and_cache_reference(
             qkv.float(), positions, table.float(), caches[1], slots, qk_norm=norms[1], **more
         )
         query = kernels.rope_and_cache(qkv, positions, table, caches[0], slots, qk_norm=norms[0], **more)
         errors += [relative_error(query, reference), relative_error(*caches)]
         caches = [cache.zero_() for cache in caches]
         kernels.store_kv(qkv[:, 8:10], qkv[:, 10:], caches[0], slots)
-        store_kv_twin(qkv[:, 8:10].float(), qkv[:, 10:].float(), caches[1], slots)
+        store_kv_reference(qkv[:, 8:10].float(), qkv[:, 10:].float(), caches[1], slots)
         errors.append(relative_error(*caches))
     return max(errors)
 
@@ -132,7 +132,7 @@ def _decode(
     reference = paged.to(torch.device("cpu"), torch.float64)
     wanted = torch.empty_like(reference.query)
     starts = torch.arange(len(lengths) + 1)
-    attend_twin(
+    attend_reference(
         reference.query, reference.cache, reference.block_table, reference.seq_lens, starts, wanted, 0.1, window
     )
     errors = []
@@ -159,7 +159,7 @@ def _prefill(
     reference = paged.to(torch.device("cpu"), torch.float64)
     wanted = torch.empty_like(reference.query)
     tables = (reference.cache, reference.block_table, reference.seq_lens, reference.query_start_loc)
-    attend_twin(reference.query, *tables, wanted, 0.1, window)
+    attend_reference(reference.query, *tables, wanted, 0.1, window)
     output = torch.full_like(paged.query, float("nan"))
     kernels.paged_prefill(
         paged.query,
@@ -175,7 +175,7 @@ def _prefill(
 
 
 def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
-    """The share of rows whose token lies outside what sorting keeps, or is another than the twin's.
+    """The share of rows whose token lies outside what sorting keeps, or is another than the reference's.
 
     Noise is the same to the last bits, so in one row of thousands two scores may be nearer than these.
     """
@@ -185,10 +185,10 @@ def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
         table = make_sampling(num_rows, device, **values)
         logits = make_logits(num_rows, vocab_size, device, dtype)
         token_ids, finite = kernels.sample_tokens(logits, table, places, places)
-        twin, _ = sample_tokens_twin(logits, table, places, places)
+        reference, _ = sample_tokens_reference(logits, table, places, places)
         chosen = logits.float().gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        outside = chosen < cutoffs_twin(logits.float(), table, places) - 1e-3
-        wrong += int((outside | ~finite).sum()) * num_rows + max(0, int((token_ids != twin).sum()) - 1)
+        outside = chosen < cutoffs_reference(logits.float(), table, places) - 1e-3
+        wrong += int((outside | ~finite).sum()) * num_rows + max(0, int((token_ids != reference).sum()) - 1)
     return wrong / num_rows
 
 
@@ -196,12 +196,12 @@ def _logprobs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> floa
     logits = make_logits(8, vocab_size, device, dtype)
     token_ids = torch.randint(0, vocab_size, (8,), device=device)
     result = kernels.compute_logprobs(logits, token_ids, 20)
-    log_sum, chosen, greater = row_statistics_twin(logits.double(), token_ids)
+    log_sum, chosen, greater = row_statistics_reference(logits.double(), token_ids)
     assert torch.equal(result.ranks, greater + 1)
     return relative_error(result.chosen, chosen - log_sum)
 
 
-def _edits(device: torch.device, vocab_size: int) -> float:
+def _logits_processors(device: torch.device, vocab_size: int) -> float:
     logits = make_logits(4, vocab_size, device, torch.float32)
     table = kernels.PenaltyTable(
         repetition=torch.tensor([1.0, 1.3, 0.8, 1.1], device=device),
@@ -215,7 +215,7 @@ def _edits(device: torch.device, vocab_size: int) -> float:
     places = torch.tensor([2, -1, 0, 3], device=device)
     reference = logits.clone()
     kernels.apply_penalties(logits, table, places)
-    apply_penalties_twin(reference, table, places)
+    apply_penalties_reference(reference, table, places)
     error = relative_error(logits, reference)
     assert not table.scratch.any()
     words = torch.randint(-(2**31), 2**31, (1, -(-vocab_size // 32)), device=device).int()

@@ -20,7 +20,7 @@ from loadtest.servers import headrace
 NAME = "bench"
 
 
-def nano_served(report: Report, name: str, device: torch.device, sizes: Sizes, patience: float) -> None:
+def nano_served(report: Report, name: str, device: torch.device, sizes: Sizes, timeout: float) -> None:
     """Start a server with random weights, send all requests at once, and count what comes back."""
     values = TINY if name == "tiny" else PUBLISHED[name]
     with tempfile.TemporaryDirectory() as directory:
@@ -39,7 +39,7 @@ def nano_served(report: Report, name: str, device: torch.device, sizes: Sizes, p
         if device.type == "cpu":
             settings |= {"kv_cache_memory": "32MiB", "dtype": "float32"}
         server = headrace("headrace", **settings)
-        server._patience = patience
+        server._timeout = timeout
         with server as target:
             report.add(name, "start of the server to ready", server.seconds_to_ready, "s")
             requests = [

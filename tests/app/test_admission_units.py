@@ -1,4 +1,4 @@
-"""The queue's books, at moments that a real server does not reach on demand."""
+"""The queue's accounting, at moments that a real server does not reach on demand."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def admission(clock: Clock, refusals: list[Limit]) -> Admission:
 
 
 def refused(
-    admission: Admission, tenant: Tenant = ANONYMOUS, choices: int = 1, patience: float | None = None
+    admission: Admission, tenant: Tenant = ANONYMOUS, choices: int = 1, timeout: float | None = None
 ) -> ApiError:
-    with pytest.raises(ApiError) as refusal, admission.queue(tenant, choices, 1, patience):
+    with pytest.raises(ApiError) as refusal, admission.queue(tenant, choices, 1, timeout):
         pass
     return refusal.value
 
@@ -53,9 +53,9 @@ def taken(admission: Admission) -> tuple[int, int]:
 def serve(admission: Admission, clock: Clock, per_second: int, seconds: int) -> None:
     """Let requests come and start for a while at an even rate."""
     for _ in range(per_second * seconds):
-        with admission.queue(ANONYMOUS, 1, 1, None) as place:
+        with admission.queue(ANONYMOUS, 1, 1, None) as ticket:
             clock.now += 1 / per_second
-            place.begin()
+            ticket.begin()
 
 
 def test_retry_after_grows_with_the_queue_and_shrinks_with_its_pace(admission: Admission, clock: Clock) -> None:
@@ -95,7 +95,7 @@ def test_a_first_token_that_cannot_come_in_time_is_not_waited_for(
     with ExitStack() as stack:
         for _ in range(50):
             stack.enter_context(admission.queue(ANONYMOUS, 1, 1, None))  # about five seconds of work
-        assert "first token within 2 s" in refused(admission, patience=2.0).message
+        assert "first token within 2 s" in refused(admission, timeout=2.0).message
         assert refusals == [Limit.DEADLINE]
         stack.enter_context(admission.queue(ANONYMOUS, 1, 1, 20.0))
         stack.enter_context(admission.queue(ANONYMOUS, 1, 1, None))
@@ -105,9 +105,9 @@ def test_a_quiet_server_is_not_taken_for_a_slow_one(admission: Admission, clock:
     """One request in ten seconds starts in a tenth of one: a second that comes beside it may hope for the same."""
     for _ in range(10):
         clock.now += 9.9
-        with admission.queue(ANONYMOUS, 1, 1, None) as place:
+        with admission.queue(ANONYMOUS, 1, 1, None) as ticket:
             clock.now += 0.1
-            place.begin()
+            ticket.begin()
     with admission.queue(ANONYMOUS, 1, 1, None), admission.queue(ANONYMOUS, 1, 1, 0.5):
         assert admission.retry_after() == 1
     assert refusals == []

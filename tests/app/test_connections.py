@@ -1,4 +1,4 @@
-"""What is mended in Hypercorn and cannot be brought about from outside; the rest is proved over real sockets."""
+"""What is patched in Hypercorn and cannot be brought about from outside; the rest is proved over real sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.hypercorn_fixes import Connection
+from app.hypercorn_patches import Connection
 
 
 class _FailingServer:

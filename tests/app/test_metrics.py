@@ -28,7 +28,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def stats(**changes: float) -> SchedulerStats:
-    books = {
+    stats = {
         "step": 1,
         "num_running": 0,
         "num_waiting": 0,
@@ -38,7 +38,7 @@ def stats(**changes: float) -> SchedulerStats:
         "prefix_cache_queries": 0,
         "prefix_cache_hits": 0,
     }
-    return SchedulerStats(**(books | changes))
+    return SchedulerStats(**(stats | changes))
 
 
 @pytest.fixture

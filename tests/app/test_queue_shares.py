@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.admission import Admission, Place
+from app.admission import Admission, QueueTicket
 from app.queue_shares import place_reserves, token_reserves
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
@@ -140,7 +140,7 @@ def test_whatever_is_queued_reserves_hold_limits_hold_and_the_books_balance(
     admission = admission_of(limit, tenants, token_limit)
     reserves, token_part = place_reserves(limit, tenants), token_reserves(token_limit, tenants)
     assert sum(token_part.values()) <= token_limit
-    waiting: list[tuple[Place, ExitStack]] = []
+    waiting: list[tuple[QueueTicket, ExitStack]] = []
     for _ in range(120):
         tenant = draw.choice(tenants)
         name = tenant.name

@@ -41,7 +41,7 @@ async def test_a_silent_stream_that_has_ended_is_not_kept_alive(leaves: str) -> 
     request = scope_of(sent, [b"{}"])
 
     async def handler(request: RequestScope) -> None:
-        events = EventStream(request, keep_alive=0.0, last_words=lambda error: b"")
+        events = EventStream(request, keep_alive=0.0, error_frame=lambda error: b"")
         await events.start()
         request.tick(time.monotonic())
         await anyio.wait_all_tasks_blocked()

@@ -13,7 +13,7 @@ import pytest
 from hyperframe.frame import ContinuationFrame, HeadersFrame, PingFrame, SettingsFrame, WindowUpdateFrame
 
 from tests.chaos.harness import ChaosServer
-from tests.server.harness import PATIENCE
+from tests.server.harness import TIMEOUT
 from tests.server.http2_client import Http2Client
 
 IDLE_TIMEOUT = 1  # seconds; a whole number, because Hypercorn's flag takes no other
@@ -37,7 +37,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[ChaosServer]:
 
 
 def http2_client(server: ChaosServer, window: int | None = None) -> Http2Client:
-    return Http2Client(server.port, timeout=PATIENCE, window=window)
+    return Http2Client(server.port, timeout=TIMEOUT, window=window)
 
 
 def request_head(more: bytes = b"") -> bytes:
@@ -79,7 +79,7 @@ NEVER_A_REQUEST: dict[str, tuple[bytes, bytes]] = {
 
 def wait_closed(connections: dict[str, socket.socket], again: dict[str, bytes]) -> None:
     """Read all that comes until each has been closed."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     still_open = dict(connections)
     while still_open:
         assert time.monotonic() < deadline, f"still open: {list(still_open)}"
@@ -208,7 +208,7 @@ def test_newcomer_is_refused_in_words_when_all_are_being_served(small_server: Ch
             assert head.status_code == 503
             assert {(b"connection", b"close"), (b"retry-after", b"5")} <= set(head.headers)
             assert orjson.loads(newcomer.read_body())["error"]["code"] == "too_many_connections"
-        with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as http2:
+        with socket.create_connection(("127.0.0.1", server.port), TIMEOUT) as http2:
             http2.sendall(GREETED)
             assert http2.recv(1) == b""
         streams[0].close()
@@ -245,7 +245,7 @@ def test_one_address_takes_no_more_than_its_share(worker_class: str) -> None:
                 newcomer.get("/livez")
                 assert newcomer.read_head().status_code == 429
                 assert orjson.loads(newcomer.read_body())["error"]["code"] == "too_many_connections"
-            with socket.create_connection(("127.0.0.1", server.port), PATIENCE, ("127.0.0.2", 0)) as other:
+            with socket.create_connection(("127.0.0.1", server.port), TIMEOUT, ("127.0.0.2", 0)) as other:
                 other.sendall(b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
                 assert other.recv(65536).startswith(b"HTTP/1.1 200")
         for stream in streams:
@@ -288,7 +288,7 @@ def check_flood(worker_class: str, rounds: int) -> None:
         before = server.num_open_files
         flood: list[socket.socket] = []
         for number in range(rounds * 2 * FEW_FILES):
-            flood.append(socket.create_connection(("127.0.0.1", server.port), PATIENCE))
+            flood.append(socket.create_connection(("127.0.0.1", server.port), TIMEOUT))
             with suppress(ConnectionError):
                 flood[-1].sendall(kinds[number % len(kinds)])
             if number % 20 == 0:

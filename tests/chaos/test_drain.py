@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.harness import ChaosServer, Start, Stream, prompt_of
-from tests.server.harness import PATIENCE
+from tests.server.harness import TIMEOUT
 from tests.server.http2_client import Http2Client
 
 WAYS: list[tuple[str, Start]] = [
@@ -30,7 +30,7 @@ def start(worker_class: str, how: Start, **settings: object) -> ChaosServer:
 
 
 def fill(server: ChaosServer, max_tokens: int) -> list[Stream]:
-    """Three streams that run and two that wait for their seats."""
+    """Three streams that run and two that wait for their running slots."""
     running = [server.stream(f"running-{number}", max_tokens=max_tokens).read_some() for number in range(3)]
     queued = [server.stream(f"queued-{number}", max_tokens=10) for number in range(2)]
     server.wait_until(lambda now: now.waiting == 2)
@@ -61,7 +61,7 @@ def test_everything_in_flight_ends_whole_and_nothing_new_begins(worker_class: st
             assert head.status_code == 503
             assert (b"connection", b"close") in head.headers
             assert b"shutting_down" in late.read_body()
-        with Http2Client(server.port, timeout=PATIENCE) as late2:
+        with Http2Client(server.port, timeout=TIMEOUT) as late2:
             refused = late2.post("/v1/completions", {"prompt": prompt_of("late")})
             assert late2.read_head(refused)[":status"] == "503"
             assert b"shutting_down" in late2.read_body(refused)
@@ -131,7 +131,7 @@ def test_worker_does_not_outlive_a_parent_that_is_killed(worker_class: str, how:
         assert workers
         os.kill(server.pid, signal.SIGKILL)
         server.wait_exit()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while any(map(is_running, workers)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not any(map(is_running, workers))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.harness import ChaosServer, Start, Stream
 from tests.chaos.test_drain import children, is_running
-from tests.server.harness import PATIENCE
+from tests.server.harness import TIMEOUT
 
 
 def start(worker_class: str = "uvloop", how: Start = "serve", **settings: object) -> ChaosServer:
@@ -31,7 +31,7 @@ def engines(server: ChaosServer) -> list[int]:
 
 
 def wait_gone(processes: list[int]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_running, processes))
@@ -152,7 +152,7 @@ def test_killed_engine_of_two_takes_its_own_streams_and_comes_back(pair: ChaosSe
 def test_metrics_of_two_engines_are_their_sums(pair: ChaosServer) -> None:
     before = pair.wait_idle()
     streams: list[Stream] = [pair.stream(f"sum-{number}", max_tokens=50).read_some() for number in range(8)]
-    pair.wait_until(lambda now: now.running == 8 and now.waiting == 0)  # four seats each
+    pair.wait_until(lambda now: now.running == 8 and now.waiting == 0)  # four running slots each
     for stream in streams:
         assert stream.read().done
     after = pair.wait_idle()

@@ -27,7 +27,7 @@ from hyperframe.frame import (
 )
 
 from tests.chaos.harness import ChaosServer
-from tests.server.harness import PATIENCE
+from tests.server.harness import TIMEOUT
 from tests.server.raw_client import NO_LINGER
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -158,7 +158,7 @@ def exchange(generator: random.Random) -> bytes:
 
 def converse(server: ChaosServer, generator: random.Random) -> socket.socket:
     """Send an exchange in some pieces, read or not. The connection stays open."""
-    client = socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+    client = socket.create_connection(("127.0.0.1", server.port), TIMEOUT)
     data = exchange(generator)
     cut = generator.choice([len(data), generator.randrange(len(data) + 1)])
     with suppress(OSError):
@@ -167,7 +167,7 @@ def converse(server: ChaosServer, generator: random.Random) -> socket.socket:
             client.settimeout(0.02)
             with suppress(TimeoutError):
                 client.recv(65536)
-            client.settimeout(PATIENCE)
+            client.settimeout(TIMEOUT)
         client.sendall(data[cut:])
         if generator.random() < 0.1:
             client.shutdown(socket.SHUT_WR)

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.sse import KEEP_ALIVE
 from tests.chaos.harness import ChaosServer, prompt_of
-from tests.server.harness import PATIENCE, Metrics
+from tests.server.harness import TIMEOUT, Metrics
 from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
 
@@ -122,7 +122,7 @@ def test_stalled_stream_of_http2_is_reset_and_its_connection_goes_on(server: Cha
         assert client.read_head(stream_id)[":status"] == "200"
         return client.chunks(stream_id)
 
-    with Http2Client(server.port, timeout=PATIENCE, window=window) as client:
+    with Http2Client(server.port, timeout=TIMEOUT, window=window) as client:
         flood = {"prompt": prompt_of("stalled"), "logprobs": 1, "n": 6, "max_tokens": 3000}
         stalled = client.post("/v1/completions", body | flood)
         whole = client.post("/v1/completions", body | flood | {"max_tokens": 100, "stream": False})

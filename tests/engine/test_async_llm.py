@@ -293,7 +293,7 @@ async def test_a_request_id_can_be_used_again_at_once() -> None:
         await engine.assert_nothing_left()
 
 
-# --- books
+# --- accounting
 
 
 async def test_every_request_is_booked_exactly_once_with_its_reason_and_its_tokens() -> None:
@@ -318,8 +318,10 @@ async def test_every_request_is_booked_exactly_once_with_its_reason_and_its_toke
                 tasks.start_soon(use, i)
         await engine.assert_nothing_left()
         observer = engine.observer
-        booked = [(finished.reason, finished.prompt_tokens, finished.output_tokens) for finished in observer.finished]
-        assert sorted(booked) == sorted(used)
+        accounted = [
+            (finished.reason, finished.prompt_tokens, finished.output_tokens) for finished in observer.finished
+        ]
+        assert sorted(accounted) == sorted(used)
         assert sum(prompt_tokens for _, prompt_tokens, _ in used) == observer.prompt_tokens
         assert sum(output_tokens for _, _, output_tokens in used) == observer.generated_tokens
         assert observer.generated_tokens == observer.num_first_tokens + observer.num_inter_tokens

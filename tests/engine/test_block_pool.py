@@ -1,4 +1,4 @@
-"""The pool of KV blocks against a model that keeps the same books the slow way."""
+"""The pool of KV blocks against a model that keeps the same accounts the slow way."""
 
 from __future__ import annotations
 

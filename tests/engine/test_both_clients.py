@@ -40,7 +40,7 @@ async def test_everything_that_is_asked_for_arrives_once_and_in_order(where: Whe
         await engine.assert_nothing_left()
 
 
-async def test_streams_side_by_side_each_get_their_own_and_are_booked_once(where: Where) -> None:
+async def test_streams_side_by_side_each_get_their_own_and_are_accounted_for_once(where: Where) -> None:
     async with serving(where, max_num_seqs=4, num_blocks=40) as engine:
         requests = [make_request(range(i, i + 20), max_tokens=30) for i in range(12)]
         got: dict[str, list[int]] = {}

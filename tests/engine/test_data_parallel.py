@@ -133,9 +133,9 @@ async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: 
     parallel = replicas(2)
     async with serving(parallel) as both:
         for _ in range(3):
-            await until(lambda: parallel.replicas[0].measures is not None)
+            await until(lambda: parallel.replicas[0].engine_info is not None)
             os.kill(process_of(parallel, 0), signal.SIGKILL)
-            await until(lambda: parallel.replicas[0].measures is None or both.llm.error)
+            await until(lambda: parallel.replicas[0].engine_info is None or both.llm.error)
         assert "killed by SIGKILL" in str(await both.llm.wait_dead())
         with pytest.raises(EngineDead):
             await both.read(make_request([1]))

@@ -104,14 +104,14 @@ def test_what_cannot_make_its_first_token_at_the_measured_speed_is_given_up_befo
     for _ in range(5):
         core.step()
     # 100 tokens take a second.
-    core.add(request("hopeless", clock, prompt=100, first_token_within=0.5))
+    core.add(request("unmeetable", clock, prompt=100, first_token_within=0.5))
     core.add(request("late as a whole", clock, prompt=100, within=0.5))
     core.add(request("possible", clock, prompt=100, first_token_within=3.0))
     ended = [output.request_id for output in core.step().outputs if output.finish_reason]
-    assert ended == ["hopeless", "late as a whole"]  # while there is time to tell the client
+    assert ended == ["unmeetable", "late as a whole"]  # while there is time to tell the client
     outputs = run_to_end(core)
     assert ends(outputs) == {"runs": FinishReason.LENGTH, "possible": FinishReason.LENGTH}
-    assert not {"hopeless", "late as a whole"} & set(simulated(core).computed)
+    assert not {"unmeetable", "late as a whole"} & set(simulated(core).computed)
     assert_nothing_left(core)
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_given_up_before_a_speed_was_measured(clock: Clock) -> None:
     assert ends(run_to_end(core)) == {"first": FinishReason.LENGTH}
 
 
-def test_a_step_that_was_held_up_does_not_make_everybody_hopeless(clock: Clock) -> None:
+def test_a_step_that_was_held_up_does_not_make_every_deadline_unmeetable(clock: Clock) -> None:
     core = core_with(clock, max_num_seqs=4)
     for number in range(3):
         core.add(request(f"{number} warms up", clock, max_tokens=2, prompt=20))

@@ -55,7 +55,7 @@ def request_of(
 
 
 def flooded(tenant: str = "flood", *, requests: int = 30, max_tokens: int = 100, **options: int) -> EngineCore:
-    """A core whose seats are full of one tenant's long generations, with more of them waiting."""
+    """A core whose running slots are full of one tenant's long generations, with more of them waiting."""
     core = make_core(**options)
     for _ in range(requests):
         core.add(request_of(tenant, max_tokens=max_tokens))
@@ -104,7 +104,8 @@ def test_of_more_tenants_than_seats_nobody_waits_for_the_flood_to_end(num_seats:
     while waiting:
         waiting -= {output.request_id for output in core.step().outputs if output.finish_reason}
         num_steps += 1
-        # One generation of the flood can hold the only seat until its end; after that it is everybody else's turn.
+        # One generation of the flood can hold the only running slot until its end; after that it is everybody else's
+        # turn.
         assert num_steps <= (100 if num_seats == 1 else 0) + 5 * len(names)
     assert core.scheduler.shares.num_living["flood"] > 10
 
@@ -174,7 +175,7 @@ def test_while_tenants_are_backlogged_they_are_served_by_their_weights(
 ) -> None:
     """Between any two moments of a backlog, what two tenants were served by weight differs by a bounded amount.
 
-    The bound does not grow with the backlog: it is what the seats can hold, once for each of the two.
+    The bound does not grow with the backlog: it is what the running slots can hold, once for each of the two.
     """
     draw = random.Random(seed)
     max_prompt, max_output = 12, 12
@@ -266,7 +267,7 @@ def run_alone(core: EngineCore, tenant: str, *, requests: int = 10) -> None:
 
 
 def first_seats(core: EngineCore, number: int) -> list[str]:
-    """The tenants of the next requests to get a seat, in order."""
+    """The tenants of the next requests to get a running slot, in order."""
     tenants = {request.request_id: request.tenant for request in core.scheduler.requests.values()}
     simulated(core).plans.clear()
     while sum(len(plan.new_requests) for plan in simulated(core).plans) < number:

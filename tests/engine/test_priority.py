@@ -62,7 +62,7 @@ def test_of_one_tenant_the_least_urgent_gives_way_when_blocks_run_out() -> None:
 
 
 def test_who_calls_everything_urgent_starves_nobody() -> None:
-    """As with six connections that ask again and again: each tenant has more work than seats all the time."""
+    """As with six connections that ask again and again: each tenant has more work than running slots all the time."""
     core = make_core(max_num_seqs=2)
     finished: Counter[str] = Counter()
     owner: dict[str, str] = {}
@@ -164,8 +164,8 @@ def test_of_two_tenants_the_one_of_less_precedence_gives_way_when_blocks_run_out
 def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_alike(
     seed: int, num_seats: int, kinds: list[str]
 ) -> None:
-    """What two tenants of equal weight were served differs by what the seats can hold, for each of the two, and no more
-    however long it lasts. And of each tenant's requests the first by priority and arrival starts first."""
+    """What two tenants of equal weight were served differs by what the running slots can hold, for each of the two, and
+    no more however long it lasts. And of each tenant's requests the first by priority and arrival starts first."""
     draw = random.Random(seed)
     priority_of = {
         "none": lambda: 0,

@@ -1,7 +1,7 @@
 """Whatever arrives, leaves and fails in whatever order: memory is never mixed up, and everyone is served.
 
-The simulated executor checks every plan and every KV read (`PlanViolation`); the machine below checks the books after
-every step, and at the end that each request gave exactly what its sequence alone determines.
+The simulated executor checks every plan and every KV read (`PlanViolation`); the machine below checks the accounts
+after every step, and at the end that each request gave exactly what its sequence alone determines.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
     """One engine core with drawn limits; the rules are what clients and devices can do to it.
 
     Hypothesis draws the events and their order; what a crowd of requests looks like comes from a seeded generator,
-    whose even spread puts far more pressure on blocks and seats than drawing every field would.
+    whose even spread puts far more pressure on blocks and running slots than drawing every field would.
     """
 
     @initialize(

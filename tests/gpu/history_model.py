@@ -27,10 +27,10 @@ class HistoryModel:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         kv_caches: list[torch.Tensor],
-        checkpoint: Callable[[], None] | None = None,
+        cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        if checkpoint is not None:
-            checkpoint()
+        if cancellation_check is not None:
+            cancellation_check()
         self.steps.append(metadata)
         slots = kv_caches[0]
         slots[metadata.slot_mapping] = input_ids

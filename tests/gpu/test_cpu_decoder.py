@@ -199,7 +199,7 @@ def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPa
     metadata = make_metadata(spans, 16)
     asked = []
 
-    def checkpoint(after: int) -> Callable[[], None]:
+    def cancellation_check(after: int) -> Callable[[], None]:
         def ask() -> None:
             asked.append(after)
             if len(asked) > after:
@@ -210,10 +210,10 @@ def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPa
     with torch.inference_mode():
         arguments = (tokens(30), positions_of(spans), metadata, model.fast_cache)
         with pytest.raises(StepAbandoned, match="nobody"):
-            model.fast.forward(*arguments, checkpoint(1))
+            model.fast.forward(*arguments, cancellation_check(1))
         assert len(asked) == 2
         asked.clear()
-        model.fast.forward(*arguments, checkpoint(99))
+        model.fast.forward(*arguments, cancellation_check(99))
     assert len(asked) == SHAPE["num_hidden_layers"]
 
 

@@ -17,9 +17,9 @@ import resource, threading, time
 import numpy as np, torch
 from gpu.cpu.library import Threads, load_library
 from gpu.cpu.matrices import pack
-from gpu.cpu.memory import Arena
+from gpu.cpu.memory import WeightBuffer
 library = load_library()
-matrix = pack(library, Arena(), [torch.ones(16, 96)])
+matrix = pack(library, WeightBuffer(), [torch.ones(16, 96)])
 """
 OUT_OF_MEMORY = """
 threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)

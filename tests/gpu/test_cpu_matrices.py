@@ -8,7 +8,7 @@ from gguf.quants import dequantize, quantize
 
 from gpu.cpu.library import BUILDS, Library, Threads, built, is_for_this_processor, load_library
 from gpu.cpu.matrices import BF16, U4, U8, PackedMatrix, pack, padded_rows
-from gpu.cpu.memory import ALIGNMENT, Arena
+from gpu.cpu.memory import ALIGNMENT, WeightBuffer
 from gpu.host import processor_flags
 from gpu.weights import QuantizedRows
 
@@ -62,7 +62,7 @@ def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_her
 @pytest.mark.parametrize(("kind", "form"), [("Q4_0", U4), ("Q4_1", U4), ("Q8_0", U8)])
 def test_blocks_of_a_file_are_kept_to_the_last_bit(library: Library, kind: str, form: int):
     rows = rows_of(kind, 37, 96)
-    matrix = pack(library, Arena(), [rows])
+    matrix = pack(library, WeightBuffer(), [rows])
     assert matrix.form == form
     expected = torch.from_numpy(dequantize(rows.data, GGMLQuantizationType[kind]))
     torch.testing.assert_close(stored(library, matrix), expected, rtol=1e-6, atol=1e-7)
@@ -70,7 +70,7 @@ def test_blocks_of_a_file_are_kept_to_the_last_bit(library: Library, kind: str, 
 
 def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Library):
     rows = rows_of("Q5_1", 20, 64)
-    matrix = pack(library, Arena(), [rows])
+    matrix = pack(library, WeightBuffer(), [rows])
     assert matrix.form == U8
     expected = torch.from_numpy(rows.dequantize())
     steps = expected.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
@@ -81,14 +81,14 @@ def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Li
 def test_parts_lie_below_each_other_or_take_turns(library: Library):
     parts = [rows_of("Q4_1", 32, 64, seed) for seed in (1, 2)]
     a, b = (torch.from_numpy(part.dequantize()) for part in parts)
-    torch.testing.assert_close(stored(library, pack(library, Arena(), parts)), torch.cat((a, b)))
+    torch.testing.assert_close(stored(library, pack(library, WeightBuffer(), parts)), torch.cat((a, b)))
     turns = torch.cat((a[:16], b[:16], a[16:], b[16:]))
-    torch.testing.assert_close(stored(library, pack(library, Arena(), parts, interleave=True)), turns)
+    torch.testing.assert_close(stored(library, pack(library, WeightBuffer(), parts, interleave=True)), turns)
 
 
 def test_parts_of_different_types_share_one_form(library: Library):
-    quantized = pack(library, Arena(), [rows_of("Q4_1", 16, 64), rows_of("Q8_0", 16, 64)])
-    mixed = pack(library, Arena(), [rows_of("Q4_1", 16, 64), torch.zeros(16, 64)])
+    quantized = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), rows_of("Q8_0", 16, 64)])
+    mixed = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), torch.zeros(16, 64)])
     assert (quantized.form, mixed.form) == (U8, BF16)
 
 
@@ -98,7 +98,7 @@ def test_products_are_those_of_the_stored_numbers(library: Library, kind: str, n
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, 96, generator=generator)
     weight = torch.randn(53, 96, generator=generator) if kind == "bfloat16" else rows_of(kind, 53, 96)
-    matrix = pack(library, Arena(), [weight])
+    matrix = pack(library, WeightBuffer(), [weight])
     seen = x.bfloat16().double() if kind == "bfloat16" else rounded_to_8_bits(x)
     expected = seen @ stored(library, matrix).double().T
     torch.testing.assert_close(product(library, matrix, x, num_threads=2).double(), expected, rtol=1e-5, atol=2e-5)
@@ -108,14 +108,14 @@ def test_products_are_those_of_the_stored_numbers(library: Library, kind: str, n
 def test_a_rows_product_is_the_same_bits_in_any_batch(library: Library, kind: str):
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    matrix = pack(library, Arena(), [weight if kind == "bfloat16" else rows_of(kind, 64, 64)])
+    matrix = pack(library, WeightBuffer(), [weight if kind == "bfloat16" else rows_of(kind, 64, 64)])
     together = product(library, matrix, x)
     for count in (1, 2, 5, 7, 8, 9):
         assert torch.equal(product(library, matrix, x[:count].contiguous()), together[:count])
 
 
 def test_a_bias_is_added(library: Library):
-    matrix = pack(library, Arena(), [rows_of("Q4_1", 32, 64)])
+    matrix = pack(library, WeightBuffer(), [rows_of("Q4_1", 32, 64)])
     x, bias, out = torch.randn(3, 64), torch.randn(32), torch.empty(3, 32)
     threads = Threads(library, 1)
     library.functions.hr_multiply(
@@ -128,7 +128,7 @@ def test_a_bias_is_added(library: Library):
 def test_the_largest_product_is_the_first_of_several_and_what_is_not_finite_is_told(library: Library, num_threads: int):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(3)).bfloat16().float()
     weight[61] = weight[9]
-    matrix = pack(library, Arena(), [weight])
+    matrix = pack(library, WeightBuffer(), [weight])
     x = torch.cat((weight[9:10] * 50, torch.randn(20, 32)))
     x[5, 3], x[6, 0] = float("nan"), float("inf")
     indices, finite = np.empty(21, np.int64), np.empty(21, np.bool_)
@@ -142,9 +142,9 @@ def test_the_largest_product_is_the_first_of_several_and_what_is_not_finite_is_t
     assert indices[finite].tolist() == rest.argmax(-1).tolist()
 
 
-def test_an_arena_hands_out_zeroed_aligned_pieces_that_do_not_overlap():
-    arena = Arena()
-    pieces = [arena.take(size) for size in (1, 63, 64, 65, 40 * 2**20, 7)]
+def test_a_buffer_hands_out_zeroed_aligned_pieces_that_do_not_overlap():
+    buffer = WeightBuffer()
+    pieces = [buffer.take(size) for size in (1, 63, 64, 65, 40 * 2**20, 7)]
     for value, piece in enumerate(pieces, 1):
         assert piece.data_ptr() % ALIGNMENT == 0
         assert not piece.any()
@@ -159,7 +159,7 @@ def test_what_is_not_finite_among_the_inputs_is_not_finite_among_the_outputs(
 ):
     x = torch.randn(2, 96)
     x[1, place] = value
-    out = product(library, pack(library, Arena(), [rows_of("Q4_1", 16, 96)]), x)
+    out = product(library, pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 96)]), x)
     assert out[0].isfinite().all()
     assert not out[1].isfinite().any()
 
@@ -168,6 +168,6 @@ def test_what_is_not_finite_among_the_inputs_is_not_finite_among_the_outputs(
 def test_inputs_too_small_to_divide_by_are_nothing_and_spare_the_others(library: Library, size: float):
     x = torch.zeros(1, 96)
     x[0, :32], x[0, 40] = size, 1.0
-    matrix = pack(library, Arena(), [rows_of("Q4_1", 16, 96)])
+    matrix = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 96)])
     expected = rounded_to_8_bits(x) @ stored(library, matrix).double().T
     torch.testing.assert_close(product(library, matrix, x).double(), expected, rtol=1e-5, atol=1e-12)

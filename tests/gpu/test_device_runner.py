@@ -108,7 +108,7 @@ def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int 
     return EngineCore(config, executor)
 
 
-def crowd(seed: int, *, greedy: bool = True, edits: bool = True) -> list[EngineCoreRequest]:
+def crowd(seed: int, *, greedy: bool = True, processors: bool = True) -> list[EngineCoreRequest]:
     """Twenty requests of all kinds; every third begins as another one does."""
     draw = random.Random(seed)
     requests = []
@@ -127,7 +127,7 @@ def crowd(seed: int, *, greedy: bool = True, edits: bool = True) -> list[EngineC
                 {"logit_bias": {draw.randrange(VOCAB_SIZE): 8.0, draw.randrange(VOCAB_SIZE): -100.0}},
                 {"logprobs": draw.randrange(4)},
             ]
-            if edits
+            if processors
             else [{}, {"ignore_eos": True}]
         )
         if not greedy:
@@ -207,7 +207,7 @@ def test_graphs_and_padding_change_nothing() -> None:
 
 def test_graphs_that_are_captured_while_requests_run_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu.device.runner.STEPS_BETWEEN_CAPTURES", 3)
-    requests = crowd(4, edits=False)
+    requests = crowd(4, processors=False)
     expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
     graphs = Again()
     assert drive(make_core(make_executor("device", graphs), 2, num_blocks=20), requests) == expected
@@ -270,19 +270,19 @@ class Waits(TorchDispatchMode):
 
 
 def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
-    """On the kernels, since their twins look at what they compute; prefill, mixed steps, decodes, every wish but those
-    of a prompt."""
+    """On the kernels, since their references look at what they compute; prefill, mixed steps, decodes, every feature
+    but those of a prompt."""
     graphs = Again()
     executor = make_executor("device", graphs)
-    wishes: list[dict[str, object]] = [
+    features: list[dict[str, object]] = [
         {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2},
         {"min_tokens": 3, "stop_token_ids": (1, 2)},
         {"logprobs": 2, "top_p": 0.9},
         {},
     ]
     everyone = [
-        new_request(f"r{i}", range(i, i + 5), block_ids=[2 * i, 2 * i + 1], temperature=1.0, seed=i, **wish)
-        for i, wish in enumerate(wishes)
+        new_request(f"r{i}", range(i, i + 5), block_ids=[2 * i, 2 * i + 1], temperature=1.0, seed=i, **feature)
+        for i, feature in enumerate(features)
     ]
     names = [request.request_id for request in everyone]
     plans = [
@@ -303,7 +303,7 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
     assert graphs.num_replayed == 1
     with Waits() as waits:
         executor.submit(plan_of({"r0": 1}))
-    assert waits.found  # by the twins, which shows that it would be noticed
+    assert waits.found  # by the references, which shows that it would be noticed
 
 
 def test_log_probabilities_are_those_of_the_other_runner() -> None:
@@ -408,9 +408,9 @@ def test_numbers_that_are_not_finite_are_told() -> None:
 
 def test_an_upload_writes_every_word_where_it_belongs() -> None:
     draw = random.Random(0)
-    arena = torch.zeros(1000, dtype=torch.int32)
-    expected = arena.tolist()
-    upload = Upload(arena)
+    buffer = torch.zeros(1000, dtype=torch.int32)
+    expected = buffer.tolist()
+    upload = Upload(buffer)
     for _ in range(20):
         places = sorted(draw.sample(range(100), 12))
         for place in places:
@@ -418,16 +418,16 @@ def test_an_upload_writes_every_word_where_it_belongs() -> None:
             upload.write(10 * place, values)
             expected[10 * place : 10 * place + len(values)] = values
         upload.send()
-        assert arena.tolist() == expected
+        assert buffer.tolist() == expected
     upload.write(0, [-1])
     upload.discard()
     upload.send()
-    assert arena.tolist() == expected
+    assert buffer.tolist() == expected
 
 
 def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
     tables = DeviceTables(max_num_seqs=5, max_model_len=9, block_size=4, vocab_size=11, device=CPU)
-    upload = Upload(tables.arena)
+    upload = Upload(tables.buffer)
     upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64)))
     upload.write(tables.offset("top_p", 4), words_of(np.array([0.25], dtype=np.float32)))
     upload.write(tables.offset("block_table", 2, 1), [8, 9])
@@ -437,7 +437,7 @@ def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
     assert tables.sampling.top_p.tolist() == [0, 0, 0, 0, 0.25, 0]
     assert tables.block_table.tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
     assert tables.token_ids[5].tolist() == [0] * 9 + [77]
-    assert int((tables.arena != 0).sum()) == 2 + 1 + 2 + 1 + 6  # and the padding row in every place of the batch
+    assert int((tables.buffer != 0).sum()) == 2 + 1 + 2 + 1 + 6  # and the padding row in every place of the batch
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000])

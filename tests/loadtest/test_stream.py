@@ -145,7 +145,7 @@ def test_a_user_who_leaves_hangs_up_at_once(serve):
         (answer("401 Unauthorized", b'{"error": "Unauthorized"}', "Retry-After: soon"), "HTTP 401", None),
     ],
 )
-def test_a_refusal_is_told_by_status_code_and_patience(serve, answered, message, retry_after):
+def test_a_refusal_is_told_by_status_code_and_retry_after(serve, answered, message, retry_after):
     with pytest.raises(Refused) as refused:
         stream_chat(serve(answered), {})
     assert (str(refused.value), refused.value.retry_after) == (message, retry_after)

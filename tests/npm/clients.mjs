@@ -9,7 +9,7 @@ import { z } from "zod";
 
 const [baseURL, model] = process.argv.slice(2);
 const messages = [{ role: "user", content: "What is the capital of France?" }];
-const Place = z.object({ city: z.enum(["Paris", "Rome"]), large: z.boolean() });
+const QueueTicket = z.object({ city: z.enum(["Paris", "Rome"]), large: z.boolean() });
 const parameters = {
   type: "object",
   properties: { city: { type: "string", enum: ["Paris", "Rome"] } },
@@ -46,7 +46,7 @@ async function openai() {
   const parsed = await client.chat.completions.parse({
     ...settings,
     max_tokens: 60,
-    response_format: zodResponseFormat(Place, "place"),
+    response_format: zodResponseFormat(QueueTicket, "place"),
   });
   found.parsed = parsed.choices[0].message.parsed;
 
@@ -102,7 +102,7 @@ async function vercel() {
   found.finishReason = await stream.finishReason;
   found.streamedUsage = await stream.usage;
 
-  const object = await generateText({ ...settings, maxOutputTokens: 60, output: Output.object({ schema: Place }) });
+  const object = await generateText({ ...settings, maxOutputTokens: 60, output: Output.object({ schema: QueueTicket }) });
   found.object = object.output;
 
   const weather = tool({ description: "The weather", inputSchema: jsonSchema(parameters) });

@@ -20,13 +20,13 @@ from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError
 from protocol.jinja_sandbox import Failure, RenderingFailed
 from protocol.template_process import TemplateProcesses
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SWITCH = "{% if loop %}" + LOOP + "{% elif bomb %}{{ ('a' * bomb) | length }}{% else %}{{ text }}{% endif %}"
 
 
 @contextmanager
-def processes_of(source: str, timeout: float = PATIENCE) -> Iterator[TemplateProcesses]:
+def processes_of(source: str, timeout: float = TIMEOUT) -> Iterator[TemplateProcesses]:
     processes = TemplateProcesses(source, timeout)
     try:
         yield processes
@@ -46,7 +46,7 @@ def children() -> set[int]:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -124,7 +124,7 @@ def test_a_process_killed_twice_during_a_rendering_is_one_error() -> None:
 
 
 def test_closing_ends_a_rendering_and_leaves_nothing() -> None:
-    processes = TemplateProcesses(SWITCH, PATIENCE)
+    processes = TemplateProcesses(SWITCH, TIMEOUT)
     failed = threading.Event()
 
     def render() -> None:
@@ -136,7 +136,7 @@ def test_closing_ends_a_rendering_and_leaves_nothing() -> None:
     rendering.start()
     wait_for(lambda: any(map(is_busy, children())))
     processes.close()
-    assert failed.wait(PATIENCE)
+    assert failed.wait(TIMEOUT)
     rendering.join()
     assert not children()
     with pytest.raises(RenderingFailed):

@@ -19,10 +19,10 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def narrow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server on which a request's phases last: five seats, and prompts that are computed 32 tokens a step.
+    """A server on which a request's phases last: five running slots, and prompts that are computed 32 tokens a step.
 
-    Parametrized with Hypercorn's worker class. Filling the seats makes the next request wait; a long prompt takes many
-    steps; between two steps the server has time to notice whatever a test does.
+    Parametrized with Hypercorn's worker class. Filling the running slots makes the next request wait; a long prompt
+    takes many steps; between two steps the server has time to notice whatever a test does.
     """
     with Server(request.param, max_num_seqs=5, max_num_batched_tokens=32) as running:
         yield running.wait_ready()

@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_HOLD = 0.1  # seconds of processor time; half of it on a machine that has nothing else to do
-PATIENCE = 60.0  # seconds until a state that should come soon counts as never coming
+TIMEOUT = 60.0  # seconds until a state that should come soon counts as never coming
 
 
 class Server:
@@ -51,7 +51,7 @@ class Server:
         self.worker_class = worker_class
         self.port = _free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.base_url, timeout=PATIENCE, trust_env=False)
+        self.client = httpx.Client(base_url=self.base_url, timeout=TIMEOUT, trust_env=False)
         self._settings = {
             "model": MODEL,
             "dtype": "float32",
@@ -90,7 +90,7 @@ class Server:
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
-                self._process.wait(PATIENCE)
+                self._process.wait(TIMEOUT)
         finally:
             leaked = _kill_group(self._process.pid)
             self._process.wait()
@@ -119,7 +119,7 @@ class Server:
     def wait_exit(self) -> int:
         """The exit status of a server that ends by itself."""
         assert self._process is not None
-        return self._process.wait(PATIENCE)
+        return self._process.wait(TIMEOUT)
 
     @property
     def log(self) -> str:
@@ -154,9 +154,9 @@ class Server:
 
     def connect(self, *, receive_buffer: int | None = None) -> RawClient:
         """A connection of its own, byte for byte under the test's control."""
-        return RawClient("127.0.0.1", self.port, timeout=PATIENCE, receive_buffer=receive_buffer)
+        return RawClient("127.0.0.1", self.port, timeout=TIMEOUT, receive_buffer=receive_buffer)
 
-    # --- its books
+    # --- its metrics
 
     def metrics(self) -> Metrics:
         answer = self.client.get("/metrics")
@@ -174,7 +174,7 @@ class Server:
     def poll(self, look: Callable[[], T], condition: Callable[[T], bool]) -> T:
         """Look again and again until the condition holds. Fails with what was seen last and the server's log."""
         assert self._process is not None
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while True:
             seen = look()
             if condition(seen):
@@ -182,7 +182,7 @@ class Server:
             if self._process.poll() is not None:
                 raise AssertionError(f"the server has ended with status {self._process.returncode}\n{self.log}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"still {seen} after {PATIENCE} s\n{self.log}")
+                raise AssertionError(f"still {seen} after {TIMEOUT} s\n{self.log}")
             time.sleep(0.005)
 
 

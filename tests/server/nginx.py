@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.server.harness import PATIENCE
+from tests.server.harness import TIMEOUT
 from tests.server.raw_client import RawClient
 
 POOL = 4  # idle connections that nginx keeps to the server
@@ -91,14 +91,14 @@ class Nginx:
     def __exit__(self, *exc_info: object) -> None:
         assert self._process is not None
         self._process.terminate()
-        self._process.wait(PATIENCE)
+        self._process.wait(TIMEOUT)
         self._home.cleanup()
 
     def connect(self) -> RawClient:
-        return RawClient("127.0.0.1", self.port, timeout=PATIENCE)
+        return RawClient("127.0.0.1", self.port, timeout=TIMEOUT)
 
     def connect_impatient(self) -> RawClient:
-        return RawClient("127.0.0.1", self.impatient_port, timeout=PATIENCE)
+        return RawClient("127.0.0.1", self.impatient_port, timeout=TIMEOUT)
 
     @property
     def error_log(self) -> str:
@@ -116,7 +116,7 @@ class Nginx:
 
     def _wait_listening(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while True:
             try:
                 self.connect().leave_with_fin()

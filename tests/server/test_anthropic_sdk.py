@@ -13,7 +13,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 from tests.server.raw_client import sse_events
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0}
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -77,7 +77,7 @@ async def test_async_stream(server: Server) -> None:
         anthropic.AsyncAnthropic(base_url=server.base_url, api_key="none", max_retries=0) as sdk,
         sdk.messages.stream(model=MODEL, messages=QUESTION, max_tokens=32, extra_body=GREEDY) as stream,
     ):
-        with anyio.fail_after(PATIENCE):
+        with anyio.fail_after(TIMEOUT):
             assert "Paris" in await stream.get_final_text()
 
 

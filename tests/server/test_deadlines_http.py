@@ -1,6 +1,6 @@
 """A request that runs out of time is answered so, wherever it is, and costs nothing from then on.
 
-The engine's side of it is in tests/engine; here is what a client sees and what the books say.
+The engine's side of it is in tests/engine; here is what a client sees and what the metrics say.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from gpu.weights import open_model
 from protocol.answers import EngineState
-from tests.server.harness import MODEL, PATIENCE, Metrics, Server
+from tests.server.harness import MODEL, TIMEOUT, Metrics, Server
 from tests.server.tiny_model import NAME, tiny_server
 
 EMBEDDINGS = "/v1/embeddings"
@@ -29,7 +29,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -244,7 +244,7 @@ def test_a_request_is_ended_by_its_id(governed: Server) -> None:
 
     def generate() -> tuple[str, str | None]:
         text, reason = "", None
-        with openai.OpenAI(base_url=f"{governed.base_url}/v1", api_key="client", timeout=PATIENCE) as client:
+        with openai.OpenAI(base_url=f"{governed.base_url}/v1", api_key="client", timeout=TIMEOUT) as client:
             stream = client.completions.create(
                 model=NAME,
                 stream=True,
@@ -261,7 +261,7 @@ def test_a_request_is_ended_by_its_id(governed: Server) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         streamed = pool.submit(generate)
-        assert begun.wait(PATIENCE)
+        assert begun.wait(TIMEOUT)
         headers = {"x-request-id": "other"}
         other = pool.submit(
             governed.post, "/v1/completions", body | {"max_tokens": 50}, **headers, authorization="Bearer client"

@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.tiny_model import tiny_server, write_tiny_model
 
 CHAT = "/v1/chat/completions"
-TIMEOUT = 2.0
+TEMPLATE_TIMEOUT = 2.0
 
 HARM = {
     "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Server]:
-    with tiny_server(model=model, template_timeout=TIMEOUT) as server:
+    with tiny_server(model=model, template_timeout=TEMPLATE_TIMEOUT) as server:
         yield server.wait_ready()
 
 
@@ -153,7 +153,7 @@ def test_a_server_that_is_killed_leaves_no_helper(model: Path) -> None:
             server._process.wait()
             with pytest.raises(httpx.TransportError):
                 looping.result()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while helpers(server):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
 from tests.server.test_client_gone import PHASES, SEATS
@@ -32,7 +32,7 @@ _EVERY_LOOP = pytest.mark.parametrize("narrow_tiny_server", ["uvloop", "asyncio"
 
 
 def connect(server: Server, window: int | None = None) -> Http2Client:
-    return Http2Client(server.port, timeout=PATIENCE, window=window)
+    return Http2Client(server.port, timeout=TIMEOUT, window=window)
 
 
 @cache

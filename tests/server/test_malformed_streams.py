@@ -10,7 +10,7 @@ import pytest
 from hpack import Encoder, NeverIndexedHeaderTuple
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, PriorityFrame
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.tiny_model import tiny_server
 
@@ -74,7 +74,7 @@ def encode(fields: Mapping[str, bytes]) -> bytes:
 @EVERY_LOOP
 def test_malformed_request_is_reset_and_no_other_stream_is(server: Server) -> None:
     alone = server.complete(**STORY)["choices"][0]["text"]
-    with Http2Client(server.port, timeout=PATIENCE) as client:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
         beside = client.post(PATH, {**STORY, "stream": True})
         client.read_head(beside)
         for name, changes in MALFORMED.items():
@@ -110,7 +110,7 @@ def test_trailers_and_priorities_disturb_nobody(server: Server) -> None:
         idle = [PriorityFrame(stream_id + 2 * number, depends_on=stream_id) for number in range(1, 1500)]
         return [*frames_of(stream_id, {}), *idle]
 
-    with Http2Client(server.port, timeout=PATIENCE) as client:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
         assert client.read_head(client.send_frames(with_trailers))[":status"] == "400"
         client.wait_reset(client.send_frames(with_unended_trailers))
         assert client.read_head(client.send_frames(depending_on_itself))[":status"] == "400"
@@ -121,7 +121,7 @@ def test_trailers_and_priorities_disturb_nobody(server: Server) -> None:
 @EVERY_LOOP
 def test_connection_goes_on_after_a_thousand_requests_that_were_reset(server: Server) -> None:
     """Each when its answer had begun and waited for a window."""
-    with Http2Client(server.port, timeout=PATIENCE, window=0) as client:
+    with Http2Client(server.port, timeout=TIMEOUT, window=0) as client:
         for _ in range(22):
             streams = [client.post("/nowhere", {}, flush=False) for _ in range(50)]
             client.flush()
@@ -135,7 +135,7 @@ def test_connection_goes_on_after_a_thousand_requests_that_were_reset(server: Se
 
 @EVERY_LOOP
 def test_who_resets_faster_than_can_be_answered_is_sent_away(server: Server) -> None:
-    with Http2Client(server.port, timeout=PATIENCE) as client:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
         for _ in range(1000):
             client.reset(client.start_post("/tokenize"), flush=False)
         client.flush()

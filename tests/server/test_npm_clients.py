@@ -16,7 +16,7 @@ from tests.server.harness import MODEL, REPOSITORY, Server
 
 NPM = REPOSITORY / "tests" / "npm"
 DIMENSIONS = 576
-PATIENCE = 100.0  # seconds for all of it
+TIMEOUT = 100.0  # seconds for all of it
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def understood(server: Server) -> dict[str, dict[str, Any]]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         env=environment,
     )
     assert run.returncode == 0, run.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.raw_client import sse_events
 from tests.server.tiny_model import NAME, tiny_server
 
@@ -28,7 +28,7 @@ def thinking_server() -> Iterator[Server]:
 @pytest.fixture
 def sdk(thinking_server: Server) -> Iterator[openai.OpenAI]:
     url = f"{thinking_server.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
 from tests.server.victims import PATH
@@ -21,7 +21,7 @@ def test_rest_of_a_refused_upload_does_not_disturb_the_streams_beside_it(narrow_
     """Over HTTP/2 it arrives at a stream that has been answered and closed."""
     server = narrow_tiny_server
     alone = server.complete(**STORY)["choices"][0]["text"]
-    with Http2Client(server.port, timeout=PATIENCE) as client:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
         beside = client.post(PATH, {**STORY, "stream": True})
         client.read_head(beside)
         refused = client.start_post(PATH, **{"content-encoding": "gzip"})
@@ -41,7 +41,7 @@ def test_upload_that_nobody_reads_does_not_block_the_streams_beside_it(narrow_ti
     """Over HTTP/2 all of it may be there before the answer is."""
     server = narrow_tiny_server
     alone = server.complete(**STORY)["choices"][0]["text"]
-    with Http2Client(server.port, timeout=PATIENCE) as client:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
         beside = client.post(PATH, {**STORY, "stream": True})
         client.read_head(beside)
         refused = client.start_post("/nowhere")

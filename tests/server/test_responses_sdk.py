@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 from tests.server.raw_client import sse_events
 
 QUESTION = "What is the capital of France?"
@@ -21,7 +21,7 @@ EVENT = TypeAdapter(ResponseStreamEvent)
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 

@@ -8,14 +8,14 @@ import anyio
 import openai
 import pytest
 
-from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -88,7 +88,7 @@ def test_leaving_a_stream_early_ends_the_request(server: Server, sdk: openai.Ope
 
 def test_asynchronous_client_streams_and_does_not(server: Server) -> None:
     async def ask() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=PATIENCE) as sdk:
+        async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=TIMEOUT) as sdk:
             fields = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
             whole = await sdk.chat.completions.create(**fields)
             stream = await sdk.chat.completions.create(**fields, stream=True)

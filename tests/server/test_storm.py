@@ -2,7 +2,7 @@
 
 A kill takes a fresh connection, asks for something that would never end by itself, and leaves by FIN or RST at a moment
 of its own. Between the kills there are survivors, greedy requests that read on to their end, and refused ones. The
-server's books are compared with those of the clients.
+server's metrics are compared with those of the clients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.server.raw_client import RawClient, sse_events
 from tests.server.tiny_model import tiny_server
 from tests.server.victims import PATH, endless
 
-CLIENTS = 12  # at once; more than there are seats
+CLIENTS = 12  # at once; more than there are running slots
 SURVIVOR = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SURVIVOR_PROMPTS = [f"The {thing} stands beside the headrace and" for thing in ("mill", "oak", "house", "cow", "boy")]
 SHARED_PREFIX = [random.Random(7).randrange(1000, 40000) for _ in range(200)]
@@ -72,21 +72,19 @@ def check_storm(server: Server, kills: int, warm_up: int, memory_growth: int) ->
     seconds = time.monotonic() - started
     after = _settle(server, descriptors=before.samples["process_open_fds"])
 
-    booked = {reason: after.finished[reason] - before.finished[reason] for reason in after.finished}
+    ended = {reason: after.finished[reason] - before.finished[reason] for reason in after.finished}
     growth = after.samples["process_resident_memory_bytes"] - before.samples["process_resident_memory_bytes"]
-    print(
-        f"{kills} kills in {seconds:.0f} s: {dict(storm.count)}; {booked}; RSS {growth / 2**20:+.1f} MiB; seed {seed}"
-    )
+    print(f"{kills} kills in {seconds:.0f} s: {dict(storm.count)}; {ended}; RSS {growth / 2**20:+.1f} MiB; seed {seed}")
 
     counted = storm.count
     requests = _http_requests(after) - _http_requests(before)
     assert counted["killed"] == kills
     assert counted["wrong text"] == 0
-    assert booked["length"] == counted["survived"]
-    assert booked["stop"] == booked["error"] == booked["timeout"] == 0
+    assert ended["length"] == counted["survived"]
+    assert ended["stop"] == ended["error"] == ended["timeout"] == 0
     # What the server has seen of the rest it has accepted, and then aborted. Only a reset can overtake its request.
-    assert booked["abort"] == requests - counted["survived"] - counted["refused"]
-    assert counted["certainly accepted"] <= booked["abort"] <= kills
+    assert ended["abort"] == requests - counted["survived"] - counted["refused"]
+    assert counted["certainly accepted"] <= ended["abort"] <= kills
     assert after.samples["process_open_fds"] == before.samples["process_open_fds"]
     assert growth < memory_growth
     for prompt, text in expected.items():
@@ -183,7 +181,7 @@ def _touch_every_block(server: Server, num_tokens: int) -> None:
 
 
 def _settle(server: Server, descriptors: float | None = None) -> Metrics:
-    """Wait until nothing runs, waits, owns a block or is connected, and the books have stopped moving."""
+    """Wait until nothing runs, waits, owns a block or is connected, and the metrics have stopped moving."""
     server.wait_idle()
     if descriptors is not None:
         server.wait_until(lambda now: now.samples["process_open_fds"] <= descriptors)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.server.harness import PATIENCE, Server
+from tests.server.harness import TIMEOUT, Server
 from tests.server.raw_client import sse_events
 
 THINGS = """
@@ -30,8 +30,8 @@ def test_64_streams_at_once_each_say_what_they_say_alone(server: Server) -> None
     together = threading.Barrier(len(requests))
 
     def read(request: dict[str, object]) -> str:
-        with httpx.Client(base_url=server.base_url, timeout=PATIENCE, trust_env=False) as client:
-            together.wait(PATIENCE)
+        with httpx.Client(base_url=server.base_url, timeout=TIMEOUT, trust_env=False) as client:
+            together.wait(TIMEOUT)
             with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
                 *chunks, done = sse_events(answer.iter_bytes())
         assert done == "[DONE]"

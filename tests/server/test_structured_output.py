@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 
 QUESTION = [{"role": "user", "content": "Describe Alice, who is 30, lives in Paris and plays chess."}]
 ASKING: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 60}
@@ -33,7 +33,7 @@ NAMED = {"name": "small", "schema": SMALL, "strict": True}
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 

@@ -16,7 +16,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
-from tests.server.harness import MODEL, PATIENCE, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 WEATHER = {
@@ -42,7 +42,7 @@ FIELDS: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0
 
 @pytest.fixture
 def sdk(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""Every test of this folder runs twice: on the torch twins, and on the kernels in Triton's interpreter."""
+"""Every test of this folder runs twice: on the torch references, and on the kernels in Triton's interpreter."""
 
 import warnings
 
@@ -7,10 +7,10 @@ import pytest
 from gpu.kernels.dispatch import interpreted
 
 
-@pytest.fixture(params=["twin", "kernel"], autouse=True)
+@pytest.fixture(params=["reference", "kernel"], autouse=True)
 def form(request):
     """Which of the two the test runs on."""
-    if request.param == "twin":
+    if request.param == "reference":
         yield request.param
         return
     with interpreted(), warnings.catch_warnings():

@@ -43,7 +43,7 @@ def tokens_of_all() -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[int]]:
-    """On the twins, before any test has turned kernels on."""
+    """On the references, before any test has turned kernels on."""
     return tokens_of_all()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from gpu.kernels import SamplingTable, compute_logprobs, sample_tokens
 from gpu.kernels.noise import exponential_noise
-from gpu.kernels.sample import cutoffs_twin, sample_tokens_twin
+from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 
 
 def make_table(rows: list[dict[str, float]]) -> SamplingTable:
@@ -65,13 +65,13 @@ def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_twin_draws(seed)
     rows = [random_row(rng) for _ in range(5)]
     logits = (torch.randn(len(rows), vocab_size) * spread + rng.choice([-50, 0, 20])).to(dtype)
     table, places = make_table(rows), torch.arange(len(rows))
-    levels = cutoffs_twin(logits.float(), table, places)
+    levels = cutoffs_reference(logits.float(), table, places)
     token_ids = draw(logits, rows, positions=[3, 1, 4, 1, 5])
     chosen = logits.float().gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1)
     # A sum of probabilities that ends within rounding of top_p may keep one token more or less.
     assert (chosen >= levels - 1e-3 * spread).all()
-    twin, _ = sample_tokens_twin(logits, table, places, torch.tensor([3, 1, 4, 1, 5]))
-    assert token_ids == twin.tolist()
+    reference, _ = sample_tokens_reference(logits, table, places, torch.tensor([3, 1, 4, 1, 5]))
+    assert token_ids == reference.tolist()
 
 
 def test_cutoffs_keep_what_sorting_keeps(form):
@@ -85,7 +85,7 @@ def test_cutoffs_keep_what_sorting_keeps(form):
 
         levels = cutoffs(logits, table, places)
     else:
-        levels = cutoffs_twin(logits, table, places)
+        levels = cutoffs_reference(logits, table, places)
     for i, row in enumerate(rows):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)
@@ -99,7 +99,7 @@ def test_cutoffs_keep_what_sorting_keeps(form):
 
 
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(form):
-    num_draws = 20000 if form == "twin" else 200  # a millisecond each in the interpreter
+    num_draws = 20000 if form == "reference" else 200  # a millisecond each in the interpreter
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5, float("-inf")]).expand(num_draws, -1).contiguous()
     table = make_table([{"temperature": 0.8, "seed": 11}])
     token_ids, _ = sample_tokens(

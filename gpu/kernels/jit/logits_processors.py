@@ -1,4 +1,4 @@
-"""Kernels of gpu.kernels.edits."""
+"""Kernels of gpu.kernels.logits_processors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.edits import PROMPT_BIT, PenaltyTable
+from gpu.kernels.logits_processors import PROMPT_BIT, PenaltyTable
 
 BLOCK = 1024
 # Programs that share the tokens of one row when penalties are applied: fixed, so that a graph fits any length.

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from app.lasting import lasting_import
+from app.frozen_imports import frozen_imports
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _thaw():
 
 def test_nothing_is_collected_during_the_import_and_nothing_looked_at_afterwards() -> None:
     before = gc.get_freeze_count()
-    with lasting_import("a.module.that.is.new"):
+    with frozen_imports("a.module.that.is.new"):
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
     assert gc.isenabled()
@@ -25,7 +25,7 @@ def test_nothing_is_collected_during_the_import_and_nothing_looked_at_afterwards
 
 def test_a_module_that_is_there_makes_no_difference() -> None:
     before = gc.get_freeze_count()
-    with lasting_import("gc"):
+    with frozen_imports("gc"):
         assert gc.isenabled()
     assert gc.get_freeze_count() <= before
 
@@ -33,11 +33,11 @@ def test_a_module_that_is_there_makes_no_difference() -> None:
 def test_a_collector_that_was_off_stays_off_and_a_failure_turns_it_on_again() -> None:
     gc.disable()
     try:
-        with lasting_import("a.module.that.is.new"):
+        with frozen_imports("a.module.that.is.new"):
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
-    with pytest.raises(ImportError), lasting_import("a.module.that.is.new"):
+    with pytest.raises(ImportError), frozen_imports("a.module.that.is.new"):
         raise ImportError
     assert gc.isenabled()

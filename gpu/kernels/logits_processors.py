@@ -38,9 +38,9 @@ def add_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, 
     padding. -inf forbids a token. The order of additions to one logit is not fixed, which with two does not matter.
     """
     if on_triton(logits):
-        from gpu.kernels.jit import edits
+        from gpu.kernels.jit import logits_processors
 
-        edits.add_bias(logits, rows, token_ids, values)
+        logits_processors.add_bias(logits, rows, token_ids, values)
     else:
         used = rows >= 0
         logits.index_put_((rows[used], token_ids[used]), values[used], accumulate=True)
@@ -54,9 +54,9 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, mask_rows: torch.
     row of the bitmask is for which row of logits; -1 is none, and costs nothing.
     """
     if on_triton(logits):
-        from gpu.kernels.jit import edits
+        from gpu.kernels.jit import logits_processors
 
-        edits.apply_bitmask(logits, bitmask, mask_rows)
+        logits_processors.apply_bitmask(logits, bitmask, mask_rows)
     else:
         for row, mask_row in enumerate(mask_rows.tolist()):
             if mask_row >= 0:
@@ -77,14 +77,14 @@ def apply_penalties(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tenso
     number of tokens, not the vocabulary.
     """
     if on_triton(logits):
-        from gpu.kernels.jit import edits
+        from gpu.kernels.jit import logits_processors
 
-        edits.apply_penalties(logits, table, rows)
+        logits_processors.apply_penalties(logits, table, rows)
     else:
-        apply_penalties_twin(logits, table, rows)
+        apply_penalties_reference(logits, table, rows)
 
 
-def apply_penalties_twin(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tensor) -> None:
+def apply_penalties_reference(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tensor) -> None:
     """`apply_penalties` in torch; it needs no scratch."""
     for row, place in enumerate(rows.tolist()):
         if place < 0:

@@ -1,4 +1,4 @@
-"""The books balance: whatever becomes of a request, it ends once, and its tokens are the same wherever they count.
+"""The accounts balance: whatever becomes of a request, it ends once, and its tokens are the same wherever they count.
 
 A storm of every kind of request goes over a small server. Afterwards what clients were told, the metrics, the log and
 the timelines are laid side by side.

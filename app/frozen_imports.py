@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lasting_import(module: str) -> Iterator[None]:
+def frozen_imports(module: str) -> Iterator[None]:
     """For a block that imports `module` and all it needs: nothing is collected meanwhile, and what is there at its end
     is never looked at again. Does nothing if `module` was imported before, because then most of it would be garbage."""
     if module in sys.modules:

@@ -1,4 +1,4 @@
-"""What has to be mended in Hypercorn 0.18 for a server of long streams that many clients visit briefly.
+"""What has to be patched in Hypercorn 0.18 for a server of long streams that many clients visit briefly.
 
 `app.application` and `app.runner` apply it before the first connection. What it promises, and why Hypercorn does not:
 
@@ -56,7 +56,7 @@ from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
 
 from app.connections import ConnectionGuard
-from app.hypercorn_streams import mend_streams
+from app.hypercorn_streams import patch_streams
 from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,12 @@ _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
 _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
 
 
-def mend_connections(guard: ConnectionGuard | None = None) -> None:
+def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
     """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent.
 
     Called again with the guard of the application, once there is one and before the first connection.
     """
-    mend_streams()
+    patch_streams()
     if guard is not None:
         Connection.guard = guard
     for name in _SERVERS:
@@ -166,7 +166,7 @@ def end_with_parent() -> None:
 
 
 def current_connection() -> Connection | None:
-    """The connection that the current task serves; None if that is not under a mended Hypercorn."""
+    """The connection that the current task serves; None if that is not under a patched Hypercorn."""
     return _connection.get()
 
 

@@ -3,8 +3,44 @@
 Importing this package is cheap on purpose: no torch, no starlette. `main` builds the application when the server first
 calls it, from the settings in the environment and the settings file; `headrace serve` builds one from its flags.
 
-Reading order: `settings`, `application`, `scope`, `middleware`, `server`, `loading`, `routes`, `events`; then `logs`,
-`metrics`, `tracing`, `cli`.
+In reading order:
+
+settings           every setting, defined once: type, range, default and what it does
+cli                the command line: `headrace serve`, `chat` and `pull`
+application        wires settings, server, routes, middleware and lifespan into one ASGI application
+runner             runs it under Hypercorn in this process
+scope              a request as a scope, from the first byte of its body to the last byte of its answer
+endpoint           a handler in such a scope, and the accounting of each request
+middleware         who may come in: pure ASGI around the application
+tenants            whose request it is, by its API key, and what they are entitled to
+routes             handlers, by what they answer
+generation         from a parsed body to tokens to an answer, for every wire format
+admission          who may queue, and the early no with a time to come back
+queue_shares       how tenants share the queue
+prompts            what a client wrote, as token ids
+workload           what is short enough for the event loop, and what goes to a thread
+events             an answer as server-sent events, kept alive while nothing happens
+response_store     responses that can be asked for later, in bounded memory
+dialects           which wire format a path speaks, for errors and headers
+docs_page          the page at /docs: an OpenAPI description as plain HTML
+server             the state of the server: what is loaded, how far loading is, the way to the engine
+loading            from settings to an engine: the only place that knows both the gpu room and the engine room
+engine_process     the main of the engine's own process
+frozen_imports     modules that stay as long as the process, kept out of the garbage collector's way
+workers            refuses to be run by several workers
+shutdown           from the sign to stop to the end: drain first, end at once when asked again
+connections        how many connections may be open, and how long each may keep the server waiting
+hypercorn_patches  what is patched in Hypercorn, above all how connections end
+hypercorn_streams  what is patched in how Hypercorn carries messages, above all over HTTP/2
+logs               what the server says about itself: lines in a terminal, JSON elsewhere
+metrics            what Prometheus reads from /metrics
+histogram          a histogram that takes many equal values at once
+event_loop         who keeps the event loop from its other work, and for how long
+timelines          what happened to each of the last requests, and how long it took
+tracing            a trace per request, by OpenTelemetry
+chat               `headrace chat`: a conversation in the terminal, over HTTP
+offline            the library: a model by its name, without a server
+progress           what a terminal shows of slow work
 """
 
 from __future__ import annotations

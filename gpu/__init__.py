@@ -2,8 +2,25 @@
 
 Imports of the engine are limited to its plan, messages and errors. Nothing here knows HTTP.
 
-Reading order: `config`, `weights`, `models`, `layers`, `attention`, `sampling`, `input_batch`, `model_runner`,
-`worker`, `executor`.
+In reading order:
+
+executor        how a plan gets to the device: what the engine is handed
+worker          one device with its model, its KV cache and its runner
+model_runner    one plan in, one token for every request that is due one out
+input_batch     what is remembered of every request between steps, and a step's inputs made from it
+prompt_outputs  what a request wants of its prompt: log-probabilities, pooled hidden states
+device          the runner of a device that computes while the host goes on
+model_loader    how a model comes to be on its device, and who computes there
+kv_cache_size   how large the KV cache is: pure arithmetic on what was measured
+host            what this process may use of its machine: cores, memory, instructions
+config          the shape of a model, whatever kind of file it came from
+weights         how a model is found on disk or fetched, read and described
+models          the models, wired from layers
+layers          what a transformer is built of
+attention       attention over the paged KV cache
+sampling        from logits to token ids
+kernels         fused kernels in Triton, each with a reference in torch
+cpu             the decoder's step by a small C++ library
 """
 
 import os

@@ -1,2 +1,13 @@
-"""Handlers by what they answer: `generation` (chat, completions), `responses`, `messages`, `embeddings`, `tokens`,
-`catalogue` (models), `requests`, `probes`, `administration`."""
+"""Handlers by what they answer, in reading order:
+
+generation      POST /v1/chat/completions and /v1/completions
+responses       /v1/responses: create, retrieve, delete, cancel, list the input, count its tokens
+messages        POST /v1/messages, Anthropic's wire format, and its count of tokens
+embeddings      POST /v1/embeddings
+tokens          POST /tokenize and /detokenize
+catalogue       GET /v1/models: what is served here
+requests        GET /v1/requests/{id}/timeline: what happened to one of the last requests
+documents       /openapi.json and /docs: what can be asked, for programs and for people
+probes          health, readiness, load, version and /metrics
+administration  the state of server and engine, the prefix cache and aborts, for those who hold an admin key
+"""

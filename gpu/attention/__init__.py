@@ -1,7 +1,11 @@
 """Attention over the paged KV cache: the interface that models call and the metadata of one step.
 
 A backend owns the layout of its cache. Models only hand it queries, keys and values of the step's tokens; `forward`
-writes the keys and values to their slots and attends over everything the block tables reach.
+writes the keys and values to their slots and attends over everything the block tables reach. The backends, in reading
+order:
+
+torch_backend   in plain torch: the reference, and what serves where no kernel does
+triton_backend  by the kernels of `gpu.kernels`: what serves on CUDA
 """
 
 from __future__ import annotations

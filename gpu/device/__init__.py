@@ -6,8 +6,16 @@ diffs of a plan, in one copy, and starts the step: it neither needs the tokens o
 A step in which everybody decodes is one CUDA graph. All of it runs on a CPU too, without graphs and pinned memory,
 which is how it is tested against the other runner.
 
-Reading order: `tables` (the rows), `upload` (the one copy), `rows` (what the host knows of them), `inputs` (of a step),
-`sampling`, `graphs`, `download` (the way of the tokens back), `runner`.
+In reading order:
+
+runner    all of it together: one plan in, one step started
+tables    the requests' rows on the device
+rows      what the host knows of them
+upload    the way of a step's diffs to the device: one copy, one scatter
+inputs    a step's inputs, made on the device out of its rows
+sampling  from hidden states to tokens, on the device
+graphs    decode steps as CUDA graphs
+download  the way of a step's tokens back to the host
 """
 
 from gpu.device.graphs import CudaGraphs

@@ -10,8 +10,19 @@ None of them synchronizes with the host, and no shape or grid depends on what a 
 CUDA graph, and a graph's padding is marked in the data (`slot_mapping` -1, `seq_lens` 0). Accumulation is float32
 whatever the dtype; the sums of one row are taken in an order that does not depend on the other rows.
 
-Reading order: `norm`, `activation`, `gather`, `rope` (with the layout of the KV cache), `attention`, `noise`, `sample`,
-`logits_processors`, `logprobs`.
+In reading order:
+
+norm               residual addition and RMSNorm in one pass
+activation         SwiGLU's elementwise half
+gather             rows by index: of the embedding, of the hidden states that sample
+rope               from the merged projection to rotated queries and a written cache; the layout of the KV cache
+attention          attention over the paged KV cache: decode and prefill
+sample             one token per row of logits, without a sort or a softmax
+noise              counter-based noise, which is what a seed means
+logits_processors  what changes logits before a token is drawn: bias, penalties, the tokens a grammar allows
+logprobs           log-probabilities from a row's log-sum-exp
+dispatch           which of the two, kernel or reference
+jit                the kernels themselves
 """
 
 from gpu.kernels.activation import silu_and_mul

@@ -1,8 +1,30 @@
 """How a model is found on disk or fetched, read and described.
 
-Reading order: `resolve` says what a name may be; `embedded`, `hub` fetch; `gguf_*` and `hf_*` read; `dummy` invents.
-All of them end in a `ModelFiles`. Importing this package imports no torch: the front end opens a model for its
+Every way ends in a `ModelFiles`. Importing this package imports no torch: the front end opens a model for its
 tokenizer and chat template, and only drawing from `ModelFiles.weights()` needs torch.
+
+In reading order:
+
+resolve             from what the operator typed to an opened model
+model_files         a model as it lies on disk: described at once, read when asked
+embedded            fetches the embedded model
+hub                 fetches a repository of the Hugging Face hub
+gguf_model          a GGUF file as a `ModelFiles`
+gguf_file           the container: metadata and tensors of one mapped file
+gguf_config         its metadata as the model's shape
+gguf_tokenizer      its metadata as a tokenizer
+hf_directory        a Hugging Face directory as a `ModelFiles`
+hf_config           its config.json as the model's shape
+json_file           its JSON files, within bounds
+safetensors_header  what a safetensors file says it holds, checked before it is mapped
+dummy               random weights from a configuration alone
+tensors             which tensors a model consists of, and the check that a file holds just these
+header_fields       what the numbers of a model's header may be
+foreign_tokenizer   guards around the tokenizers library
+quantized_rows      a quantized tensor as its file holds it
+staging             the way of a checkpoint to the device, through a little pinned memory
+progress            how slow steps report how far they are
+errors              what is wrong with a model that was asked for
 """
 
 from gpu.weights.embedded import EMBEDDED_MODEL, default_cache_dir

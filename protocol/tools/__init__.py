@@ -1,10 +1,14 @@
 """Tool calls: what a request says about tools, and calls in the text that a model writes.
 
-functions       the functions that a request offers, which of them must be called, and the grammar for that
-formats         the families' syntaxes, and which one a chat template was made for
-hermes, llama3, mistral     one family each
-fallback        tools for templates that know nothing of them
-reader          prose around blocks of calls, for every family
-call_object     one call as a JSON object
-json_scanner    one JSON value in text that comes in pieces
+In reading order:
+
+functions     the functions that a request offers, and which of them must be called
+formats       the families' syntaxes with their grammars, and which one a chat template was made for
+hermes        Hermes' syntax, which Qwen and many others share
+llama3        Llama 3's syntax: bare JSON objects
+mistral       Mistral's syntax, in both its forms
+fallback      tools for templates that know nothing of them
+reader        prose around blocks of calls, for every family
+call_object   one call as a JSON object
+json_scanner  one JSON value in text that comes in pieces
 """

@@ -1,4 +1,17 @@
 """The Triton side of gpu.kernels: one module for each of its modules, imported only where Triton runs.
 
 A module holds the kernels and the functions that launch them; what they compute is said by the public functions.
+In reading order:
+
+norm               residual addition and RMSNorm: one program per row
+activation         SwiGLU's elementwise half
+gather             rows by index
+rope               rotation, and the write to the KV cache
+decode             of `attention`: one query per request, by split-KV attention over pages, and the merge of the splits
+prefill            of `attention`: many queries per request over pages, causal
+online             what both share: the running softmax
+sample             the race over the vocabulary in chunks, and the choice among their winners
+cutoff             of `sample`: top-k, top-p and min-p as the lowest logit that a row keeps
+logits_processors  bias, penalties and token masks, in place
+logprobs           log-probabilities: one program per row
 """

@@ -1,6 +1,6 @@
 """Who keeps the event loop from its other work, and for how long.
 
-Two engine_info, because they answer two questions. *Lag* is what everybody on the loop feels: a task that sleeps for a
+Two measures, because they answer two questions. *Lag* is what everybody on the loop feels: a task that sleeps for a
 known time wakes up late by so much, whatever kept the loop: a callback, the interpreter's lock, another process on the
 core. A *hold* is what one request did to it: the processor time of the loop's own thread in one step of the request's
 task, from being resumed until it waits again. Others who want the core make no hold longer, so one that is too long is

@@ -67,7 +67,7 @@ def _tokens_per_second(llm: LLM, options: argparse.Namespace, structured: Struct
     prompts = [f"<|im_start|>user\nList things, {number} of them.<|im_end|>\n" for number in range(options.streams)]
     sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, seed=1, structured_output=structured)
     started = time.perf_counter()
-    results = llm.generate(prompts, sampling, progress=False)
+    results = llm.generate(prompts, sampling)
     took = time.perf_counter() - started
     count = sum(len(choice.token_ids) for result in results for choice in result.choices)
     assert count == options.streams * options.tokens, "the streams are to be of the same length"

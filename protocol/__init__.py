@@ -1,4 +1,4 @@
-"""What clients say and hear. Pure data: no device, no web server, and no I/O but with the process that renders templates.
+"""What clients say and hear. Pure data: no device, no web server, no I/O but with the process that renders templates.
 
 The app room parses bodies with this package and sends what it builds. Of the engine it knows `engine.messages` and
 `engine.errors`. In reading order:

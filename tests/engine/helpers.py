@@ -212,7 +212,7 @@ async def until(condition: Callable[[], object]) -> None:
 def count_wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """A list that gains an entry each time a channel made from now on asks its loop to wake up."""
     wake_ups: list[None] = []
-    original = engine.channel.threadsafe_call_soon
+    original = engine.transport.channel.threadsafe_call_soon
 
     def counting() -> Callable[[Callable[[], None]], Any]:
         call_soon = original()

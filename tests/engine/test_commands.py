@@ -141,12 +141,14 @@ def test_what_an_engine_has_died_of_crosses_in_words() -> None:
 
 
 def test_every_command_is_carried_out_and_every_question_answered() -> None:
-    assert engine.core._CARRY_OUT.keys() == members(Command)
-    assert engine.core._ANSWERS.keys() == members(Question)
+    assert engine.core.core._CARRY_OUT.keys() == members(Command)
+    assert engine.core.core._ANSWERS.keys() == members(Question)
 
 
 @pytest.mark.parametrize(
-    "way", [engine.channel, engine.child, engine.process_core, engine.wire], ids=lambda way: way.__name__
+    "way",
+    [engine.transport.channel, engine.transport.child, engine.transport.process_core, engine.transport.wire],
+    ids=lambda way: way.__name__,
 )
 def test_nothing_on_the_way_knows_a_command_by_its_name(way: ModuleType) -> None:
     names = {node.id for node in ast.walk(ast.parse(inspect.getsource(way))) if isinstance(node, ast.Name)}

@@ -27,7 +27,7 @@ def expected(smollm2_oracle: Oracle, prompts: list[list[int]]) -> list[list[int]
 
 def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = NUM_TOKENS) -> list[list[int]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return [result.choices[0].token_ids for result in llm.generate(prompts, sampling, progress=False)]
+    return [result.choices[0].token_ids for result in llm.generate(prompts, sampling)]
 
 
 def test_no_token_is_so_close_a_call_that_rounding_could_decide_it(smollm2_oracle, prompts, expected):
@@ -44,7 +44,7 @@ def test_all_at_once_and_again_from_the_prefix_cache(smollm2, smollm2_oracle, pr
         smollm2_oracle.assert_says(prompt, ours, theirs)
     assert max(len(plan) for plan in plans_of(llm.core)) == len(prompts)
 
-    again = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True), progress=False)
+    again = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
     block_size = llm.core.executor.block_size
     for prompt, result, theirs in zip(prompts, again, expected, strict=True):
         assert result.num_cached_tokens == (len(prompt) - 1) // block_size * block_size
@@ -106,7 +106,7 @@ def test_logprobs_are_those_of_transformers(smollm2, smollm2_oracle, prompts):
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=5)
     drawn = SamplingParams(temperature=1.2, max_tokens=8, ignore_eos=True, logprobs=5, seed=3)
     sampling = [greedy, drawn] * (len(prompts) // 2)
-    results = fresh_llm(smollm2).generate(prompts, sampling, progress=False)
+    results = fresh_llm(smollm2).generate(prompts, sampling)
     for prompt, params, result in zip(prompts, sampling, results, strict=True):
         choice = result.choices[0]
         assert choice.finish_reason is FinishReason.LENGTH

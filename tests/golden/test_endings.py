@@ -43,7 +43,7 @@ def endings(smollm2: LLM, prompt: list[int]) -> dict[str, Completion]:
     """The same greedy question under all these parameters, in one batch; it may fill a context of ROOM more tokens."""
     llm = fresh_llm(smollm2, max_model_len=len(prompt) + ROOM)
     sampling = [SamplingParams(temperature=0.0, **kind) for kind in ENDINGS.values()]
-    results = llm.generate([prompt] * len(sampling), sampling, progress=False)
+    results = llm.generate([prompt] * len(sampling), sampling)
     return {kind: result.choices[0] for kind, result in zip(ENDINGS, results, strict=True)}
 
 
@@ -130,12 +130,12 @@ def crowd(smollm2: LLM, prompt: list[int]) -> list[Completion]:
     sampling = [drawn(100 + i, temperature=0.5 + i / 11) for i in range(17)]
     texts[7] = texts[16] = CAPITAL
     sampling[7] = sampling[16] = drawn(SEED)
-    results = fresh_llm(smollm2).generate(texts, sampling, progress=False)
+    results = fresh_llm(smollm2).generate(texts, sampling)
     return [result.choices[0] for result in results]
 
 
 def test_a_seed_says_the_same_alone_and_among_sixteen_others(smollm2: LLM, prompt, crowd):
-    alone, other = (fresh_llm(smollm2).generate([prompt], drawn(seed), progress=False)[0] for seed in (SEED, SEED + 1))
+    alone, other = (fresh_llm(smollm2).generate([prompt], drawn(seed))[0] for seed in (SEED, SEED + 1))
     assert crowd[7].token_ids == alone.choices[0].token_ids
     assert crowd[16].token_ids == alone.choices[0].token_ids
     assert other.choices[0].token_ids != alone.choices[0].token_ids

@@ -19,7 +19,7 @@ from tests.gpu.test_models import LLAMA3_ROPE, SMALL
 VOCAB = 271
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
-SHAPE = SMALL | {"vocab_size": VOCAB}
+SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=11),

@@ -48,7 +48,7 @@ def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle):
     executor = DeviceExecutor(smollm2)
     llm = LLM(EngineCore(config, RecordedExecutor(executor)), smollm2.tokenizer, seed=0)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    results = llm.generate(prompts, sampling, progress=False)
+    results = llm.generate(prompts, sampling)
     for prompt, result, theirs in zip(prompts, results, smollm2_oracle.generate(prompts, NUM_TOKENS), strict=True):
         smollm2_oracle.assert_says(prompt, result.choices[0].token_ids, theirs)
     plans = plans_of(llm.core)

@@ -30,7 +30,7 @@ def params(structured: StructuredOutput | None, **fields: object) -> SamplingPar
 def test_a_mixed_batch_fits_its_grammars_and_leaves_the_others_alone(smollm2: LLM) -> None:
     """With prefills in chunks: rows that sample and rows that do not share steps, in another order than planned."""
     plain = params(None, max_tokens=24, ignore_eos=True)
-    alone = fresh_llm(smollm2).generate([PROMPT], plain, progress=False)[0].choices[0].token_ids
+    alone = fresh_llm(smollm2).generate([PROMPT], plain)[0].choices[0].token_ids
     phone = StructuredOutput(kind=StructuredOutputKind.REGEX, value=r"\d{3}-\d{4}")
     call = tagged_json([Tag("<call>", {"const": {"f": 1}}, "</call>")], text=False, required=True, repeat=False)
     asked = [
@@ -42,7 +42,7 @@ def test_a_mixed_batch_fits_its_grammars_and_leaves_the_others_alone(smollm2: LL
         params(call, temperature=1.0, seed=2, presence_penalty=1.0),
     ]
     llm = fresh_llm(smollm2, max_num_seqs=8, max_num_batched_tokens=13)
-    results = llm.generate([PROMPT] * len(asked), asked, progress=False)
+    results = llm.generate([PROMPT] * len(asked), asked)
     exact, plainly, drawn, number, answer, called = (result.choices for result in results)
     for choices in (exact, drawn):
         for one in choices:

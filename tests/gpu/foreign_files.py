@@ -117,7 +117,7 @@ def _load(path: str, load_format: str, only_open: bool) -> dict[str, object]:
     grammars = make_grammar_compiler(files)
     grammars.build_tokenizer()
     llm = LLM(core_factory(settings, files, grammars=grammars)(), files.tokenizer)
-    (generation,) = llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0), progress=False)
+    (generation,) = llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0))
     return {"kind": "token", "message": str(generation.choices[0].token_ids), "is_ours": True}
 
 

@@ -137,7 +137,7 @@ void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, con
     const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
     float* wide = engine.wide.reserve((size_t)rows * std::max<int64_t>(qkv_width, model.inner));
     float* attended = engine.attended.reserve((size_t)(rows * attended_width));
-    uint16_t* queries = engine.transport.queries.reserve((size_t)(rows * attended_width));
+    uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
 
     prepare(engine, layer.qkv, residual, model.hidden, rows, layer.attention_norm, model.epsilon);
     multiply(engine.pool, layer.qkv, engine.input.rows, rows, Then::kStore, layer.qkv_bias, wide, qkv_width);

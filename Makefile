@@ -30,7 +30,7 @@ chat: $(VENV)/.runtime
 
 test: compiler lint nginx npm
 	$(BIN)/headrace pull
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """From the sign to stop to the end: drain first, and end at once when asked a second time.
 
 The sign is a signal to this process, or what Hypercorn waits for: with `hypercorn app:main` the application runs in
-a child process, and the parent tells it through an event of its own.
+a child process, and the parent tells it through an event of its own. Whoever signals the whole group (systemd, a
+terminal) brings about both, in either order and milliseconds apart: that is one sign, not two.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import anyio
 
 logger = logging.getLogger(__name__)
+
+ONE_SIGN_SECONDS = 1.0  # that the first signal may come after the parent's word and still mean the same
 
 
 class Shutdown:
@@ -23,6 +27,8 @@ class Shutdown:
     def __init__(self, drain: Callable[[], Awaitable[None]]) -> None:
         self._drain = drain
         self._asked = anyio.Event()
+        self._asked_since: float | None = None
+        self._signalled = False
         self._drained = anyio.Event()
         self._draining = False
 
@@ -32,11 +38,12 @@ class Shutdown:
             return  # `headrace chat` serves from another thread and ends its server by itself
         with anyio.open_signal_receiver(*_unignored(signal.SIGTERM, signal.SIGINT)) as signals:
             async for number in signals:
-                if self._asked.is_set():
+                if self._is_second():
                     logger.warning("%s again: not waiting for the drain", signal.Signals(number).name)
                     logging.shutdown()
                     os._exit(128 + number)
-                self._asked.set()
+                self._signalled = True
+                self._ask()
 
     async def wait_and_drain(self, trigger: Callable[[], Awaitable[None]]) -> None:
         """Wait for `trigger` or a signal, then drain. For `hypercorn_patches.drain_before_shutdown`."""
@@ -48,12 +55,22 @@ class Shutdown:
 
             task_group.start_soon(wait_for, trigger)
             task_group.start_soon(wait_for, self._asked.wait)
-        self._asked.set()  # a signal from here on is the second
+        self._ask()
         if not self._draining:
             self._draining = True
             await self._drain()
             self._drained.set()
         await self._drained.wait()
+
+    def _ask(self) -> None:
+        self._asked_since = self._asked_since or time.monotonic()
+        self._asked.set()
+
+    def _is_second(self) -> bool:
+        """Of a signal that has just come, whether the end had been asked for before."""
+        if self._signalled or self._asked_since is None:
+            return self._signalled
+        return time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
 
 
 def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:

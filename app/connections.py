@@ -10,8 +10,9 @@ newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
 3. A connection on which something waits to be sent for `send_timeout` is cut, whoever sends it. So is one that does not
    end within that time once it was to be closed. (Answers are cut by their own scope before that, in `app.scope`.)
 4. There are never more than `max_connections`, nor `max_connections_per_address` from one address. A newcomer takes the
-   place of whoever has been idle for longest, else of whoever has left its request or its answer waiting for longest;
-   only if all are being served is it refused, in the words of all other errors.
+   place of whoever does not read its last answer before the connection is closed, else of whoever has been idle for
+   longest, else of whoever has left its request or its answer waiting for longest; only if all are being served is it
+   refused, in the words of all other errors. A connection counts until it is closed, however long that takes.
 5. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
 """
 
@@ -22,7 +23,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,8 @@ class Guarded(Protocol):
     def address(self) -> str | None: ...
     @property
     def has_part_of_a_head(self) -> bool: ...
+    @property
+    def has_unsent(self) -> bool: ...
 
     head_since: float | None  # the guard's own notes, as is the next
     closing_since: float | None
@@ -77,7 +80,8 @@ class ConnectionGuard:
         self._longest_stalled = longest_stalled
         self._open: dict[Guarded, str | None] = {}  # with their addresses, where those are counted
         self._idle: dict[Guarded, float] = {}  # since when, the longest first
-        self._closing: set[Guarded] = set()  # told to end, and counted no more
+        self._closing: dict[Guarded, float] = {}  # since when, the longest first
+        self._made_room: set[Guarded] = set()  # told to end at once, and counted no more
         self._refusing = 0
         self._per_address: Counter[str] = Counter()
         self._ending_since: float | None = None
@@ -89,13 +93,9 @@ class ConnectionGuard:
         """A connection was opened. Returns why it must be refused, if it must; then it calls `leave_refused`."""
         address = _group(connection.address) if self._max_per_address is not None else None
         crowded = address is not None and self._per_address[address] >= (self._max_per_address or 0)
-        if crowded and not self._close_longest_idle(address):
+        if crowded and not self._make_room(address):
             return self._refuse(connection, FULL_FOR_ADDRESS)
-        if (
-            len(self._open) >= self.limits.connections
-            and not self._close_longest_idle()
-            and not self._abort_longest_stalled()
-        ):
+        if len(self._open) >= self.limits.connections and not self._make_room() and not self._abort_longest_stalled():
             return self._refuse(connection, FULL)
         self._open[connection] = address
         if address is not None:
@@ -106,7 +106,13 @@ class ConnectionGuard:
     def leave(self, connection: Guarded) -> None:
         """It is closed."""
         self._forget(connection)
-        self._closing.discard(connection)
+        self._made_room.discard(connection)
+
+    def closing(self, connection: Guarded) -> None:
+        """It is being closed, once what is on its way has been sent."""
+        self._idle.pop(connection, None)
+        if connection in self._open:
+            self._closing.setdefault(connection, time.monotonic())
 
     def leave_refused(self) -> None:
         """One that had to be refused is closed."""
@@ -119,7 +125,7 @@ class ConnectionGuard:
 
     def idle(self, connection: Guarded) -> None:
         """No request is in flight on it, as from now."""
-        if connection not in self._open:
+        if connection not in self._open or connection in self._closing:
             return
         self._idle.pop(connection, None)
         self._idle[connection] = time.monotonic()
@@ -152,7 +158,7 @@ class ConnectionGuard:
                 connection.head_since = now
             elif now - connection.head_since >= self._head_timeout:
                 self._close(connection)
-        for connection in [*self._open, *self._closing]:
+        for connection in [*self._open, *self._made_room]:
             closing_since = connection.closing_since
             if (
                 connection.seconds_blocked() >= self._send_timeout
@@ -164,23 +170,37 @@ class ConnectionGuard:
     # ---
 
     def _close(self, connection: Guarded) -> None:
-        self._forget(connection)
-        self._closing.add(connection)
+        self.closing(connection)
         connection.close()
 
     def _forget(self, connection: Guarded) -> None:
         self._idle.pop(connection, None)
+        self._closing.pop(connection, None)
         address = self._open.pop(connection, None)
         if address is not None:
             self._per_address[address] -= 1
             if not self._per_address[address]:
                 del self._per_address[address]
 
-    def _close_longest_idle(self, address: str | None = None) -> bool:
-        for connection in self._idle:
-            if address is None or self._open[connection] == address:
-                self._close(connection)
-                return True
+    def _make_room(self, address: str | None = None) -> bool:
+        """End a connection, of this address if that is given, on which no request is being answered."""
+        return self._end_longest(self._closing, address) or self._end_longest(self._idle, address)
+
+    def _end_longest(self, waiting: Mapping[Guarded, float], address: str | None) -> bool:
+        now = time.monotonic()
+        for connection, since in waiting.items():
+            if address is not None and self._open[connection] != address:
+                continue
+            has_unsent = connection.has_unsent
+            if has_unsent and now - since < STALLED_SECONDS:
+                continue
+            self._forget(connection)
+            self._made_room.add(connection)
+            if has_unsent:  # and the client does not read it: closing in order would keep the socket
+                connection.abort()
+            else:
+                connection.close()
+            return True
         return False
 
     def _abort_longest_stalled(self) -> bool:
@@ -192,7 +212,7 @@ class ConnectionGuard:
             self._nobody_stalled_at = now
             return False
         self._forget(found[0])
-        self._closing.add(found[0])
+        self._made_room.add(found[0])
         found[0].abort()
         return True
 

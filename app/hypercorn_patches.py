@@ -51,7 +51,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import anyio
-from hypercorn.events import Event, RawData, Updated
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.utils import ShutdownError
 
@@ -245,6 +245,11 @@ class Connection:
         http = getattr(getattr(self, "protocol", None), "protocol", None)
         return isinstance(http, H11Protocol) and bool(http.connection.trailing_data[0])
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the kernel has not yet taken all that was sent, without anybody waiting for it. Never so on trio."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
     def close(self) -> None:
         """Close the connection in order, once what is in the transport has been sent."""
         if hasattr(self, "writer"):
@@ -317,7 +322,20 @@ class Connection:
 
     async def _close(self) -> None:
         self.closing_since = self.closing_since or time.monotonic()
-        await super()._close()  # type: ignore[misc]
+        if self.guard is not None:
+            self.guard.closing(self)
+        try:
+            # Hypercorn tells its protocols only on trio, and afterwards: whoever waits to read would wait on.
+            if (protocol := getattr(self, "protocol", None)) is not None:
+                await protocol.handle(Closed())
+        finally:
+            if hasattr(self, "writer"):
+                await super()._close()  # type: ignore[misc]
+            else:
+                # Not by send_eof(): it takes a turn of the loop, and who sends meanwhile gets an error nobody expects.
+                with suppress(OSError, AttributeError):  # the latter is of TLS
+                    self.stream.socket.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+                await self.stream.aclose()  # type: ignore[attr-defined]
 
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes
@@ -327,6 +345,9 @@ class Connection:
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):
+            if self._transport is not None and self._transport.is_closing():
+                await self.protocol.handle(Closed())  # type: ignore[attr-defined]
+                return
             if self._num_sending == 0:
                 self._sending_since = time.monotonic()
             self._num_sending += 1

@@ -25,8 +25,13 @@
    an upgrade through does not see the requests that follow it.
 9. Hypercorn says when a connection becomes idle; where it forgets to (after the preface of HTTP/2, after a reset), this
    says it. And what belonged to a stream that was reset is let go of.
-10. Who resets streams faster than they can be answered is sent away. Resets make room for new streams, so that the
-    limit of concurrent streams does not bound how many requests come at once.
+10. Who has streams reset faster than they can be answered is sent away, be it by its own resets or by what it makes
+    the server reset. Resets make room for new streams, so that the limit of concurrent streams does not bound how many
+    requests come at once.
+11. What the headers of answers are compressed with stays small. h2 lets the client choose the size of that table, and
+    searches it from one end to the other.
+12. An answer has ended when its last frame is on its way. To Hypercorn it has when its last byte was taken out of the
+    buffer, so that a server that ends would close the connection between the two.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Request, Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from hyperframe.frame import DataFrame, Frame, HeadersFrame, PriorityFrame
 
@@ -64,6 +69,7 @@ logger = logging.getLogger(__name__)
 # Streams that a client may reset before their answer has begun: so many at once, and so many a second.
 RESET_BURST = 200
 RESETS_PER_SECOND = 50
+MAX_ENCODER_TABLE = 4096  # bytes, as much as RFC 7541 begins with
 
 
 def patch_streams() -> None:
@@ -133,8 +139,10 @@ class _Http1(H11Protocol):
             await self.can_read.set()
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        if event.method == b"PRI":
-            await super()._check_protocol(event)
+        if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
+            error = H2ProtocolAssumedError(b"PRI * HTTP/2.0\r\n\r\n" + self.connection.trailing_data[0])
+            error.args = ()  # whatever fails later would show them in the log: the client's own bytes
+            raise error
 
     async def _create_stream(self, request: h11.Request) -> None:
         if any(name == b"upgrade" for name, _ in request.headers):
@@ -165,16 +173,23 @@ class _Http1(H11Protocol):
 
 
 class _Http1Connection(h11.Connection):
-    """Point 3: nothing more comes from a connection that is lost, whatever has arrived."""
+    """Point 3: nothing more comes from a connection that is lost, whatever has arrived. Nor is there anything to say
+    about what follows the last request, be it a line break too many."""
 
     is_lost = False
 
     def next_event(self) -> Any:
-        return h11.ConnectionClosed() if self.is_lost else super().next_event()
+        if self.is_lost:
+            return h11.ConnectionClosed()
+        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is not h11.MUST_CLOSE:
+            super().receive_data(data)
 
 
 class _Http2(H2Protocol):
-    """Points 2 to 4 and 8 to 10."""
+    """Points 2 to 4, 8 to 10 and 12."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -210,8 +225,16 @@ class _Http2(H2Protocol):
             self._unanswered.discard(event.stream_id)
         await super().stream_send(event)
 
+    async def _send_data(self, stream_id: int) -> None:
+        buffer = self.stream_buffers.get(stream_id)
+        await super()._send_data(stream_id)
+        if buffer is not None and stream_id not in self.stream_buffers:
+            await buffer.close()
+
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
+            if self.closed or self.connection.state_machine.state is h2.connection.ConnectionState.CLOSED:
+                break
             try:
                 await self._handle_event(event)
             except Exception:
@@ -220,6 +243,7 @@ class _Http2(H2Protocol):
                 logger.exception("A stream has failed")
                 self._reset(stream_id, h2.errors.ErrorCodes.INTERNAL_ERROR)
                 await self._end(stream_id)
+                await self._count_reset(stream_id)
         await self._flush()
 
     async def _handle_event(self, event: h2.events.Event) -> None:
@@ -227,11 +251,16 @@ class _Http2(H2Protocol):
             with suppress(h2.exceptions.ProtocolError):
                 self.connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
         elif isinstance(event, h2.events.RequestReceived) and not _is_taken(event.headers):
+            self._unanswered.add(event.stream_id)
             self._reset(event.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
+            await self._count_reset(event.stream_id)
+        elif isinstance(event, h2.events.RequestReceived) and self.context.terminated.is_set():
+            self._reset(event.stream_id, h2.errors.ErrorCodes.REFUSED_STREAM)
         elif isinstance(event, h2.events.StreamReset):
+            if isinstance(event, _ResetHere):
+                self._unanswered.add(event.stream_id)
             await self._end(event.stream_id)
-            if event.remote_reset:
-                await self._count_reset(event.stream_id)
+            await self._count_reset(event.stream_id)
         else:
             if isinstance(event, h2.events.RequestReceived):
                 self._unanswered.add(event.stream_id)
@@ -243,9 +272,11 @@ class _Http2(H2Protocol):
             self.connection.reset_stream(stream_id, code)
 
     async def _end(self, stream_id: int) -> None:
+        was_open = stream_id in self.streams
         await self._close_stream(stream_id)
         await self._let_go(stream_id)
-        await self.send(Updated(idle=self.idle))
+        if was_open:
+            await self.send(Updated(idle=self.idle))
 
     async def _let_go(self, stream_id: int) -> None:
         """Have the sending task find that there is nothing to send any more."""
@@ -272,8 +303,13 @@ class _Http2(H2Protocol):
         pass
 
 
+class _ResetHere(h2.events.StreamReset):
+    """Because of what the client sent on it; once for each stream."""
+
+
 class _Http2Connection(h2.connection.H2Connection):
-    """Point 2: what RFC 9113 calls an error of a stream is one."""
+    """Points 2 and 11: what RFC 9113 calls an error of a stream is one, and no client chooses what it costs to search
+    the table of headers."""
 
     def _receive_frame(self, frame: Frame) -> list[h2.events.Event]:
         try:
@@ -291,7 +327,14 @@ class _Http2Connection(h2.connection.H2Connection):
             if isinstance(frame, DataFrame):  # nobody else will give the connection's window back
                 self.acknowledge_received_data(frame.flow_controlled_length, frame.stream_id)
             self.reset_stream(frame.stream_id, h2.errors.ErrorCodes.PROTOCOL_ERROR)
-            return [h2.events.StreamReset(stream_id=frame.stream_id, remote_reset=False)]
+            return [_ResetHere(stream_id=frame.stream_id, remote_reset=False)]
+
+    def _acknowledge_settings(self) -> list[Frame]:
+        acknowledgement = super()._acknowledge_settings()
+        self.encoder.header_table_size = size = min(self.encoder.header_table_size, MAX_ENCODER_TABLE)
+        if sizes := self.encoder.table_size_changes:  # which the next answer tells; the least and the last suffice
+            sizes[:] = [min(sizes), size]
+        return acknowledgement
 
     def _receive_priority_frame(self, frame: HeadersFrame | PriorityFrame) -> tuple[list[Frame], list[h2.events.Event]]:
         frame.depends_on = 0  # on itself would be an error
@@ -306,13 +349,13 @@ def _is_taken(headers: Sequence[tuple[bytes, bytes]]) -> bool:
 
 
 class _Buffer(StreamBuffer):
-    """Point 5: what has been answered and not been sent. Hypercorn's `_paused` is set when more may be pushed."""
+    """Points 5 and 12: what has been answered and not been sent. Hypercorn's `_paused` is set when more may be pushed,
+    and `_is_empty`, which the end of the answer waits for, by `close` alone."""
 
     async def push(self, data: bytes) -> None:
         if self._complete:
             raise BufferCompleteError
         self.buffer.extend(data)
-        await self._is_empty.clear()
         if len(self.buffer) >= BUFFER_HIGH_WATER:
             if self._paused.is_set():  # clearing it twice would lose who waits already
                 await self._paused.clear()
@@ -324,6 +367,4 @@ class _Buffer(StreamBuffer):
         del self.buffer[:length]
         if len(self.buffer) < BUFFER_LOW_WATER:
             await self._paused.set()
-        if not self.buffer:
-            await self._is_empty.set()
         return data

@@ -41,7 +41,7 @@ from protocol.errors import ApiError, to_api_error
 Handler = Callable[["RequestScope"], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
-MAX_PIECE = 2**20  # bytes of an answer that are handed to the server at once
+MAX_PIECE = 2**15  # bytes of an answer that are handed to the server at once, and read within `send_timeout`
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -156,7 +156,8 @@ class RequestScope:
         # Half an answer would be worse than a late one.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers)
-            # Every layer below copies what it gets, so a long body goes out in pieces.
+            # Every layer below copies what it gets, and a client that reads slowly is told from one that does not by
+            # whether a piece gets through: so a long body goes out in pieces.
             for begin in range(0, len(body) - MAX_PIECE, MAX_PIECE):
                 await self._send(
                     {"type": "http.response.body", "body": body[begin : begin + MAX_PIECE], "more_body": True}

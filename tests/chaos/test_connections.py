@@ -109,6 +109,33 @@ def test_connection_without_a_request_is_closed_whatever_comes_in_on_it(server: 
     server.poll(lambda: server.num_open_files, lambda now: now <= before)
 
 
+@EVERY_LOOP
+def test_preface_is_the_only_way_to_http2(server: ChaosServer) -> None:
+    upgrade = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\nhttp2-settings: A\r\n\r\n"
+    for line in (b"PRI /livez HTTP/1.1", b"PRI * HTTP/1.1"):
+        with server.connect() as client:
+            client.send_bytes(line + b"\r\n" + upgrade)
+            assert client.read_head().status_code in {401, 404, 405}
+
+
+@EVERY_LOOP
+def test_line_break_after_the_last_request_does_not_cost_its_answer(server: ChaosServer) -> None:
+    for request in (b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", b"GET /livez HTTP/1.0\r\n\r\n"):
+        with server.connect() as client:
+            client.send_bytes(request + b"\r\n")
+            assert client.read_head().status_code == 200
+
+
+@EVERY_LOOP
+def test_malformed_chunk_leaves_no_traceback(server: ChaosServer) -> None:
+    for _ in range(20):
+        with server.connect() as client:
+            client.send_bytes(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+            with suppress(ConnectionError):
+                client.read_raw()
+    assert "Traceback" not in server.log, server.log
+
+
 REFUSED: dict[str, bytes] = {
     "unknown path": b"GET /nowhere HTTP/1.1\r\nhost: a\r\nauthorization: Bearer a-key\r\n\r\n",
     "wrong method": b"PUT /livez HTTP/1.1\r\nhost: a\r\n\r\n",
@@ -229,6 +256,20 @@ def test_newcomer_takes_the_place_of_a_request_that_waits_for_its_client(small_s
     # Until the uploads have taken long enough, it is refused.
     server.poll(lambda: ask_once(server), lambda status: status == 200)
     for client in uploads:
+        client.leave_with_rst()
+
+
+@SMALL_ON_EVERY_LOOP
+def test_answers_left_unread_after_the_last_request_do_not_keep_a_place(small_server: ChaosServer) -> None:
+    """They wait in the transport, on connections that count as idle and are never closed in order."""
+    server = small_server
+    server.client.close()
+    jams = [server.connect(receive_buffer=2304) for _ in range(3 * SEATS)]
+    for client in jams:
+        with suppress(ConnectionError):
+            client.send_bytes(REFUSED["unknown path"] * 700)
+    server.poll(lambda: ask_once(server), lambda status: status == 200)
+    for client in jams:
         client.leave_with_rst()
 
 

@@ -100,6 +100,16 @@ class Http2Client:
         self._http.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: 2**16})
         self.flush()
 
+    def announce_table_size(self, size: int) -> None:
+        """How large a table of headers the server may use for its answers."""
+        self._http.update_settings({h2.settings.SettingCodes.HEADER_TABLE_SIZE: size})
+        self.flush()
+
+    @property
+    def table_size(self) -> int:
+        """Of the server's table of headers, as it has been told by its answers."""
+        return self._http.decoder.header_table_size
+
     def flush(self) -> None:
         self._socket.sendall(self._http.data_to_send())
 

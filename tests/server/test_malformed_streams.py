@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 
 import h2.errors
@@ -141,3 +142,27 @@ def test_who_resets_faster_than_can_be_answered_is_sent_away(server: Server) -> 
         client.flush()
         assert client.wait_goodbye() == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
     server.complete(**STORY)
+
+
+@EVERY_LOOP
+def test_who_makes_the_server_reset_faster_than_can_be_answered_is_sent_away(server: Server) -> None:
+    """By a part of a body after its end."""
+
+    def ended_twice(stream_id: int) -> list[Frame]:
+        return [*frames_of(stream_id, {"content-length": b"10"}), DataFrame(stream_id, b"x")]
+
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
+        with suppress(ConnectionError):
+            for _ in range(600):
+                client.send_frames(ended_twice)
+        assert client.wait_goodbye() == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
+    server.complete(**STORY)
+
+
+@EVERY_LOOP
+def test_table_of_headers_does_not_grow_as_the_client_likes(server: Server) -> None:
+    with Http2Client(server.port, timeout=TIMEOUT) as client:
+        client.announce_table_size(2**31 - 1)
+        for _ in range(200):  # each answer's x-request-id is one entry
+            assert client.read_head(client.post("/nowhere", {}))[":status"] == "404"
+        assert client.table_size <= 4096

@@ -120,3 +120,50 @@ def test_tokens_that_are_forbidden_are_never_drawn():
     seen, finite = fast(logits, metadata_of(200, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=9))
     assert finite.all()
     assert set(seen.tolist()) == {5, 2999}
+
+
+FILTERS = [(0, 1.0, 0.0), (0, 0.9, 0.0), (5, 1.0, 0.0), (5, 0.5, 0.0), (0, 1.0, 1.0), (0, 0.9, 1e-6)]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), FILTERS)
+@pytest.mark.parametrize("temperature", [0.0, -0.0, 1e-45, 1e-40, 4.2e-39, 1e-38, 1e-20])
+def test_a_temperature_too_low_to_divide_by_draws_the_largest(temperature, top_k, top_p, min_p):
+    logits = torch.randn(4, 2001, generator=torch.Generator().manual_seed(2))
+    logits[1] *= 1e30
+    logits[2, 1:] = -torch.inf
+    seen, finite = fast(logits, metadata_of(4, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=3))
+    assert finite.all()
+    assert seen.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e30, 3e38, float("inf")])
+def test_the_highest_temperature_draws_all_that_is_allowed_alike(temperature: float):
+    logits = torch.full((400, 3000), -torch.inf)
+    logits[:, 5], logits[:, 2999] = 4.0, -4.0
+    seen, finite = fast(logits, metadata_of(400, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, seed=9))
+    assert finite.all()
+    assert 100 < np.count_nonzero(seen == 5) < 300
+    assert set(seen.tolist()) == {5, 2999}
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "min_p"),
+    [(NAN, 1.0, 0.0), (NAN, 0.9, 0.0), (-1.0, 0.9, 0.0), (1.0, NAN, 0.0), (1.0, 1.0, NAN), (1.0, 0.9, NAN)],
+)
+def test_parameters_that_are_no_numbers_are_told_like_logits(temperature: float, top_p: float, min_p: float):
+    metadata = metadata_of(3, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)
+    metadata.temperature[1], metadata.top_p[1], metadata.min_p[1] = temperature, top_p, min_p
+    seen, finite = fast(torch.randn(3, 2001), metadata)
+    assert finite.tolist() == [True, False, True]
+    assert ((seen >= 0) & (seen < 2001)).all()
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_min_p_above_one_keeps_the_largest(top_p: float):
+    logits = torch.randn(3, 2001, generator=torch.Generator().manual_seed(4))
+    seen, finite = fast(logits, metadata_of(3, temperature=1.0, top_k=0, top_p=top_p, min_p=1.5, seed=5))
+    assert finite.all()
+    assert seen.tolist() == logits.argmax(-1).tolist()

@@ -25,7 +25,7 @@ struct Distribution {
     double total = 0;
 };
 
-// Turns logits into weights in place. Returns whether they are a distribution.
+// Turns logits into weights in place. Returns whether they are a distribution; the largest weight is then exactly 1.
 bool soften(Distribution& row, double temperature) {
     f32x16 highest = splat(-INFINITY), zero = {};
     int64_t i = 0;
@@ -43,7 +43,8 @@ bool soften(Distribution& row, double temperature) {
         sound &= row.weights[i] == row.weights[i];
     }
     if (!sound || !(largest_logit < INFINITY) || largest_logit == -INFINITY) return false;
-    const f32x16 factor = splat((float)(1.44269504088896 / temperature));
+    // Finite and above zero, so that neither 0 nor -inf times it is NaN. Next to nothing leaves the largest alone.
+    const f32x16 factor = splat((float)(1.44269504088896 / std::clamp(temperature, 0x1p-126, 0x1p126)));
     row.sums.clear();
     for (int64_t begin = 0; begin < row.size; begin += kStride) {
         int64_t end = std::min(row.size, begin + kStride);
@@ -82,10 +83,10 @@ float nucleus(std::vector<float>& weights, double needed) {
     return *begin;
 }
 
-// The smallest weight that may be drawn.
+// The smallest weight that may be drawn, 1 at most.
 float cutoff(const Distribution& row, const Filters& filters) {
     const int64_t top_k = filters.top_k > 0 && filters.top_k < row.size ? filters.top_k : 0;
-    const float least = (float)filters.min_p;
+    const float least = (float)std::min(filters.min_p, 1.0);
     if (top_k == 0 && filters.top_p >= 1.0) return least;
     // The largest weights are all that matters, and mostly there are few: look at those above a threshold, and lower it
     // until they hold the answer.
@@ -126,7 +127,8 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
     row.weights = logits;
     row.size = size;
     row.total = 0;
-    *finite = soften(row, filters.temperature);
+    const bool meant = filters.temperature >= 0 && filters.top_p == filters.top_p && filters.min_p == filters.min_p;
+    *finite = meant && soften(row, filters.temperature) && row.total > 0;
     if (!*finite) return 0;
     float level = cutoff(row, filters);
     if (level > 0) {  // the sums of what is left
@@ -170,15 +172,16 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
         }
         before += row.sums[stretch];
     }
-    return chosen;
+    if (chosen < 0) *finite = 0;  // nothing is left: cannot be, as long as no level is above 1
+    return std::max(chosen, (int64_t)0);
 }
 
 }  // namespace
 
 extern "C" {
 
-// One token for each row of logits, float32 [rows, stride], which are overwritten. A row that is no distribution gets
-// token 0, and 0 in `finite`.
+// One token for each row of logits, float32 [rows, stride], which are overwritten. A row that is no distribution, or whose
+// parameters are NaN or a temperature below zero, gets token 0, and 0 in `finite`.
 int32_t hr_draw(void* handle, float* logits, int32_t rows, int64_t size, int64_t stride, const float* temperature,
                 const int64_t* top_k, const double* top_p, const double* min_p, const double* uniform, int64_t* tokens,
                 uint8_t* finite) {

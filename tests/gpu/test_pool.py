@@ -1,4 +1,4 @@
-"""The threads of gpu/cpu/csrc/pool.h, more of them than cores: native/pool_stress.cpp says what is watched."""
+"""The threads of gpu/cpu/csrc/pool.h, more of them than cores, and fewer: native/pool_stress.cpp says what is watched."""
 
 from __future__ import annotations
 
@@ -65,6 +65,13 @@ def test_each_index_runs_once_beside_a_busy_neighbour(tmp_path: Path):
 def test_no_two_threads_race(tmp_path: Path):
     flags = ("-O1", "-g", "-fsanitize=thread")
     assert stress(link(tmp_path / "watched", compile_all(tmp_path, [STRESS], *flags), *flags), seconds=3) > 100
+
+
+def test_a_pool_that_finds_no_memory_for_a_thread_goes_on_with_fewer(tmp_path: Path):
+    program = link(tmp_path / "memory", compile_all(tmp_path, [NATIVE / "pool_memory.cpp"], "-O1"))
+    run = subprocess.run([program], check=False, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
+    assert int(run.stdout.split()[0]) > 0
 
 
 @pytest.mark.storm

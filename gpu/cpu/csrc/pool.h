@@ -28,6 +28,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -43,6 +44,7 @@ class Pool {
         try {
             for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this] { help(); });
         } catch (const std::system_error&) {
+        } catch (const std::bad_alloc&) {
         }
     }
 
@@ -61,8 +63,8 @@ class Pool {
     int num_threads() const { return (int)helpers_.size() + 1; }
 
     // body(i) for every i below count, in any order and on any thread; returns when all have run. What a body throws is
-    // thrown here, the first of several. A loop that is begun while another runs, within it or by a second caller, is
-    // its caller's alone.
+    // thrown here, the first of several. While one loop is shared out, any other, begun within it or by a second caller,
+    // is its caller's alone. (Within a loop that was its caller's alone, another may be shared out.)
     template <class Body>
     void run(int count, const Body& body) {
         if (count <= 1 || helpers_.empty() || busy_.exchange(true, std::memory_order_acquire)) {

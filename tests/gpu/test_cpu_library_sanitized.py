@@ -32,7 +32,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", *sys.argv[2:]]))
 @pytest.mark.timeout(400)
 def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path):
     name = best_build()
-    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    flags = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
     objects = compile_library(tmp_path, "-O1", "-g1", *flags)
     link(tmp_path / f"{name}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
     run = subprocess.run(

@@ -52,6 +52,13 @@ def stored(library: Library, matrix: PackedMatrix) -> torch.Tensor:
     return out
 
 
+def rounded(library: Library, rows: torch.Tensor) -> PackedMatrix:
+    """Rows of floats as a U8 matrix: what becomes of the quantized types that the library has no form for."""
+    matrix = PackedMatrix(library, WeightBuffer(), U8, *rows.shape)
+    assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr()) == 0
+    return matrix
+
+
 def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_here():
     assert RUNNABLE
     library = load_library()
@@ -76,6 +83,26 @@ def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Li
     steps = expected.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
     errors = (stored(library, matrix) - expected).unflatten(-1, (-1, 32)).abs()
     assert (errors <= 0.51 * steps + 1e-7).all()
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-42])
+def test_small_weights_are_kept_within_half_a_step_too_or_half_of_the_smallest_there_is(library: Library, size: float):
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) * size
+    kept = stored(library, rounded(library, rows))
+    steps = rows.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    errors = (kept - rows).unflatten(-1, (-1, 32)).abs()
+    assert (errors <= 0.51 * steps + 0.5 * 2.0**-24).all()
+    assert size < 1e-7 or kept.any()
+
+
+@pytest.mark.parametrize("place", [0, 5, 31])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
+def test_weights_that_are_not_finite_stay_so_when_they_are_rounded(library: Library, place: int, value: float):
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    rows[3, 32 + place] = value
+    matrix = rounded(library, rows)
+    assert stored(library, matrix).isfinite().all(-1).tolist() == [row != 3 for row in range(16)]
+    assert product(library, matrix, torch.randn(2, 64)).isfinite().all(0).tolist() == [row != 3 for row in range(16)]
 
 
 def test_parts_lie_below_each_other_or_take_turns(library: Library):

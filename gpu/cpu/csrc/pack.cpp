@@ -10,6 +10,8 @@ using namespace headrace;
 
 namespace {
 
+constexpr uint16_t kLeastNormal = 0x0400;  // of halves: those below have fewer than 11 bits
+
 // What a file's block of 32 weights says: q in 0..15 and w = d q + m.
 struct FourBits {
     uint8_t q[kBlock];
@@ -75,7 +77,8 @@ int32_t hr_pack_blocks(const Matrix* w, int32_t kind, const uint8_t* rows, int64
     return 0;
 }
 
-// Fill `w` from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest.
+// Fill `w` from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest, none of them below
+// the smallest half, 2^-24. A block that is not finite is NaN.
 int32_t hr_pack_floats(const Matrix* w, const float* rows) {
     for (int row = 0; row < w->rows; row++, rows += w->cols) {
         uint8_t* tile = tile_of(w, row);
@@ -85,13 +88,19 @@ int32_t hr_pack_floats(const Matrix* w, const float* rows) {
         } else if (w->form == kU8) {
             for (int b = 0; b < w->blocks(); b++) {
                 const float* x = rows + b * kBlock;
-                float size = 0;
-                for (int i = 0; i < kBlock; i++) size = std::max(size, std::fabs(x[i]));
+                float size = 0, zero = 0;
+                for (int i = 0; i < kBlock; i++) size = std::max(size, std::fabs(x[i])), zero += 0.0f * x[i];
                 uint16_t d = f32_to_f16(size / 127.0f);
+                // A half has few bits for the smallest steps. Rather too long than too short for the largest weight.
+                if (d < kLeastNormal && f16_to_f32(d) * 127.0f < size) d++;
                 float step = f16_to_f32(d);
-                int8_t q[kBlock];
-                for (int i = 0; i < kBlock; i++)
-                    q[i] = (int8_t)std::clamp(step > 0 ? std::nearbyint(x[i] / step) : 0.0f, -127.0f, 127.0f);
+                int8_t q[kBlock] = {};
+                if (!(step < INFINITY) || zero != 0.0f) {  // has no integers: its scale says so to every product
+                    d = f32_to_f16(NAN);
+                } else if (step > 0) {
+                    for (int i = 0; i < kBlock; i++)
+                        q[i] = (int8_t)std::clamp(std::nearbyint(x[i] / step), -127.0f, 127.0f);
+                }
                 put_u8(tile, b, lane, q, d);
             }
         } else {

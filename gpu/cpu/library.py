@@ -119,7 +119,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_attend": (c_int32, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
-_OUT_OF_MEMORY, _FAILED = 2, 3  # of `headrace::Outcome`
+_OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`
 
 
 class Library:
@@ -145,13 +145,19 @@ def _raise_what_failed(outcome: int, function: ctypes._NamedFuncPointer, _: obje
         raise MemoryError(f"{function.__name__} found no memory to work in")
     if outcome == _FAILED:
         raise RuntimeError(f"{function.__name__} failed")
+    if outcome == _OTHER_PROCESS:
+        raise RuntimeError(
+            f"{function.__name__} was called with threads of another process: "
+            "threads do not come along where a process forks"
+        )
     return outcome
 
 
 class Threads:
     """The threads of one engine, and its working memory. They sleep between steps.
 
-    Calls from several threads take turns. Whoever calls keeps this object, and all that the call reads and writes.
+    Calls from several threads take turns. Whoever calls keeps this object, and all that the call reads and writes. A
+    forked process cannot call these threads, which stay with its parent, but may have its own.
     """
 
     def __init__(self, library: Library, num_threads: int) -> None:

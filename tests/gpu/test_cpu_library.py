@@ -13,7 +13,7 @@ from gpu.cpu.library import is_for_this_processor
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
 IMPORTS = """
-import resource, threading, time
+import os, resource, threading, time
 import numpy as np, torch
 from gpu.cpu.library import Threads, load_library
 from gpu.cpu.matrices import pack
@@ -46,6 +46,24 @@ time.sleep(0.1)
 print("over")
 """
 
+FORKS = """
+threads, x, out = Threads(library, 3), torch.ones(20, 96), torch.empty(20, 16)
+def multiply(threads):
+    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, None, out.data_ptr(), 16)
+multiply(threads)
+if (child := os.fork()) == 0:
+    try:
+        multiply(threads)
+    except RuntimeError as error:
+        print(error)
+    del threads
+    multiply(Threads(library, 3))
+    print((out == 96).all().item(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+multiply(threads)
+"""
+
 
 def run(script: str) -> str:
     process = subprocess.run(
@@ -66,3 +84,8 @@ def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works():
 
 def test_an_interpreter_that_ends_within_a_call_ends_well():
     assert run(ENDS_IN_A_CALL) == "over\n"
+
+
+def test_a_forked_process_is_told_that_the_threads_stayed_behind_and_may_have_its_own():
+    told = "hr_multiply was called with threads of another process: threads do not come along where a process forks"
+    assert run(FORKS) == f"{told}\nTrue\n"

@@ -185,7 +185,10 @@ void* hr_create(int32_t num_threads) {
     }
 }
 
-void hr_destroy(void* engine) { delete static_cast<Engine*>(engine); }
+void hr_destroy(void* handle) {
+    Engine* engine = static_cast<Engine*>(handle);
+    if (engine->is_here()) delete engine;  // elsewhere there are no threads to wait for
+}
 
 // Where `stop` ends the pass, kStopped. It is asked on the caller's thread, and must not call this engine.
 int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {

@@ -18,8 +18,8 @@ BLOCK = 32  # weights that share a scale, in U4 and U8
 LANES = 16  # outputs of one tile
 
 # GGUF types whose blocks are taken over as they are: the form, and what hr_pack_blocks calls them. Any other quantized
-# type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer. Steps
-# are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
+# type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer.
+# Steps are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
 _AS_THEY_ARE = {"Q4_0": (U4, 40), "Q4_1": (U4, 41), "Q8_0": (U8, 80)}
 
 Weight = torch.Tensor | QuantizedRows

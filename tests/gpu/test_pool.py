@@ -1,4 +1,4 @@
-"""The threads of gpu/cpu/csrc/pool.h, more of them than cores, and fewer: native/pool_stress.cpp says what is watched."""
+"""The threads of gpu/cpu/csrc/pool.h, more of them than cores, and fewer: native/pool_stress.cpp says what."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ MAX_BAD_WORD_CHARACTERS = 128
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
+MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 
 GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a refusal
 
@@ -60,8 +61,20 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; opened already if "" opens it
 
+    @property
+    def size(self) -> int:
+        """The characters of all its texts."""
+        return len(self.value) + len(self.whitespace_pattern or "") + sum(map(len, self.reasoning or ()))
+
     def check(self) -> None:
         """Raise `InvalidRequest` for a grammar that is too large to be looked at."""
+        length = len(self.whitespace_pattern or "")
+        if length > MAX_WHITESPACE_PATTERN_CHARACTERS:
+            raise InvalidRequest(
+                f"structured_output takes at most {MAX_WHITESPACE_PATTERN_CHARACTERS} characters in its whitespace"
+                f" pattern, got {length}.",
+                param="structured_output",
+            )
         if len(self.value) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidRequest(
                 f"structured_output takes at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(self.value)}.",

@@ -4,19 +4,21 @@ Clients decide how much work there is and leave whenever they like, so:
 
 1. Tenants that have something queued get one compilation each in turn, first in first out within a tenant. Beside one
    that queues without end, another waits for no more than its turn.
-2. One of the threads never takes a large text, because time grows with the text and a compilation cannot be
-   interrupted. Within a tenant too, and where there are no keys all clients are one, a small grammar waits for small
-   ones only. Large ones do not starve: the next free thread is theirs while none of them is being compiled.
-3. A compilation that nobody waits for any more is dropped if it has not begun. If it has, it keeps its thread to its
+2. Once there has been more than one tenant, none has more than one thread, even if the other is idle: a compilation
+   cannot be interrupted, and whoever comes finds a thread that is not held by the one before.
+3. One of the threads never takes a large text, because time mostly grows with the text. Where all clients are one
+   tenant, as without keys, a small grammar waits for small ones only. Large ones do not starve: the next free thread
+   is theirs while none of them is being compiled.
+4. A compilation that nobody waits for any more is dropped if it has not begun. If it has, it keeps its thread to its
    end: it was its tenant's turn.
-4. Who asks for what is queued or being compiled for the same owner waits for that.
+5. Who asks for what is queued or being compiled for the same owner waits for that.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -47,7 +49,7 @@ Key = tuple[Owner, StructuredOutput]
 
 
 class Turns(Generic[T]):
-    """A line for each tenant that has something in it, and whose turn it is. Every operation is O(1)."""
+    """A line for each tenant that has something in it, and whose turn it is. Looks at no more lines than are busy."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, OrderedDict[T, None]] = OrderedDict()  # the first one's turn is next
@@ -70,9 +72,12 @@ class Turns(Generic[T]):
             if not line:
                 del self._lines[tenant]
 
-    def pop(self) -> T:
-        """The oldest item of the tenant whose turn it is. Raises KeyError if there is none."""
-        tenant, line = next(iter(self._lines.items()), ("", OrderedDict[T, None]()))
+    def pop(self, busy: Collection[str] = ()) -> T | None:
+        """The oldest item of the tenant whose turn it is, those that are `busy` passed over. None if there is none."""
+        tenant = next((tenant for tenant in self._lines if tenant not in busy), None)
+        if tenant is None:
+            return None
+        line = self._lines[tenant]
         item, _ = line.popitem(last=False)
         self._size -= 1
         if line:
@@ -89,7 +94,7 @@ class _Job(Generic[T]):
 
     def __init__(self, key: Key) -> None:
         self.key = key
-        self.is_large = len(key[1].value) > SMALL_CHARACTERS
+        self.is_large = key[1].size > SMALL_CHARACTERS
         self.waiting: set[Future[T]] = set()
 
 
@@ -104,6 +109,9 @@ class CompileQueue(Generic[T]):
         self._large: Turns[_Job[T]] = Turns()
         self._num_threads = 0
         self._large_is_running = False
+        self._running: list[str] = []  # the tenants of what is being compiled
+        self._first_tenant: str | None = None
+        self._is_shared = False  # whether there has been another
 
     def __len__(self) -> int:
         """How many compilations have not begun."""
@@ -114,23 +122,29 @@ class CompileQueue(Generic[T]):
         future: Future[T] = Future()
         key = owner, structured
         with self._lock:
+            if self._first_tenant is None:
+                self._first_tenant = owner.tenant
+            self._is_shared = self._is_shared or owner.tenant != self._first_tenant
             job = self._jobs.get(key)
             if job is None:
                 job = self._jobs[key] = _Job(key)
                 self._line_of(job).push(owner.tenant, job)
-                self._start_thread(job)
+                try:
+                    self._start_thread()
+                except RuntimeError:
+                    self._drop(job)
+                    raise
             job.waiting.add(future)
         future.add_done_callback(partial(self._leave, job))
         return future
 
-    def _start_thread(self, job: _Job[T]) -> None:
+    def _start_thread(self) -> None:
         if self._num_threads == COMPILER_THREADS:
             return
         try:
             _start_with_deep_stack(self._run)
         except RuntimeError:  # no memory for a stack, or too many threads
             if not self._num_threads:  # else those that there are will take it
-                self._drop(job)
                 raise
         else:
             self._num_threads += 1
@@ -173,17 +187,23 @@ class CompileQueue(Generic[T]):
 
     def _begin(self) -> _Job[T] | None:
         with self._lock:
-            if self._large and not self._large_is_running:
-                self._large_is_running = True
-                return self._large.pop()
-            if self._small:
-                return self._small.pop()
-            self._num_threads -= 1
-            return None
+            busy = self._running if self._is_shared else ()
+            job = None if self._large_is_running else self._large.pop(busy)
+            if job is None:
+                job = self._small.pop(busy)
+            if job is None:
+                self._num_threads -= 1
+                return None
+            self._large_is_running = self._large_is_running or job.is_large
+            self._running.append(job.key[0].tenant)
+            if len(self):  # a thread that found nothing it might take has ended
+                self._start_thread()
+            return job
 
     def _end(self, job: _Job[T]) -> set[Future[T]]:
         with self._lock:
             del self._jobs[job.key]
+            self._running.remove(job.key[0].tenant)
             if job.is_large:
                 self._large_is_running = False
             return set(job.waiting)

@@ -15,8 +15,8 @@ from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest
-from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.structured.json_schema import prepared
+from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, StructuredOutputKind
+from engine.structured.json_schema import excessive_divisor, prepared
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
 MAX_DEFINITIONS = 400
@@ -27,6 +27,7 @@ JSON_WHITESPACE = r" |\n[ \t]{0,64}"
 
 _DEFINITION = re.compile(r"^[ \t]*[!?]?\w[^\"'/\n]*:", re.MULTILINE)
 _START = re.compile(r"^[ \t]*start[ \t]*:(?!:)", re.MULTILINE)
+_WITH_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.GRAMMAR, StructuredOutputKind.STRUCTURAL_TAG)
 _ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -35,6 +36,10 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
 
     Raises InvalidRequest for what is refused before it is compiled.
     """
+    if structured.kind in _WITH_SCHEMAS:
+        excess = excessive_divisor(structured.value, combined=structured.kind is not StructuredOutputKind.JSON_SCHEMA)
+        if excess is not None:
+            raise refused(excess, code=GRAMMAR_TOO_COMPLEX)
     grammar = _grammar(structured, special_tokens)
     if structured.reasoning is None:
         return grammar
@@ -83,7 +88,10 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
     if structured.any_whitespace:
         ours["whitespace_pattern"] = whitespace
     options = {**options, **ours} if isinstance(options, dict) else ours
-    return msgspec.json.encode({**prepared(schema, closed=structured.closed), "x-guidance": options}).decode()
+    try:
+        return msgspec.json.encode({**prepared(schema, closed=structured.closed), "x-guidance": options}).decode()
+    except RecursionError:
+        raise refused("it is nested too deeply.") from None
 
 
 def _choice(texts: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from engine.messages import StructuredOutput
 from engine.structured.compile_queue import Owner
 
 MAX_CACHED_GRAMMARS = 128
-MAX_CACHED_CHARACTERS = 4 * 2**20  # of their texts: what a grammar compiles to grows with its text
+MAX_CACHED_BYTES = 256 * 2**20  # as far as the compiler can tell
 
 T = TypeVar("T")
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 class _Share(Generic[T]):
     """What one tenant holds."""
 
-    __slots__ = ("entries", "num_characters")
+    __slots__ = ("entries", "num_bytes")
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[tuple[str, StructuredOutput], T] = OrderedDict()  # the latest used last
-        self.num_characters = 0
+        self.entries: OrderedDict[tuple[str, StructuredOutput], tuple[T, int]] = OrderedDict()  # the latest used last
+        self.num_bytes = 0
 
 
 class GrammarCache(Generic[T]):
@@ -36,7 +36,7 @@ class GrammarCache(Generic[T]):
     def __init__(self) -> None:
         self._shares: dict[str, _Share[T]] = {}  # of tenants that hold something
         self._num_entries = 0
-        self._num_characters = 0
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -50,29 +50,31 @@ class GrammarCache(Generic[T]):
             found = share.entries.get((owner.salt, structured))
             if found is not None:
                 share.entries.move_to_end((owner.salt, structured))
-            return found
+                return found[0]
+            return None
 
-    def keep(self, owner: Owner, structured: StructuredOutput, value: T) -> None:
+    def keep(self, owner: Owner, structured: StructuredOutput, value: T, num_bytes: int) -> None:
+        """Keep what holds about so much memory, its text included."""
         with self._lock:
             share = self._shares.setdefault(owner.tenant, _Share())
             key = owner.salt, structured
-            if key not in share.entries:
-                self._count(share, 1, len(structured.value))
-            share.entries[key] = value
-            share.entries.move_to_end(key)
+            if key in share.entries:
+                self._count(share, -1, -share.entries.pop(key)[1])
+            self._count(share, 1, num_bytes)
+            share.entries[key] = value, num_bytes
             while self._num_entries > MAX_CACHED_GRAMMARS:
                 self._evict(max(self._shares, key=lambda tenant: len(self._shares[tenant].entries)))
-            while self._num_characters > MAX_CACHED_CHARACTERS:
-                self._evict(max(self._shares, key=lambda tenant: self._shares[tenant].num_characters))
+            while self._num_bytes > MAX_CACHED_BYTES:
+                self._evict(max(self._shares, key=lambda tenant: self._shares[tenant].num_bytes))
 
     def _evict(self, tenant: str) -> None:
         share = self._shares[tenant]
-        (_, structured), _ = share.entries.popitem(last=False)
-        self._count(share, -1, -len(structured.value))
+        _, (_, num_bytes) = share.entries.popitem(last=False)
+        self._count(share, -1, -num_bytes)
         if not share.entries:
             del self._shares[tenant]
 
-    def _count(self, share: _Share[T], entries: int, characters: int) -> None:
+    def _count(self, share: _Share[T], entries: int, num_bytes: int) -> None:
         self._num_entries += entries
-        self._num_characters += characters
-        share.num_characters += characters
+        self._num_bytes += num_bytes
+        share.num_bytes += num_bytes

@@ -11,10 +11,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.messages import StructuredOutput, StructuredOutputKind
 from engine.structured.compile_queue import COMPILER_THREADS, SMALL_CHARACTERS, CompileQueue, Owner, Turns
-from engine.structured.grammar_cache import MAX_CACHED_CHARACTERS, MAX_CACHED_GRAMMARS, GrammarCache
+from engine.structured.grammar_cache import MAX_CACHED_BYTES, MAX_CACHED_GRAMMARS, GrammarCache
 
 LARGE = " " * SMALL_CHARACTERS
 SECONDS = 60
@@ -58,6 +59,7 @@ def test_tenants_take_turns_and_nobody_starves(actions: list) -> None:
                 turns.discard(tenant, argument)
         elif any(lines.values()):
             item = turns.pop()
+            assert item is not None
             tenant = owner[item]
             assert lines[tenant].pop(0) == item
             for other, line in lines.items():
@@ -66,8 +68,7 @@ def test_tenants_take_turns_and_nobody_starves(actions: list) -> None:
                     passed_over[other].add(tenant)
             passed_over[tenant] = set()
         else:
-            with pytest.raises(KeyError):
-                turns.pop()
+            assert turns.pop() is None
         assert len(turns) == sum(map(len, lines.values()))
     assert not turns._lines
 
@@ -127,6 +128,39 @@ def test_a_tenant_waits_for_one_turn_of_another_and_not_for_its_line(work: Gated
     # Two threads begin things in an order that may be told a place later than it was decided.
     assert places[-1] <= COMPILER_THREADS + 2 * 3 + 1
     assert sorted(work.begun) == sorted([f"flood {n}" for n in range(50)] + [f"guest {n}" for n in range(3)])
+
+
+def test_where_there_is_another_tenant_none_holds_both_threads(work: Gated) -> None:
+    """However small its text: that a compilation is short is not to be seen before, and it cannot be interrupted."""
+    queue: CompileQueue[str] = CompileQueue(work)
+    work.end(1)
+    assert queue.submit(Owner("guest"), text("guest 0")).result(SECONDS) == "guest 0"
+    flood = [queue.submit(Owner("flood"), text(f"flood {number}")) for number in range(9)]
+    assert work.wait_begun(2)[1:] == ["flood 0"]
+    guest = queue.submit(Owner("guest"), text("guest 1"))
+    assert work.wait_begun(3)[1:] == ["flood 0", "guest 1"], "while the other's is still being compiled"
+    large = queue.submit(Owner("third"), text(f"third {LARGE}"))
+    work.end(10**6)
+    wait([*flood, guest, large], SECONDS)
+    assert sorted(work.begun) == sorted(["guest 0", "guest 1", "third", *(f"flood {number}" for number in range(9))])
+
+
+def test_a_thread_that_found_nothing_it_might_take_is_there_again_when_it_may(work: Gated) -> None:
+    queue: CompileQueue[str] = CompileQueue(work)
+    work.end(1)
+    queue.submit(Owner("b"), text("b 0")).result(SECONDS)
+    futures = [queue.submit(Owner("a"), text(f"a 0{LARGE}"))]
+    work.wait_begun(2)
+    futures += [queue.submit(Owner("a"), text("a 1")), queue.submit(Owner("b"), text(f"b 1{LARGE}"))]
+    work.end(2)
+    assert sorted(work.wait_begun(4)[2:]) == ["a 1", "b 1"], "side by side"
+    work.end(10**6)
+    wait(futures, SECONDS)
+
+
+def test_what_is_large_is_told_by_all_its_texts() -> None:
+    for changes in ({"value": LARGE}, {"whitespace_pattern": LARGE}, {"reasoning": ("", LARGE)}):
+        assert structs.replace(text("a"), **changes).size == len(LARGE) + ("value" not in changes)
 
 
 def test_what_is_small_passes_what_is_large_of_the_same_tenant_and_neither_starves(work: Gated) -> None:
@@ -216,15 +250,15 @@ def test_where_no_thread_can_be_started_the_request_fails_and_the_next_may_not(
 def test_a_full_cache_takes_from_the_tenant_that_holds_most() -> None:
     cache: GrammarCache[int] = GrammarCache()
     for number in range(3):
-        cache.keep(Owner("guest"), text(f"guest {number}"), number)
+        cache.keep(Owner("guest"), text(f"guest {number}"), number, 1)
     for number in range(1000):  # one tenant, however many salts it invents
-        cache.keep(Owner("flood", f"salt {number}"), text(f"flood {number}"), number)
+        cache.keep(Owner("flood", f"salt {number}"), text(f"flood {number}"), number, 1)
     assert [cache.find(Owner("guest"), text(f"guest {number}")) for number in range(3)] == [0, 1, 2]
     assert cache.find(Owner("flood", "salt 0"), text("flood 0")) is None
     assert cache.find(Owner("flood", "salt 999"), text("flood 999")) == 999
     assert len(cache) == MAX_CACHED_GRAMMARS
     for number in range(60):
-        cache.keep(Owner("flood"), text(f"{number} {' ' * (MAX_CACHED_CHARACTERS // 20)}"), number)
+        cache.keep(Owner("flood"), text(str(number)), number, MAX_CACHED_BYTES // 20)
     assert [cache.find(Owner("guest"), text(f"guest {number}")) for number in range(3)] == [0, 1, 2]
     assert len(cache) < 25
 
@@ -235,12 +269,12 @@ def test_the_cache_is_within_its_bounds_and_gives_what_was_kept(actions: list) -
     kept: OrderedDict[tuple, str] = OrderedDict()
     for tenant, salt, number in actions:
         owner, grammar = Owner(tenant, salt), text("x" * number)
-        cache.keep(owner, grammar, f"{owner} {number}")
+        cache.keep(owner, grammar, f"{owner} {number}", number * (MAX_CACHED_BYTES // 1000))
+        assert cache._num_bytes <= MAX_CACHED_BYTES
         kept[owner, grammar] = f"{owner} {number}"
         assert cache.find(owner, grammar) == kept[owner, grammar]
         assert len(cache) <= MAX_CACHED_GRAMMARS
     for (owner, grammar), value in kept.items():
         assert cache.find(owner, grammar) in (value, None)
-    assert cache._num_characters == sum(
-        len(grammar.value) for share in cache._shares.values() for _, grammar in share.entries
-    )
+    held = [entry for share in cache._shares.values() for entry in share.entries.values()]
+    assert (cache._num_entries, cache._num_bytes) == (len(held), sum(num_bytes for _, num_bytes in held))

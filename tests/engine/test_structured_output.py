@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from engine.errors import InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
 from engine.messages import EngineCoreOutput, FinishReason, StructuredOutput, StructuredOutputKind
 from engine.structured import GrammarCompiler, Owner
+from engine.structured.grammar import to_llguidance
 from protocol.structured import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import (
     assert_nothing_left,
@@ -305,6 +307,7 @@ def test_without_a_compiler_the_request_fails() -> None:
         (changed(json_schema({}), value="[" * 100_000), "not valid JSON"),
         (changed(json_schema({}), value="x" * 200_000), "at most 131072 characters"),
         (changed(json_schema({}), whitespace_pattern="("), "regex"),
+        (changed(json_schema({}), whitespace_pattern="a" * 1025), "at most 1024 characters in its whitespace pattern"),
         (regex("a("), "unclosed group"),
         (regex("(?=a)b"), "look-ahead"),
         (regex("(" * 10_000), "regex"),
@@ -326,6 +329,76 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(structured: Structur
         assert refusal.value.param == "structured_output"
         assert words in str(refusal.value)
         assert len(str(refusal.value)) < 600
+
+
+def test_a_schema_of_any_depth_is_refused_and_raises_nothing_else() -> None:
+    """What Python can still decode it may not be able to copy."""
+    for depth in range(200, 1100, 5):
+        with pytest.raises(InvalidRequest, match=r"nested|recursion"):
+            COMPILER.compile(changed(json_schema({}), value='{"items":' * depth + "{}" + "}" * depth))
+
+
+MULTIPLE = {"type": "integer", "multipleOf": 19_999_999}
+PRIMES = [{"type": "integer", "multipleOf": prime} for prime in (997, 991, 983, 977)]
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        json_schema(MULTIPLE),
+        json_schema({"type": "number", "multipleOf": 1e300}),
+        json_schema({"type": "number", "multipleOf": 0.499979}),
+        json_schema({"type": "number", "multipleOf": -499_979}),
+        json_schema({"properties": {"a": {"items": {"$ref": "#/$defs/b"}}}, "$defs": {"b": MULTIPLE}}),
+        json_schema({"anyOf": PRIMES}),
+        json_schema({"allOf": PRIMES}),
+        json_schema({"properties": {str(prime["multipleOf"]): prime for prime in PRIMES * 3}, "patternProperties": {}}),
+        json_schema({"$ref": "#/$defs/a", "multipleOf": 997, "$defs": {"a": PRIMES[1]}}),
+        json_schema({"properties": {str(n): {"type": "integer", "multipleOf": n} for n in range(900, 1000)}}),
+        changed(json_schema({}), value=r'{"type":"integer","multiple\u004ff":19999999}'),
+        grammar(f'start: "a" %json {json.dumps(MULTIPLE)}'),
+        grammar("start: " + " | ".join(f"%json {json.dumps(prime)}" for prime in PRIMES)),
+        tagged_json([Tag("<a>", MULTIPLE, "</a>")]),
+    ],
+)
+def test_divisors_with_more_remainders_than_the_compiler_can_bear_are_refused_by_name(
+    structured: StructuredOutput,
+) -> None:
+    """None of the compiler's own limits stops it there: some of these take minutes and gigabytes."""
+    before = time.thread_time()
+    with pytest.raises(InvalidRequest, match="multipleOf takes at most 10000") as refusal:
+        to_llguidance(structured, {})
+    assert refusal.value.code == "grammar_too_complex"
+    assert time.thread_time() - before < 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 10_000},
+        {"type": "number", "multipleOf": 0.01},
+        {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 5}, "c": {"multipleOf": 1000}}, "anyOf": [{}]},
+        {"properties": {"multipleOf": {"type": "integer"}}},
+    ],
+)
+def test_usual_divisors_are_taken(schema: dict) -> None:
+    COMPILER.compile(json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        (json_schema({"type": "integer", "multipleOf": 5003, "minimum": 12345, "maximum": 98765432109876543}), "lexer"),
+        (grammar("start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "a"'), "parser"),
+        (grammar(f'start: {"(" * 60_000}"a"{")" * 60_000}'), "lark grammar too deeply nested"),
+        (changed(json_schema({}), value='{"items":' * 600 + "{}" + "}" * 600), "recursion limit exceeded"),
+        (json_schema({"type": "string", "pattern": f"^{'(' * 1000}a{')' * 1000}$"}), "regex"),
+    ],
+)
+def test_each_limit_of_the_compiler_is_called_too_complex(structured: StructuredOutput, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        COMPILER.compile(structured)
+    assert refusal.value.code == "grammar_too_complex"
 
 
 @pytest.mark.parametrize(

@@ -98,4 +98,4 @@ def _states(number: str) -> int:
     _, digits, exponent = value.as_tuple()
     if not isinstance(exponent, int) or exponent > 10:  # infinite, or as good as
         return MAX_DIVISOR + 1
-    return int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+    return int("".join(map(str, digits)) + "0" * exponent)

@@ -131,3 +131,36 @@ def test_a_grammar_that_the_compiler_finds_too_complex_is_called_so(open_server:
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "grammar_too_complex"
     assert answer.json()["error"]["param"] == "guided_grammar"
+
+
+DIVISOR = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 19_999_999}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (COMPLETIONS, {"guided_json": DIVISOR}, "guided_json", "multipleOf takes at most 10000"),
+        (
+            CHAT,
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": DIVISOR}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "multipleOf takes at most 10000",
+        ),
+        (
+            COMPLETIONS,
+            {"guided_json": {"type": "array"}, "guided_whitespace_pattern": "a" * 1025},
+            "guided_json",
+            "at most 1024 characters in its whitespace pattern",
+        ),
+    ],
+)
+def test_what_would_take_minutes_to_compile_is_refused_at_once_by_its_keyword(
+    open_server: Server, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
+    answer = open_server.post(path, USUAL[path] | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert words in answer.json()["error"]["message"]

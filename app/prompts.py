@@ -1,4 +1,5 @@
-"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread.
+"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread, and so is every
+prompt if the tokenizer's regexes are a stranger's: they may take seconds for a short text.
 
 A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, by threads
 of their own, so that tokenizing need not wait for it. A text that is too long for the model whatever its tokens are is
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest
 from engine.frontend.fair_threads import FairThreads
-from gpu.weights import ModelFiles
+from gpu.weights import ModelFiles, is_known_tokenizer
 from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
 from protocol.jinja_sandbox import CompiledTemplate
 from protocol.message_syntax import MessageSyntax, ReasoningParser, ToolParser
@@ -70,6 +71,7 @@ class PromptEncoder:
             reasoning_parser=reasoning_parser,
         )
         self._longest_token = max(map(len, files.tokenizer.get_vocab()))
+        self._tokenizer_is_known = is_known_tokenizer(files.tokenizer)
         self._tokenizing = FairThreads(TOKENIZER_THREADS)
         self._rendering = FairThreads(RENDERING_PROCESSES)
 
@@ -82,7 +84,9 @@ class PromptEncoder:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
         num_parts = sum(len(each.content) if isinstance(each.content, list) else 1 for each in body.messages)
         rough_size = CHARACTERS_PER_MESSAGE * (num_parts + TOOL_AS_MESSAGES * len(body.tools or ()))
-        messages, tools, num_characters, num_beside = await self._run(lambda: self._conversation(body), rough_size)
+        messages, tools, num_characters, num_beside = await self._run(
+            lambda: self._conversation(body), rough_size, tokenizes=False
+        )
         size = num_characters + num_beside + CHARACTERS_PER_MESSAGE * len(messages)
         if body.documents:
             size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
@@ -201,8 +205,8 @@ class PromptEncoder:
         plain.encode_special_tokens = True
         return plain
 
-    async def _run(self, function: Callable[[], T], size: int) -> T:
-        if size <= INLINE_CHARACTERS:
+    async def _run(self, function: Callable[[], T], size: int, *, tokenizes: bool = True) -> T:
+        if size <= INLINE_CHARACTERS and (self._tokenizer_is_known or not tokenizes):
             return function()
         return await self._tokenizing.run(function)
 

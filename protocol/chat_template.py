@@ -54,6 +54,10 @@ class ChatTemplateError(HeadraceError):
     """The model's template is at fault, not the request: it does not parse, or tries what the sandbox forbids."""
 
 
+class RenderingInterrupted(HeadraceError):
+    """Somebody has ended the template's process, twice. Neither the request nor the template is at fault."""
+
+
 class Renderer(Protocol):
     """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.template_process`)."""
 
@@ -104,7 +108,8 @@ class ChatTemplate:
         With `continue_final_message` it ends where the last message's content ends, for the model to go on there.
         `variables` reach the template too, but cannot replace what this class sets. A role ``developer`` becomes
         ``system`` for templates that do not know it. Raises `InvalidRequest` (param ``messages``) if the template
-        cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden.
+        cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden,
+        `RenderingInterrupted` if its process was ended from outside.
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
@@ -120,10 +125,17 @@ class ChatTemplate:
                 "add_generation_prompt": add_generation_prompt and end is None,
             }
             text = self._renderer.render(context)
+            if not text.isascii():
+                text.encode()  # lone surrogates, which no tokenizer takes
             return shield.split(text if end is None else end.cut(text))
+        except UnicodeEncodeError as exc:
+            character = f"U+{ord(text[exc.start]):04X}"
+            raise _cannot_render(f"it makes the lone surrogate {character}, which is no text") from exc
         except RenderingFailed as exc:
             # A complaint in the template's words may quote a message: cut short, without our markers.
             words = segments_text(shield.split(exc.words))[:_MAX_TEMPLATE_COMPLAINT]
+            if exc.kind is Failure.GONE:
+                raise RenderingInterrupted(words) from exc
             if exc.kind is Failure.UNSAFE:
                 raise ChatTemplateError(f"The chat template of this model tries something unsafe: {words}.") from exc
             raise _cannot_render(words) from exc

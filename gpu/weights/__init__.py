@@ -21,6 +21,7 @@ dummy               random weights from a configuration alone
 tensors             which tensors a model consists of, and the check that a file holds just these
 header_fields       what the numbers of a model's header may be
 foreign_tokenizer   guards around the tokenizers library
+tokenizer_steps     what the steps of a stranger's tokenizer may do
 quantized_rows      a quantized tensor as its file holds it
 staging             the way of a checkpoint to the device, through a little pinned memory
 progress            how slow steps report how far they are
@@ -33,6 +34,7 @@ from gpu.weights.model_files import ModelFiles
 from gpu.weights.progress import Progress
 from gpu.weights.quantized_rows import QuantizedRows
 from gpu.weights.resolve import LOAD_FORMATS, open_model
+from gpu.weights.tokenizer_steps import is_known as is_known_tokenizer
 
 __all__ = [
     "EMBEDDED_MODEL",
@@ -42,5 +44,6 @@ __all__ = [
     "Progress",
     "QuantizedRows",
     "default_cache_dir",
+    "is_known_tokenizer",
     "open_model",
 ]

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from gpu.weights.errors import ModelError
 from gpu.weights.header_fields import FIELDS, shown
+from gpu.weights.tokenizer_steps import check_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_s
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         if not any(token and token not in special for token in vocabulary):
             raise ModelError(f"{source}: the tokenizer's vocabulary is empty but for special tokens.")
+        check_lengths(vocabulary, source)
         highest = max(vocabulary.values())
         if highest >= most:
             token = next(token for token, token_id in vocabulary.items() if token_id == highest)

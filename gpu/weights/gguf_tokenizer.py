@@ -17,6 +17,7 @@ from gpu.weights.errors import ModelError
 from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.weights.gguf_file import GGUFFile
 from gpu.weights.header_fields import shown
+from gpu.weights.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
 
 # The name that templates know a token by, and where GGUF keeps its id.
 _SPECIAL_TOKEN_KEYS = {
@@ -88,6 +89,7 @@ def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
 
 def _tokens(file: GGUFFile) -> list[str]:
     tokens = file.require_array("tokenizer.ggml.tokens", str)
+    check_lengths(tokens, file.path.name)
     if len(set(tokens)) != len(tokens):
         raise ModelError(f"{file.path.name}: tokenizer.ggml.tokens holds a token twice. Convert the model anew.")
     return tokens
@@ -106,11 +108,17 @@ def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
     types = file.require_array("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
-    return [
+    added = [
         AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
     ]
+    if len(added) > MAX_ADDED_TOKENS:
+        raise ModelError(
+            f"{file.path.name}: tokenizer.ggml.token_type names {len(added):,} tokens that are found as a whole; up to "
+            f"{MAX_ADDED_TOKENS:,} are allowed."
+        )
+    return added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,26 +141,16 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
 
 
 def _split_by(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-        rf"|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+"
-        r"|\s+(?!\S)"
-        r"|\s+"
-    )
-
     def build() -> pre_tokenizers.PreTokenizer:
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        split = pre_tokenizers.Split(Regex(word_pattern(digits)), behavior="isolated", invert=False)
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     return build
 
 
 _GPT2 = _PreTokenizer(build=_gpt2)
-_LLAMA3 = _PreTokenizer(build=_split_by(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
-_QWEN2 = _PreTokenizer(build=_split_by(r"\p{N}"), normalizer=normalizers.NFC)
+_LLAMA3 = _PreTokenizer(build=_split_by(LLAMA3_DIGITS), ignore_merges=True, add_bos=True)
+_QWEN2 = _PreTokenizer(build=_split_by(QWEN2_DIGITS), normalizer=normalizers.NFC)
 
 # By `tokenizer.ggml.pre`.
 _PRE_TOKENIZERS = {

@@ -20,10 +20,11 @@ from gpu.weights.errors import ModelError
 from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.weights.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
 from gpu.weights.hf_config import config_from_hf, token_ids
-from gpu.weights.json_file import MAX_JSON, read_json, read_text
+from gpu.weights.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
 from gpu.weights.model_files import ModelFiles
 from gpu.weights.safetensors_header import read_shapes
 from gpu.weights.tensors import check_shapes
+from gpu.weights.tokenizer_steps import check_steps
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         _weight_files(directory)
         _tokenizer_path(directory)
 
-    tokenizer_config = read_json(directory / "tokenizer_config.json")
+    tokenizer_config = read_json(directory / "tokenizer_config.json", MAX_TOKENIZER_CONFIG)
     special_tokens = _special_tokens(directory, tokenizer_config)
     generation_config = directory / "generation_config.json"
     eos_token_ids = [
@@ -86,7 +87,7 @@ def _read_weights(directory: Path, device: str) -> Iterator[tuple[str, torch.Ten
 
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
-        shards = read_json(directory / _INDEX).get("weight_map")
+        shards = read_json(directory / _INDEX, MAX_JSON).get("weight_map")
         names = sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else []
         if not names or not all(_FILE_NAME.fullmatch(name) for name in names):
             raise ModelError(f"{directory / _INDEX} must map every tensor to a file beside it in weight_map.")
@@ -120,6 +121,7 @@ def _load_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     path = _tokenizer_path(directory)
     with tokenizer_errors(f"{path} cannot be read"):
         text = read_text(path, MAX_JSON)
+        check_steps(parse_object(text, str(path)), str(path))
         tokenizer = Tokenizer.from_str(text)
         # Some were saved with the truncation and padding of their training run, which would cut prompts in silence.
         tokenizer.no_truncation()
@@ -162,7 +164,7 @@ def _ids_of(token: str | None, directory: Path, tokenizer_config: dict[str, Any]
         entries = [(_number(number), entry) for number, entry in listed.items()]
         source = "added_tokens_decoder in tokenizer_config.json"
     else:
-        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+        added = read_json(directory / "tokenizer.json", MAX_JSON).get("added_tokens") or []
         if not isinstance(added, list):
             raise ModelError(f"{directory}: added_tokens in tokenizer.json must be an array, got {shown(added)}.")
         entries = [(entry.get("id") if isinstance(entry, dict) else None, entry) for entry in added]

@@ -8,11 +8,15 @@ from typing import Any
 
 from gpu.weights.errors import ModelError
 
-# Parsed, a file takes ten times its size. The largest tokenizer.json there are have 33 MB, all other files a few.
-MAX_JSON = 64 * 2**20  # bytes
+# In bytes. Parsed, a file takes ten times its size and more. The largest tokenizer.json there are have 33 MB, and
+# tokenizer_config.json may name every added token; all other files have a few KB.
+MAX_JSON = 64 * 2**20
+MAX_TOKENIZER_CONFIG = 8 * 2**20
+_MAX_SMALL_JSON = 2**20
+_MOST_CONTAINERS = 2**20  # objects and arrays: half a million merges are the most there are
 
 
-def read_text(path: Path, limit: int = MAX_JSON) -> str:
+def read_text(path: Path, limit: int) -> str:
     """A file of up to `limit` bytes of UTF-8. Raises `ModelError`, and FileNotFoundError if there is none."""
     try:
         size = path.stat().st_size
@@ -27,10 +31,10 @@ def read_text(path: Path, limit: int = MAX_JSON) -> str:
         raise ModelError(f"{path} cannot be read: {error}. Fetch it anew.") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limit: int = _MAX_SMALL_JSON) -> dict[str, Any]:
     """A JSON object, or an empty one if there is no such file. Raises `ModelError` if it is anything else."""
     try:
-        text = read_text(path)
+        text = read_text(path, limit)
     except FileNotFoundError:
         return {}
     return parse_object(text, str(path))
@@ -38,6 +42,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_object(text: str, source: str) -> dict[str, Any]:
     """`text` as an object whose keys occur once. Raises `ModelError`."""
+    if text.count("{") + text.count("[") > _MOST_CONTAINERS:
+        raise ModelError(f"{source} cannot be read: it has more than {_MOST_CONTAINERS:,} objects and arrays.")
     try:
         value = json.loads(text, object_pairs_hook=_unique)
     except RecursionError as error:

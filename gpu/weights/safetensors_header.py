@@ -22,6 +22,8 @@ _MAX_DIMENSIONS = 4
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape by its name. Raises `ModelError` for a header that is damaged or cannot be true."""
+    if not path.is_file():
+        raise _refused(path, "it is not a file")  # opening a pipe would not end
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -5,6 +5,7 @@ Each trap is a small honest model with one lie in it. Each is sprung in a proces
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gpu.weights.tokenizer_steps import check_steps
 from tests.gpu.foreign_files import Loader
 from tests.gpu.weight_files import ALPHABET, TINY, TinyGGUF, random_weights
 
@@ -238,6 +240,40 @@ def with_model(**model: object) -> Callable[[Path], object]:
     return with_text("tokenizer.json", tokenizer_json(model={"type": "BPE", **model}))
 
 
+def with_steps(**sections: list[dict[str, object]]) -> Callable[[Path], object]:
+    """Sequences of steps in tokenizer.json."""
+    return with_text("tokenizer.json", tokenizer_json(**sequences(sections)))
+
+
+def sequences(sections: dict[str, list[dict[str, object]]]) -> dict[str, object]:
+    names = {"pre_tokenizer": "pretokenizers", "post_processor": "processors"}
+    return {
+        section: {"type": "Sequence", names.get(section, section + "s"): steps} for section, steps in sections.items()
+    }
+
+
+def replacing(pattern: str, content: str, kind: str = "String") -> dict[str, object]:
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def charsmap(*texts: str) -> dict[str, object]:
+    """SentencePiece's map of letters to `texts`, with a trie of which nothing leads to them."""
+    data = struct.pack("<II", 4, 0) + b"".join(text.encode() + b"\0" for text in texts)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+def template(*special: str, times: int = 1) -> dict[str, object]:
+    pieces = [{"Sequence": {"id": "A", "type_id": 0}}] * times
+    tokens = {name: {"id": name, "ids": [0], "tokens": [name]} for name in special}
+    pieces = [*({"SpecialToken": {"id": name, "type_id": 0}} for name in special), *pieces]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces, "special_tokens": tokens}
+
+
+def added_token(token_id: int, content: str) -> dict[str, object]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
 def with_header(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """The weights' header after `change`, which may return the text that takes its place."""
 
@@ -322,7 +358,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a configuration that is a list": (with_text("config.json", "[]"), ["config.json must hold a JSON object"]),
     "a configuration that is not UTF-8": (with_text("config.json", b"\xff\xfe"), ["config.json cannot be read"]),
-    "a configuration of 100 MB": (with_text("config.json", b" " * 10**8), ["100,000,000 bytes", "67,108,864"]),
+    "a configuration of 100 MB": (with_text("config.json", b" " * 10**8), ["100,000,000 bytes", "1,048,576"]),
     "a configuration that is a pipe": (pipe_for("tokenizer_config.json"), ["tokenizer_config.json is not a file"]),
     "a template that is a pipe": (pipe_for("chat_template.jinja"), ["chat_template.jinja is not a file"]),
     "a template that is not UTF-8": (with_text("chat_template.jinja", b"\xff"), ["chat_template.jinja", "utf-8"]),
@@ -353,6 +389,72 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a tokenizer of brackets": (with_text("tokenizer.json", "[" * 10**6), ["tokenizer.json cannot be read"]),
     "a tokenizer of 100 MB": (with_text("tokenizer.json", b" " * 10**8), ["tokenizer.json", "100,000,000 bytes"]),
+    "a configuration of objects": (
+        with_text("config.json", json.dumps(CONFIG)[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
+        ["config.json has", "1,048,576"],
+    ),
+    "a tokenizer of objects": (
+        with_text("tokenizer.json", tokenizer_json()[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
+        ["tokenizer.json cannot be read", "1,048,576 objects"],
+    ),
+    "a normalizer that multiplies": (
+        with_steps(normalizer=[replacing("q", "q" * 65_536)] * 3),
+        ["normalizer Replace", "65,536 characters", "up to 64"],
+    ),
+    "a normalizer that doubles": (
+        with_steps(normalizer=[replacing("l", "ll")] * 34),
+        ["normalizer", "128 times", "Replace"],
+    ),
+    "a normalizer that puts a text between letters": (
+        with_steps(normalizer=[replacing("", "xxx", "Regex")] * 9),
+        ["normalizer", "256 times", "Replace"],
+    ),
+    "a normalizer that spells bytes": (with_steps(normalizer=[{"type": "ByteLevel"}] * 9), ["256 times", "ByteLevel"]),
+    "a normalizer without types": (with_steps(normalizer=[{"prepend": "x" * 10**6}]), ["normalizer", "with a type"]),
+    "a normalizer that prepends": (
+        with_steps(normalizer=[{"type": "Prepend", "prepend": "x" * 10**7}]),
+        ["normalizer Prepend", "10,000,000 characters"],
+    ),
+    "a normalizer with a map": (with_steps(normalizer=[charsmap("q" * 1000)]), ["1,000 times", "Precompiled"]),
+    "a normalizer of too many steps": (with_steps(normalizer=[{"type": "NFC"}] * 65), ["normalizer", "up to 64 steps"]),
+    "a normalizer within a normalizer": (
+        with_steps(normalizer=[{"type": "Sequence", "normalizers": [replacing("l", "l" * 64)] * 9}]),
+        ["4,096 times"],
+    ),
+    "words that are spelled as bytes": (
+        with_steps(pre_tokenizer=[{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}] * 30),
+        ["pre_tokenizer", "256 times", "ByteLevel"],
+    ),
+    "a template that doubles": (
+        with_steps(post_processor=[template(times=2)] * 30),
+        ["post_processor", "128 times", "TemplateProcessing"],
+    ),
+    "a decoder that multiplies": (
+        with_steps(decoder=[replacing("l", "l" * 64)] * 4),
+        ["decoder", "4,096 times", "Replace"],
+    ),
+    "a decoder with a regex": (with_steps(decoder=[replacing("(x*)*y", "", "Regex")]), ["decoder Replace", "regex"]),
+    "a decoder that ends words everywhere": (
+        with_steps(decoder=[{"type": "BPEDecoder", "suffix": ""}] * 34),
+        ["decoder", "128 times", "BPEDecoder"],
+    ),
+    "a prefix of 10 MB": (
+        with_model(vocab={"a": 0}, merges=[], continuing_subword_prefix="x" * 10**7),
+        ["continuing_subword_prefix", "10,000,000 characters"],
+    ),
+    "a token of 30 MB": (
+        with_text("tokenizer.json", tokenizer_json(added_tokens=[added_token(257, "Z" * 30_000_000)])),
+        ["'ZZZ", "30,000,000 characters", "4,096"],
+    ),
+    "a token of 5,000 letters": (with_model(vocab={"a": 0, "b" * 5000: 1}, merges=[]), ["'bbb", "5,000 characters"]),
+    "70,000 added tokens": (
+        with_text("tokenizer.json", tokenizer_json(added_tokens=[added_token(i, f"<{i}>") for i in range(70_000)])),
+        ["added_tokens", "65,536", "an array of 70,000"],
+    ),
+    "weights that are a pipe": (
+        lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "a.safetensors")),
+        ["a.safetensors", "not a file"],
+    ),
     "a header longer than the file": (with_length(2**40), ["1,099,511,627,776 bytes"]),
     "a header of 2^64 - 1": (with_length(2**64 - 1), ["18,446,744,073,709,551,615 bytes"]),
     "a file of three bytes": (with_text("model.safetensors", "abc"), ["model.safetensors cannot be read"]),
@@ -391,6 +493,37 @@ def test_a_directory_that_lies_is_refused_by_name(trap: str, tmp_path: Path, loa
     outcome = loader.load(folder)
     assert outcome.kind == "ModelError", outcome
     assert [word for word in words if word not in outcome.message] == [], outcome
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+HONEST_STEPS = {
+    "Llama 2's": {
+        "normalizer": [{"type": "Prepend", "prepend": "▁"}, replacing(" ", "▁")],
+        "decoder": [
+            replacing("▁", " "),
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+        "post_processor": [template("t")],
+    },
+    "Llama 3's": {
+        "pre_tokenizer": [
+            {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}"}, "behavior": "Isolated", "invert": False}
+        ],
+        "post_processor": [template("t")],
+    },
+    "SentencePiece's": {
+        "normalizer": [charsmap("صلى الله عليه وسلم", "x"), replacing(" {2,}", "▁", "Regex")],  # U+FDFA
+        "pre_tokenizer": [METASPACE],
+    },
+    "many of them": {"normalizer": [{"type": "NFC"}] * 60},
+}
+
+
+@pytest.mark.parametrize("steps", HONEST_STEPS)
+def test_the_steps_of_known_tokenizers_are_within_bounds(steps: str) -> None:
+    check_steps(json.loads(tokenizer_json(**sequences(HONEST_STEPS[steps]))), "a tokenizer")
 
 
 def test_honest_files_are_served_within_these_limits(tmp_path: Path, loader: Loader) -> None:

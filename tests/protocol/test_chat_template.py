@@ -238,12 +238,24 @@ def test_output_is_bounded():
 
 def test_what_json_cannot_say_reaches_the_template_as_it_is():
     template = template_of("{{ messages[0].content }}|{{ a }}|{{ b }}|{{ c }}|{{ a * 10 }}", SPECIAL)
-    lone = "\ud83d \ude00\udc80 \x00 \ud83d\ude00 😀"
+    odd = "\x00 \x7f \ufffe 😀"
     wish = {"a": 10**40, "b": float("nan"), "c": [float("inf"), -0.0, 1e300]}
-    rendered = template.render([{"role": "user", "content": lone}], variables=wish)
-    assert segments_text(rendered) == f"{lone}|{10**40}|nan|[inf, -0.0, 1e+300]|{10**41}"
-    long = "\ud83d" * 400_000  # three bytes each, in pieces that are cut anywhere
+    rendered = template.render([{"role": "user", "content": odd}], variables=wish)
+    assert segments_text(rendered) == f"{odd}|{10**40}|nan|[inf, -0.0, 1e+300]|{10**41}"
+    long = "中" * 400_000  # three bytes each, in pieces that are cut anywhere
     assert text_of("{{ messages[0].content }}", [{"role": "user", "content": long}]) == long
+
+
+@pytest.mark.parametrize(
+    "source", ["é{{ '\\ud800' }}", "{{ messages[0].content[:1] }}", "{{ messages[0].content | length }}"]
+)
+def test_a_lone_surrogate_reaches_the_template_and_no_tokenizer(source):
+    lone = [{"role": "user", "content": "\ud800\udc80"}]
+    if "length" in source:
+        assert text_of(source, lone) == "2"
+        return
+    with pytest.raises(InvalidRequest, match=r"lone surrogate U\+D800"):
+        text_of(source, lone)
 
 
 def test_an_integer_too_long_to_be_written_is_the_requests_error():

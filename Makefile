@@ -60,7 +60,8 @@ clean:
 
 # ------------------------------------------------------------------------------------------- the environment
 # A stamp is as new as the last install, so a second run starts at once. setuptools is installed first and the build
-# not isolated, so that the pinned one builds the package.
+# not isolated, so that the pinned one builds the package. Compat: a plain path, which goes before a folder of the
+# package's name wherever Python is started.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -71,16 +72,19 @@ $(BIN)/python:
 $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(BIN)/python
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
-	@$(INSTALL) --no-build-isolation --editable .
-	@[ "$$(uname -m)" != x86_64 ] || ls gpu/cpu/*.so >/dev/null 2>&1 || \
-	  echo "No C++ compiler was found: models run on torch alone, several times slower. On Debian: apt install g++" >&2
+	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable .
+	@[ "$$(uname -m)" != x86_64 ] || ls gpu/cpu/*.so >/dev/null 2>&1 || { \
+	  if command -v c++ >/dev/null; \
+	  then echo "The C++ library did not compile; $(BIN)/python setup.py build_ext --inplace says why."; \
+	  else echo "No C++ compiler was found. On Debian: apt install g++"; fi; \
+	  echo "Models run on torch alone, several times slower."; } >&2
 	@touch $@
 
 # instructor bounds jiter below what the SDKs ask for, needlessly. Triton comes with CUDA builds of torch; elsewhere the
 # kernels run in its interpreter.
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing what the tests need"
-	@$(INSTALL) --no-build-isolation --editable '.[dev,otel,load]'
+	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[dev,otel,load]'
 	@$(INSTALL) --no-deps instructor==1.17.0
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) triton==3.9.0
 	@touch $@

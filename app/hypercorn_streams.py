@@ -233,8 +233,9 @@ class _Http2(H2Protocol):
 
     async def _handle_events(self, events: list[h2.events.Event]) -> None:
         for event in events:
-            if self.closed or self.connection.state_machine.state is h2.connection.ConnectionState.CLOSED:
-                break
+            is_over = self.closed or self.connection.state_machine.state is h2.connection.ConnectionState.CLOSED
+            if is_over and not isinstance(event, h2.events.ConnectionTerminated):  # which ends its streams
+                continue
             try:
                 await self._handle_event(event)
             except Exception:

@@ -8,6 +8,7 @@ terminal) brings about both, in either order and milliseconds apart: that is one
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -24,8 +25,10 @@ ONE_SIGN_SECONDS = 1.0  # that the first signal may come after the parent's word
 class Shutdown:
     """The end of one application. `drain` is called once and returns when no request is left."""
 
-    def __init__(self, drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, drain: Callable[[], Awaitable[None]], *, has_parent: bool | None = None) -> None:
+        """`has_parent`: whether a process of Hypercorn's gives the word, too; by default, whether there is one."""
         self._drain = drain
+        self._has_parent = multiprocessing.parent_process() is not None if has_parent is None else has_parent
         self._asked = anyio.Event()
         self._asked_since: float | None = None
         self._signalled = False
@@ -70,7 +73,8 @@ class Shutdown:
         """Of a signal that has just come, whether the end had been asked for before."""
         if self._signalled or self._asked_since is None:
             return self._signalled
-        return time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
+        # Without a parent only a signal can have asked: the trigger of `app.runner` has taken it.
+        return not self._has_parent or time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
 
 
 def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:

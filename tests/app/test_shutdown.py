@@ -18,7 +18,7 @@ async def drain():
         await anyio.sleep(0.1)
 
 async def main():
-    shutdown = Shutdown(drain)
+    shutdown = Shutdown(drain, has_parent=True)
     async with anyio.create_task_group() as task_group:
         task_group.start_soon(shutdown.listen_for_signals)
         await anyio.sleep(0.1)

@@ -6,6 +6,7 @@ calls it, from the settings in the environment and the settings file; `headrace 
 In reading order:
 
 settings           every setting, defined once: type, range, default and what it does
+setting_sources    where they come from, and what is said of one that is refused
 cli                the command line: `headrace serve`, `chat` and `pull`
 application        wires settings, server, routes, middleware and lifespan into one ASGI application
 runner             runs it under Hypercorn in this process
@@ -61,7 +62,8 @@ async def main(scope: Scope, receive: Receive, send: Send) -> None:
 @cache
 def _application_from_environment() -> Starlette:
     from app.application import create_app, end_process
-    from app.settings import SettingsError, load_settings
+    from app.setting_sources import load_settings
+    from app.settings import SettingsError
     from app.workers import check_workers
 
     try:

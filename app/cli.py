@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from app.progress import ProgressBars
-from app.settings import CONFIG_VARIABLE, Settings, allowed_values, env_name, flag_name, load_settings, shown
+from app.setting_sources import CONFIG_VARIABLE, allowed_values, flag_name, load_settings, shown
+from app.settings import Settings, env_name
 from engine.errors import HeadraceError
 
 

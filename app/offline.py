@@ -16,7 +16,7 @@ from typing import Any
 import engine.frontend.llm
 from app.loading import core_factory, open_files
 from app.progress import ProgressBars, generating
-from app.settings import load_settings
+from app.setting_sources import load_settings
 from engine.frontend.llm import Generation, OnStep
 from engine.messages import SamplingParams
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from app.cli import main
-from app.settings import Settings, flag_name
+from app.setting_sources import flag_name
+from app.settings import Settings
 
 HEADRACE = [sys.executable, "-m", "app.cli"]
 

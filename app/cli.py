@@ -53,7 +53,7 @@ def serve(settings: Settings) -> int:
 
 def pull(settings: Settings) -> int:
     """Fetch the model and check it, so that the server starts without a network."""
-    from gpu.weights import open_model
+    from gpu.checkpoint import open_model
 
     with ProgressBars() as progress:
         files = open_model(

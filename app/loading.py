@@ -22,8 +22,8 @@ from engine.structured import GrammarCompiler
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
+from gpu.checkpoint import ModelError, ModelFiles, Progress, open_model
 from gpu.host import cuda_devices, usable_cores
-from gpu.weights import ModelError, ModelFiles, Progress, open_model
 
 if TYPE_CHECKING:
     from gpu.executor import UniProcExecutor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.frontend.llm import OnStep
-    from gpu.weights import Progress
+    from gpu.checkpoint import Progress
 
 
 class ProgressBars:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest
 from engine.frontend.fair_threads import FairThreads
-from gpu.weights import ModelFiles, is_known_tokenizer
+from gpu.checkpoint import ModelFiles, is_known_tokenizer
 from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
 from protocol.jinja_sandbox import CompiledTemplate
 from protocol.message_syntax import MessageSyntax, ReasoningParser, ToolParser

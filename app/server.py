@@ -33,7 +33,7 @@ from app.workload import Workload
 from engine.errors import EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineReady, FinishReason
-from gpu.weights import ModelError, ModelFiles
+from gpu.checkpoint import ModelError, ModelFiles
 from protocol.chat_template import ChatTemplateError
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
@@ -82,7 +82,7 @@ class StartUp:
     total: int | None = None
 
     def report(self, phase: str, done: int, total: int | None) -> None:
-        """A `gpu.weights.Progress`."""
+        """A `gpu.checkpoint.Progress`."""
         if phase != self.task:
             logger.info("%s", phase)
         self.task, self.done, self.total = phase, done, total

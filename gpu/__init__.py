@@ -1,4 +1,4 @@
-"""What touches the device: executor, worker, model runner, models, layers, attention and weights.
+"""What touches the device: executor, worker, model runner, models, layers, attention and weights; and checkpoints.
 
 Imports of the engine are limited to its plan, messages and errors. Nothing here knows HTTP.
 
@@ -13,8 +13,8 @@ device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there
 kv_cache_size   how large the KV cache is: pure arithmetic on what was measured
 host            what this process may use of its machine: cores, memory, instructions
-config          the shape of a model, whatever kind of file it came from
-weights         how a model is found on disk or fetched, read and described
+checkpoint      what a model is, read from its files; imports no torch
+weights         from an opened checkpoint to tensors on a device
 models          the models, wired from layers
 layers          what a transformer is built of
 attention       attention over the paged KV cache

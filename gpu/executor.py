@@ -12,9 +12,10 @@ import torch
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
+from gpu.checkpoint import ModelFiles
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
-from gpu.weights import ModelFiles
+from gpu.weights import packed_weights_of, weights_of
 from gpu.worker import FinishedStep, Worker
 
 
@@ -29,7 +30,7 @@ def load_executor(
     torch.set_num_threads(num_threads or usable_cores())
     options = options or WorkerOptions()
     device = resolve_device(options.device)
-    weights = files.packed_weights() if device.type == "cpu" else files.weights(str(device))
+    weights = packed_weights_of(files) if device.type == "cpu" else weights_of(files, str(device))
     return UniProcExecutor(Worker(files.config, weights, options), files.config.vocab_size)
 
 

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
-from gpu.config import ModelConfig
-from gpu.weights.errors import ModelError
-from gpu.weights.tensors import tensor_shapes
+from gpu.checkpoint import ModelConfig, ModelError
+from gpu.checkpoint.tensors import tensor_shapes
 
 GIB = 2**30
 

@@ -14,13 +14,13 @@ import torch
 from engine.errors import ConfigError
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.cpu import CPUCausalLM, load_library
 from gpu.host import available_memory, has_bfloat16_instructions
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.model_runner import LanguageModel
 from gpu.models import build_model
-from gpu.weights import QuantizedRows
+from gpu.weights import Weight, dequantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,7 +66,7 @@ class LoadedModel:
 
 def load_model(
     config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor | QuantizedRows]],
+    weights: Iterable[tuple[str, Weight]],
     options: WorkerOptions,
     device: torch.device,
 ) -> LoadedModel:
@@ -109,10 +109,7 @@ def load_model(
         sliding_window=config.sliding_window,
     )
     model = build_model(config, dtype=dtype, device=device, max_model_len=longest, attention=attention)
-    model.load_weights(
-        (name, torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedRows) else weight)
-        for name, weight in weights
-    )
+    model.load_weights(dequantized(weights))
     return LoadedModel(
         model=model,
         dtype=dtype,

@@ -15,21 +15,19 @@ import torch
 from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.device import CudaGraphs, DeviceRunner
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
 from gpu.model_loader import PagedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
 from gpu.sampling import SamplingMetadata, sample
-from gpu.weights import QuantizedRows
+from gpu.weights import Weight
 
 
 class Worker:
     """Loads on construction, which takes seconds to minutes; raises ConfigError where the options cannot work."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Iterable[tuple[str, torch.Tensor | QuantizedRows]], options: WorkerOptions
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: Iterable[tuple[str, Weight]], options: WorkerOptions) -> None:
         self.device = resolve_device(options.device)
         loaded = load_model(config, weights, options, self.device)
         model = loaded.model

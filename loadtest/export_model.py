@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu.config import ModelConfig
-from gpu.weights import EMBEDDED_MODEL, ModelFiles, open_model
+from gpu.checkpoint import EMBEDDED_MODEL, ModelConfig, ModelFiles, open_model
 
 
 def export_model(files: ModelFiles, directory: Path) -> Path:
@@ -23,10 +22,12 @@ def export_model(files: ModelFiles, directory: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
+    from gpu.weights import weights_of
+
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config(files.config), indent=2))
     write_tokenizer(files, directory)
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in files.weights()}
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights_of(files)}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

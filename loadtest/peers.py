@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gpu.weights import EMBEDDED_MODEL, default_cache_dir, open_model
-from gpu.weights.embedded import fetch_embedded_model
+from gpu.checkpoint import EMBEDDED_MODEL, default_cache_dir, open_model
+from gpu.checkpoint.embedded import fetch_embedded_model
 from loadtest.export_model import export_model
 from loadtest.servers import Server, headrace
 

@@ -52,7 +52,7 @@ REQUESTS = {1: 16, 16: 192, 64: 512, 256: 1024}  # per measure: several seconds 
 
 def write_model(directory: Path, **changes: object) -> Path:
     """The dummy model as a Hugging Face directory without weights. `changes` are of its configuration."""
-    from gpu.weights import open_model
+    from gpu.checkpoint import open_model
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from gpu.weights.embedded import default_cache_dir, fetch_embedded_model
+from gpu.checkpoint.embedded import default_cache_dir, fetch_embedded_model
 
 
 @cache

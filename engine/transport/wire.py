@@ -21,7 +21,7 @@ DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
 
 
 class Report(Protocol):
-    """Is told how far loading is; a `gpu.weights.Progress`."""
+    """Is told how far loading is; a `gpu.checkpoint.Progress`."""
 
     def __call__(self, phase: str, done: int, total: int | None) -> None: ...
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from gpu.attention import AttentionMetadata
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.library import (
     STOP_INTERVAL,
     ForwardStruct,
@@ -32,11 +33,11 @@ from gpu.cpu.library import (
     StopFunction,
     Threads,
 )
-from gpu.cpu.matrices import LANES, PackedMatrix, Weight, pack, padded_rows
+from gpu.cpu.matrices import LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.layers.rotary import angles_of, inverse_frequencies
 from gpu.models.loading import WeightsMismatch
-from gpu.weights.tensors import tensor_shapes
+from gpu.weights import Weight
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 24  # query heads over one KV head: `kMaxRows` of csrc/attention.cpp

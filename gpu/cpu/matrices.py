@@ -6,12 +6,12 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct
 from gpu.cpu.memory import WeightBuffer
-from gpu.weights import QuantizedRows
+from gpu.weights import Weight
 
 U4, U8, BF16 = 4, 8, 16  # `headrace::Form`
 BLOCK = 32  # weights that share a scale, in U4 and U8
@@ -21,8 +21,6 @@ LANES = 16  # outputs of one tile
 # type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer.
 # Steps are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
 _AS_THEY_ARE = {"Q4_0": (U4, 40), "Q4_1": (U4, 41), "Q8_0": (U8, 80)}
-
-Weight = torch.Tensor | QuantizedRows
 
 
 class PackedMatrix:

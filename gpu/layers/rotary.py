@@ -14,8 +14,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gpu.config import RopeScaling
-from gpu.weights.errors import ModelError
+from gpu.checkpoint import ModelError, RopeScaling
 
 _POSITIONS_AT_ONCE = 2**16
 

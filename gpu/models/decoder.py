@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpu.attention import AttentionBackend, AttentionMetadata, FusedAttention
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.layers.activation import silu_and_mul
 from gpu.layers.embedding import Embedding, LMHead
 from gpu.layers.linear import Linear

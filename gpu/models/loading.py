@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from gpu.checkpoint import ModelError
 from gpu.layers.weights import HoldsWeights, Packs, WeightSlot
-from gpu.weights.errors import ModelError
 
 NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 

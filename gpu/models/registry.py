@@ -1,13 +1,12 @@
-"""Which class builds which architecture. Imported by gpu.models; its names are those of gpu.config."""
+"""Which class builds which architecture. Imported by gpu.models; its names are those of gpu.checkpoint.config."""
 
 from __future__ import annotations
 
 import torch
 
 from gpu.attention import AttentionBackend
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig, ModelError
 from gpu.models.decoder import CausalLM
-from gpu.weights.errors import ModelError
 
 # One decoder serves all: they differ in what the configuration says (biases, QK norms, windows), not in their shape.
 MODELS: dict[str, type[CausalLM]] = {

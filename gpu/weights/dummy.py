@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from gpu.config import ModelConfig
-from gpu.weights.tensors import tensor_shapes
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import tensor_shapes
 
 _STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
 
@@ -22,8 +20,6 @@ def dummy_weights(config: ModelConfig, device: str = "cpu") -> Iterator[tuple[st
     tensors are drawn nor on which ranks draw them. They are drawn on `device`, where a large model's take a second
     instead of minutes; another kind of device draws other values.
     """
-    import torch
-
     dtype = getattr(torch, config.torch_dtype)
     for name, shape in tensor_shapes(config).items():
         if name.endswith("norm.weight"):

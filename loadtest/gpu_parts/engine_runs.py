@@ -16,7 +16,7 @@ from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.core.executor import Prepares
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.executor import UniProcExecutor
 from gpu.weights.dummy import dummy_weights
 from gpu.worker import Worker, WorkerOptions

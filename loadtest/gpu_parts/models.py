@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpu.config import ModelConfig
-from gpu.weights.hf_config import config_from_hf
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.hf_config import config_from_hf
 
 _LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],

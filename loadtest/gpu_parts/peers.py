@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from loadtest.gpu_parts.engine_runs import Sizes, nano_lengths
 from loadtest.gpu_parts.models import PUBLISHED, TINY
 from loadtest.gpu_parts.report import Report

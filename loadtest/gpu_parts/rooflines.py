@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.config import ModelConfig
-from gpu.weights.tensors import tensor_shapes
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import tensor_shapes
 from loadtest.gpu_parts.timing import Timer
 
 ELEMENT_SIZE = 2  # bytes of bfloat16 and float16

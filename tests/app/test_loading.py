@@ -14,8 +14,8 @@ from engine.errors import ConfigError
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
-from gpu.weights import ModelFiles
-from gpu.weights.progress import no_progress
+from gpu.checkpoint import ModelFiles
+from gpu.checkpoint.progress import no_progress
 
 SECRET = "sk-not-for-the-engine"
 

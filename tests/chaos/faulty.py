@@ -27,7 +27,7 @@ from app import main
 from app.settings import Settings
 from engine.core.executor import Executor
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.weights import ModelFiles
+from gpu.checkpoint import ModelFiles
 from tests.engine.simulated import SimulatedExecutor
 
 DEVICE_VARIABLE = "CHAOS_DEVICE"

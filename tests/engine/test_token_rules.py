@@ -42,7 +42,7 @@ def test_a_token_is_allowed_if_it_is_listed_and_completes_no_bad_word(allowed, b
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from gpu.weights import open_model
+    from gpu.checkpoint import open_model
 
     return open_model(str(embedded_gguf())).tokenizer
 

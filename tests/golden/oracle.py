@@ -24,7 +24,7 @@ class Oracle:
 
     @classmethod
     def from_gguf(cls, path: Path) -> Oracle:
-        """A Llama as transformers' own GGUF reader sees it: nothing of gpu.weights is used.
+        """A Llama as transformers' own GGUF reader sees it: nothing of gpu.checkpoint is used.
 
         Its public door, `from_pretrained(..., gguf_file=...)`, does the same and asks for the accelerate package.
         """

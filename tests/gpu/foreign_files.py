@@ -91,7 +91,7 @@ def _load_and_tell(writing: int, path: str, load_format: str, only_open: bool) -
     except BaseException as error:
         from app.settings import SettingsError
         from engine.errors import ConfigError
-        from gpu.weights import ModelError
+        from gpu.checkpoint import ModelError
         from protocol.chat_template import ChatTemplateError
 
         is_ours = isinstance(error, (ModelError, ConfigError, SettingsError, ChatTemplateError))

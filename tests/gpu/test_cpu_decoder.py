@@ -11,7 +11,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from engine.errors import StepAbandoned
 from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.cpu import CPUCausalLM
 from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
 from gpu.host import processor_flags

@@ -6,11 +6,11 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import BUILDS, Library, Threads, built, is_for_this_processor, load_library
 from gpu.cpu.matrices import BF16, U4, U8, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
 from gpu.host import processor_flags
-from gpu.weights import QuantizedRows
 
 # What is built is run; that it was built where it can be is a test of its own.
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")

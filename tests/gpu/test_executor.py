@@ -2,19 +2,16 @@
 
 import threading
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from engine.errors import ConfigError, EngineDead
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig, ModelFiles
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions, resolve_device, resolve_dtype
-from gpu.weights import ModelFiles
-from gpu.weights.dummy import dummy_weights
-from gpu.weights.tensors import tensor_shapes
 from gpu.worker import Worker
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of
@@ -135,7 +132,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
         chat_template=None,
         special_tokens={},
         load_tokenizer=lambda: None,
-        read_weights=partial(dummy_weights, CONFIG),
+        tensors=None,
         progress=lambda *report: reports.append(report),
     )
     outputs: list[ModelRunnerOutput | int] = []

@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gpu.weights.tokenizer_steps import check_steps
+from gpu.checkpoint.tokenizer_steps import check_steps
+from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, random_weights
 from tests.gpu.foreign_files import Loader
-from tests.gpu.weight_files import ALPHABET, TINY, TinyGGUF, random_weights
 
 MODEL = replace(TINY, vocab_size=272, hidden_size=64, intermediate_size=64, num_attention_heads=4, head_dim=16)
 WEIGHTS = {name: values * 0.02 for name, values in random_weights(MODEL).items()}

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from engine.errors import ConfigError
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
 from gpu.kv_cache_size import GIB, kv_cache_size
 
 CONFIG = ModelConfig(

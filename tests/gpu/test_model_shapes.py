@@ -6,9 +6,9 @@ import transformers
 from transformers import AutoConfig
 
 from gpu.attention.triton_backend import TritonAttention
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.models import build_model
 from gpu.models.loading import weight_slots
-from gpu.weights.tensors import tensor_shapes
 from loadtest.gpu_parts.models import PUBLISHED, load_shape
 
 MODEL_TYPES = {

@@ -8,12 +8,12 @@ import transformers
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from gpu.attention.torch_backend import TorchAttention
-from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.checkpoint import ModelError
+from gpu.checkpoint.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
 from gpu.layers.linear import Linear
 from gpu.layers.rotary import inverse_frequencies
 from gpu.models import CausalLM, WeightsMismatch, build_model
 from gpu.models.registry import MODELS
-from gpu.weights import ModelError
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 SMALL = {
@@ -54,7 +54,7 @@ TOLERANCE = 2e-5  # logits are of the order of 1
 
 
 def model_config(oracle: PreTrainedConfig) -> ModelConfig:
-    """What gpu.weights reads from a config.json, for the architectures of this file."""
+    """What gpu.checkpoint reads from a config.json, for the architectures of this file."""
     rope = dict(oracle.rope_parameters)
     theta, rope_type = rope.pop("rope_theta"), rope["rope_type"]
     return ModelConfig(

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from gpu.checkpoint import open_model
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.models import build_model
-from gpu.weights import open_model
+from gpu.weights import weights_of
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.staging import _Buffers, to_device
-from gpu.weights.tensors import tensor_shapes
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.test_executor import CONFIG
-from tests.gpu.weight_files import TINY, TinyGGUF, random_weights
 
 CPU = torch.device("cpu")
 
@@ -55,7 +56,7 @@ def test_a_file_is_read_to_another_device_with_progress(tmp_path) -> None:
     path = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save()
     reports = []
     files = open_model(str(path), progress=lambda *report: reports.append(report))
-    weights = dict(files.weights("meta"))
+    weights = dict(weights_of(files, "meta"))
     assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == tensor_shapes(TINY)
     assert all(tensor.device.type == "meta" for tensor in weights.values())
     assert reports[-1] == ("Loading weights", len(weights), len(weights))

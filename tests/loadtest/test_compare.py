@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.weights import ModelFiles, open_model
+from gpu.checkpoint import ModelFiles, open_model
+from gpu.weights import weights_of
 from loadtest.compare import HEADRACE, LLAMA, RATIOS, VLLM, Comparison, Record, figures_table, ratio_table
 from loadtest.export_model import export_model
 from loadtest.servers import Server, headrace
@@ -112,4 +113,4 @@ def test_an_exported_model_has_the_weights_the_tokens_and_the_template_of_its_fi
 
 def weights(files: ModelFiles) -> dict[str, torch.Tensor]:
     """In bfloat16."""
-    return {name: tensor.to(torch.bfloat16) for name, tensor in files.weights()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights_of(files)}

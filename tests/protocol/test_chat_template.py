@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import InvalidRequest
-from gpu.weights import open_model
+from gpu.checkpoint import open_model
 from protocol.chat_template import (
     CHATML,
     ChatTemplate,

@@ -13,7 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from gpu.weights import open_model
+from gpu.checkpoint import open_model
 from protocol.answers import EngineState
 from tests.server.harness import MODEL, TIMEOUT, Metrics, Server
 from tests.server.tiny_model import NAME, tiny_server

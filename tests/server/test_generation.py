@@ -347,7 +347,7 @@ def across_two_words(text: str) -> str:
 
 def prompt_ids(server: Server, text: str) -> list[int]:
     """The ids of a text, by the tokenizer that the server uses."""
-    from gpu.weights import open_model
+    from gpu.checkpoint import open_model
 
     return open_model(MODEL).tokenizer.encode(text).ids
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from gpu.weights import open_model
+from gpu.checkpoint import open_model
 from tests.embedded_model import embedded_gguf
 from tests.golden.oracle import Oracle
 from tests.server.harness import MODEL, Server

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gpu.weights import open_model
+from gpu.checkpoint import open_model
 from tests.server.harness import MODEL, Server
 from tests.server.streams import Streamed, stream
 from tests.server.tiny_model import tiny_server

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gpu.weights import open_model
+from gpu.checkpoint import open_model
 from tests.server.harness import MODEL, REPOSITORY, Server
 
 NAME = "tiny"

@@ -5,10 +5,10 @@ import torch
 
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
-from gpu.config import ModelConfig
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
 from gpu.models import CausalLM, build_model
-from gpu.weights.tensors import tensor_shapes
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 BLOCK_SIZE = 4

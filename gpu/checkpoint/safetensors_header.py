@@ -1,4 +1,4 @@
-"""What a safetensors file says it holds, checked before the library maps it. Torch-free.
+"""What a safetensors file says it holds, checked before the library maps it.
 
 Layout (github.com/huggingface/safetensors): a u64 with the length of the header, the header as a JSON object of
 name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. The library checks the
@@ -12,9 +12,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import shown
-from gpu.weights.json_file import MAX_JSON, parse_object
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import shown
+from gpu.checkpoint.json_file import MAX_JSON, parse_object
 
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_DIMENSIONS = 4

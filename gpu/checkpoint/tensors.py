@@ -1,22 +1,16 @@
 """Which tensors a model consists of, under their Hugging Face names; and the check that a file holds just these.
 
-Imported by every reader of this package. Torch-free.
+Imported by every reader of this package.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from gpu.config import ModelConfig
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import shown
-from gpu.weights.progress import Progress, no_progress
-from gpu.weights.quantized_rows import QuantizedRows
-
-if TYPE_CHECKING:
-    import torch
+from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import shown
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -61,30 +55,14 @@ def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConf
 
     So what the configuration claims lies in the file in full, before memory is taken for any of it.
     """
-    missing = _Missing(config, source)
+    check = TensorCheck(config, source)
     for name, shape in found:
-        missing.take(name, shape)
-    missing.check_empty()
+        check.take(name, shape)
+    check.end()
 
 
-def checked_weights(
-    weights: Iterator[tuple[str, torch.Tensor | QuantizedRows]],
-    config: ModelConfig,
-    *,
-    source: str,
-    progress: Progress = no_progress,
-) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    """Pass on the weights that `config` calls for, each exactly once and in its shape; raise `ModelError` otherwise."""
-    missing = _Missing(config, source)
-    for name, tensor in weights:
-        if missing.take(name, tuple(tensor.shape)):
-            yield name, tensor
-            progress("Loading weights", missing.total - len(missing.shapes), missing.total)
-    missing.check_empty()
-
-
-class _Missing:
-    """What a model still lacks.
+class TensorCheck:
+    """That each tensor that `config` calls for comes once, in its shape, and no other.
 
     A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
     """
@@ -113,7 +91,8 @@ class _Missing:
             )
         return True
 
-    def check_empty(self) -> None:
+    def end(self) -> None:
+        """Raises `ModelError` if something is missing."""
         if self.shapes:
             named = ", ".join(list(self.shapes)[:3])
             raise ModelError(

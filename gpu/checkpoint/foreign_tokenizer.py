@@ -1,4 +1,4 @@
-"""Guards around the tokenizers library, which is handed what strangers wrote. Torch-free.
+"""Guards around the tokenizers library, which is handed what strangers wrote.
 
 What it dislikes ends in a bare Exception, and what it did not think of in a panic of Rust, which reaches Python as a
 BaseException that no `except Exception` catches.
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 from tokenizers import Tokenizer
 
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import FIELDS, shown
-from gpu.weights.tokenizer_steps import check_lengths
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import FIELDS, shown
+from gpu.checkpoint.tokenizer_steps import check_lengths
 
 logger = logging.getLogger(__name__)
 

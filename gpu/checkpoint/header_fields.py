@@ -1,4 +1,4 @@
-"""What the numbers of a model's header may be: one table for GGUF's metadata and config.json. Torch-free.
+"""What the numbers of a model's header may be: one table for GGUF's metadata and config.json.
 
 A header is written by a stranger, and what it claims decides how much memory is taken and what the library of
 `gpu.cpu` computes with. So each number passes this table before anything is made of it. The bounds lie well beyond any
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpu.weights.errors import ModelError
+from gpu.checkpoint.errors import ModelError
 
 Number = int | float
 

@@ -1,4 +1,4 @@
-"""What the steps of a stranger's tokenizer may do: how far they lengthen a text, and which regexes run. Torch-free.
+"""What the steps of a stranger's tokenizer may do: how far they lengthen a text, and which regexes run.
 
 A tokenizer is a chain of steps around its model. The library runs whatever they say: three replacements of a letter by
 65,536 of them ask for more memory than there is, which ends the process, and no `except` sees it. So the JSON is read
@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import shown
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import shown
 
 MAX_ADDED_TOKENS = 2**16
 MAX_TOKEN = 4096  # characters; the longest there are have fewer than 1,000

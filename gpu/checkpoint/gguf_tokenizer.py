@@ -1,4 +1,4 @@
-"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file. Torch-free.
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
 Only byte-level BPE (`tokenizer.ggml.model` = "gpt2"), which is what all supported architectures use but the first
 Llamas and Mistrals. GGUF keeps vocabulary, merges and token types, but of the pre-tokenizer only a name: the patterns
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from gpu.weights.errors import ModelError
-from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
-from gpu.weights.gguf_file import GGUFFile
-from gpu.weights.header_fields import shown
-from gpu.weights.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.header_fields import shown
+from gpu.checkpoint.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
 
 # The name that templates know a token by, and where GGUF keeps its id.
 _SPECIAL_TOKEN_KEYS = {

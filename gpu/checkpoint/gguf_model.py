@@ -1,7 +1,4 @@
-"""A GGUF file as a `ModelFiles`: names, row order and numbers as in the Hugging Face checkpoint it was made from.
-
-Torch-free until a weight is drawn.
-"""
+"""A GGUF file as a `ModelFiles`: names, row order and numbers as in the Hugging Face checkpoint it was made from."""
 
 from __future__ import annotations
 
@@ -9,22 +6,19 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu.config import ModelConfig
-from gpu.weights.gguf_config import config_from_gguf
-from gpu.weights.gguf_file import UNQUANTIZED_TYPES, GGUFFile
-from gpu.weights.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
-from gpu.weights.header_fields import check_chat_template
-from gpu.weights.model_files import ModelFiles
-from gpu.weights.quantized_rows import QuantizedRows
-from gpu.weights.tensors import check_shapes
-
-if TYPE_CHECKING:
-    import torch
+from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.gguf_config import config_from_gguf
+from gpu.checkpoint.gguf_file import UNQUANTIZED_TYPES, GGUFFile
+from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
+from gpu.checkpoint.header_fields import check_chat_template
+from gpu.checkpoint.model_files import ModelFiles
+from gpu.checkpoint.quantized_rows import QuantizedRows
+from gpu.checkpoint.tensors import check_shapes
 
 T = TypeVar("T", bound=np.generic)
 
@@ -61,7 +55,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         chat_template=check_chat_template(template, key="metadata tokenizer.chat_template", source=path.name),
         special_tokens=special_tokens_from_gguf(file),
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
-        read_weights=partial(_read_weights, file, config),
+        tensors=file,
     )
 
 
@@ -85,28 +79,21 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _read_weights(
-    file: GGUFFile, config: ModelConfig, device: str
-) -> Iterator[tuple[str, torch.Tensor | QuantizedRows]]:
-    """Yield the tensors of the file, quantized or on the CPU, wherever they are wanted. Of the file nothing stays in
-    this process's memory after the last one."""
-    import torch
-
+def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[np.float32] | QuantizedRows]]:
+    """Yield the tensors of an opened file, matrices as they are quantized there. Of the file nothing stays in this
+    process's memory after the last one."""
     permuted_heads: dict[str, int] = {}
     if config.architecture == "LlamaForCausalLM":
         permuted_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name in file.tensors:
+    for name, tensor in file.tensors.items():
         if name == _IN_THE_CONFIG:
             continue
         num_heads = permuted_heads.get(name.split(".")[-2])  # names and shapes have been checked
-        tensor = file.tensors[name]
         if tensor.type not in UNQUANTIZED_TYPES and len(tensor.shape) == 2:
             packed = file.packed(name) if num_heads is None else unpermute_rows(file.packed(name), num_heads)
             rows, columns = tensor.shape
             yield hf_tensor_name(name), QuantizedRows(tensor.type.name, (rows, columns), packed)
             continue
         values = file.read(name)
-        if num_heads is not None:
-            values = unpermute_rows(values, num_heads)
-        yield hf_tensor_name(name), torch.from_numpy(np.ascontiguousarray(values))
+        yield hf_tensor_name(name), values if num_heads is None else unpermute_rows(values, num_heads)
     file.release_pages()

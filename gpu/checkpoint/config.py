@@ -1,4 +1,4 @@
-"""The shape of a model, whatever kind of file it came from. Torch-free, so that the front end can read it too."""
+"""The shape of a model, whatever kind of file it came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face directory, within bounds. Torch-free."""
+"""The JSON files of a Hugging Face directory, within bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpu.weights.errors import ModelError
+from gpu.checkpoint.errors import ModelError
 
 # In bytes. Parsed, a file takes ten times its size and more. The largest tokenizer.json there are have 33 MB, and
 # tokenizer_config.json may name every added token; all other files have a few KB.

@@ -6,9 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from gpu.weights import ModelError, open_model
-from gpu.weights.gguf_file import SUPPORTED_TENSOR_TYPES, GGUFFile
-from tests.gpu.weight_files import ALPHABET, TINY, TinyGGUF, random_weights
+from gpu.checkpoint import ModelError, open_model
+from gpu.checkpoint.gguf_file import SUPPORTED_TENSOR_TYPES, GGUFFile
+from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, random_weights
 
 # The largest error of one element, as a share of its block's largest magnitude (F16, BF16: of its own): half a step,
 # or a whole one for the symmetric kinds, whose largest value is clipped. 2 ** -10 is for the 16-bit scales.

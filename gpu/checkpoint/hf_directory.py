@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a `ModelFiles`. Torch-free until a weight is drawn.
+"""A Hugging Face directory as a `ModelFiles`.
 
 Read are config.json, generation_config.json, tokenizer.json, tokenizer_config.json, special_tokens_map.json, the chat
 template in any of its three places, and safetensors, sharded or not. Pickled weights are never opened.
@@ -7,27 +7,22 @@ template in any of its three places, and safetensors, sharded or not. Pickled we
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from gpu.weights.errors import ModelError
-from gpu.weights.foreign_tokenizer import check_tokenizer, tokenizer_errors
-from gpu.weights.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
-from gpu.weights.hf_config import config_from_hf, token_ids
-from gpu.weights.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
-from gpu.weights.model_files import ModelFiles
-from gpu.weights.safetensors_header import read_shapes
-from gpu.weights.tensors import check_shapes
-from gpu.weights.tokenizer_steps import check_steps
-
-if TYPE_CHECKING:
-    import torch
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
+from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
+from gpu.checkpoint.hf_config import config_from_hf, token_ids
+from gpu.checkpoint.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
+from gpu.checkpoint.model_files import ModelFiles
+from gpu.checkpoint.safetensors_header import read_shapes
+from gpu.checkpoint.tensors import check_shapes
+from gpu.checkpoint.tokenizer_steps import check_steps
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"\w[\w. -]{0,200}", re.ASCII)  # of a file in the same folder
@@ -46,8 +41,9 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
             f"{directory} has no config.json, so it is not a Hugging Face model. It must hold config.json, "
             f"*.safetensors and tokenizer.json.{hint}"
         )
+    tensors = None
     if with_weights:
-        _weight_files(directory)
+        tensors = tuple(_weight_files(directory))
         _tokenizer_path(directory)
 
     tokenizer_config = read_json(directory / "tokenizer_config.json", MAX_TOKENIZER_CONFIG)
@@ -58,8 +54,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
-    if with_weights:
-        shapes = chain.from_iterable(read_shapes(path).items() for path in _weight_files(directory))
+    if tensors is not None:
+        shapes = chain.from_iterable(read_shapes(path).items() for path in tensors)
         check_shapes(shapes, config, source=name)
     return ModelFiles(
         name=name,
@@ -67,22 +63,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         chat_template=_chat_template(directory, tokenizer_config),
         special_tokens=special_tokens,
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
-        read_weights=partial(_read_weights, directory),
+        tensors=tensors,
     )
-
-
-def _read_weights(directory: Path, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of all files, wherever they are wanted: views of the mapped files, which stay mapped as long as
-    the tensors live. They come in the order in which they lie, so that a disk reads on."""
-    for path in _weight_files(directory):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.offset_keys():
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ModelError(
-                f"{path} cannot be read: {error}. The download may be incomplete; fetch it anew."
-            ) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:

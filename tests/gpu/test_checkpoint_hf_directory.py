@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gpu.config import RopeScaling
-from gpu.weights import ModelError, open_model
+from gpu.checkpoint import ModelError, RopeScaling, open_model
+from gpu.weights import weights_of
 from tests.embedded_model import embedded_gguf
-from tests.gpu.weight_files import TINY, random_weights
+from tests.gpu.checkpoint_files import TINY, random_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,14 +60,14 @@ def test_configuration_and_weights_are_read(directory):
     assert model.name == "tiny-llama"
     assert model.config == TINY
     assert model.tokenizer.encode("Hi 12").tokens == ["Hi", "Ġ", "1", "2"]
-    read = dict(model.weights())
+    read = dict(weights_of(model))
     expected = random_weights(TINY)
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], torch.from_numpy(expected[name])) for name in expected)
 
 
 def test_weights_are_mapped_and_not_copied(directory):
-    tensor = next(tensor for name, tensor in open_model(str(directory)).weights() if name == "lm_head.weight")
+    tensor = next(tensor for name, tensor in weights_of(open_model(str(directory))) if name == "lm_head.weight")
     address = tensor.data_ptr()
     with open("/proc/self/maps") as maps:
         areas = [line.split() for line in maps if line.endswith("model.safetensors\n")]
@@ -106,7 +106,7 @@ def test_what_transformers_saves_in_shards_is_read_back(tmp_path, directory, kin
     assert len(list(path.glob("*.safetensors"))) > 1
 
     model = open_model(str(path))
-    read = dict(model.weights())
+    read = dict(weights_of(model))
 
     expected = original.state_dict()
     if model.config.tie_word_embeddings:
@@ -182,7 +182,7 @@ def test_weights_that_transformers_would_ignore_are_ignored(directory):
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
     save_file(weights, directory / "model.safetensors")
     change(directory, tie_word_embeddings=True)
-    read = dict(open_model(str(directory)).weights())
+    read = dict(weights_of(open_model(str(directory))))
     expected = {name for name in weights if not name.endswith("inv_freq") and name != "lm_head.weight"}
     assert read.keys() == expected
 
@@ -240,7 +240,7 @@ def test_damaged_files_are_named(directory):
     weights = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(weights[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
-        list(open_model(str(directory)).weights())
+        list(weights_of(open_model(str(directory))))
     (directory / "model.safetensors").write_bytes(weights)
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):

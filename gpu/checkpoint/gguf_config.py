@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says about the model's shape. Torch-free."""
+"""What a GGUF file's metadata says about the model's shape."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from gpu.config import ModelConfig, RopeScaling
-from gpu.weights.errors import ModelError
-from gpu.weights.gguf_file import GGUFFile
-from gpu.weights.header_fields import FIELDS, check_integer, check_number, shown
-from gpu.weights.hf_config import check_config
+from gpu.checkpoint.config import ModelConfig, RopeScaling
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.header_fields import FIELDS, check_integer, check_number, shown
+from gpu.checkpoint.hf_config import check_config
 
 # `general.architecture` to the Hugging Face name. Mistral's files call themselves llama.
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -15,10 +15,10 @@ import pytest
 import regex
 from tokenizers import Tokenizer, pre_tokenizers
 
-from gpu.weights import ModelError, open_model
-from gpu.weights.gguf_file import GGUFFile
+from gpu.checkpoint import ModelError, open_model
+from gpu.checkpoint.gguf_file import GGUFFile
 from tests.embedded_model import embedded_gguf
-from tests.gpu.weight_files import ALPHABET, TINY, TinyGGUF, byte_alphabet, random_weights
+from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, byte_alphabet, random_weights
 
 TEXTS = [
     "What is the capital of France?",

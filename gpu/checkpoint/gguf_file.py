@@ -1,4 +1,4 @@
-"""The GGUF container: metadata and tensors of one mapped file. Imported by the other `gguf_*` modules only. Torch-free.
+"""The GGUF container: metadata and tensors of one mapped file. Imported by the other `gguf_*` modules only.
 
 Layout (github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic "GGUF", version u32, tensor count u64,
 pair count u64; the pairs (key, type u32, value); the tensor infos (name, dimensions, type u32, offset u64); padding to
@@ -25,8 +25,8 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from gpu.weights.errors import ModelError
-from gpu.weights.header_fields import shown
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.header_fields import shown
 
 T = TypeVar("T", str, int, float, bool)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from gpu.config import ModelConfig
-from gpu.weights.tensors import tensor_shapes
+from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import tensor_shapes
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -1,12 +1,12 @@
-"""Fetching a repository of the Hugging Face hub. Torch-free; the hub's library is imported only when it is needed."""
+"""Fetching a repository of the Hugging Face hub. The hub's library is imported only when it is needed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.weights.errors import ModelError
-from gpu.weights.progress import Progress, no_progress
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.config import RopeScaling
-from gpu.weights import ModelError, open_model
+from gpu.checkpoint import ModelError, RopeScaling, open_model
+from gpu.weights import weights_of
 from tests.embedded_model import embedded_gguf
-from tests.gpu.weight_files import TINY, TinyGGUF, random_weights
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
 QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True)
 QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=32, tie_word_embeddings=True)
@@ -24,7 +24,7 @@ def test_what_a_converter_wrote_is_read_back_under_its_own_names_and_in_its_own_
     path = TinyGGUF(tmp_path / "m.gguf", config).add_weights(weights).save()
 
     model = open_model(str(path))
-    read = dict(model.weights())
+    read = dict(weights_of(model))
 
     assert model.config == config
     assert read.keys() == weights.keys()
@@ -37,7 +37,7 @@ def test_what_a_converter_wrote_is_read_back_under_its_own_names_and_in_its_own_
 def test_a_quantized_model_is_close_to_the_original_in_every_row(tmp_path, quantization):
     weights = random_weights(TINY)
     path = TinyGGUF(tmp_path / "m.gguf").add_weights(weights, quantization).save()
-    for name, tensor in open_model(str(path)).weights():
+    for name, tensor in weights_of(open_model(str(path))):
         original = torch.from_numpy(weights[name])
         similarity = torch.cosine_similarity(tensor, original, dim=-1)
         assert similarity.min() > 0.98, name
@@ -46,12 +46,12 @@ def test_a_quantized_model_is_close_to_the_original_in_every_row(tmp_path, quant
 def test_a_model_that_was_read_leaves_nothing_of_its_file_in_memory(tmp_path):
     path = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save()
     model = open_model(str(path))
-    weights = model.weights()
+    weights = weights_of(model)
     first = next(weights)
     assert _resident_kib(path) > 0
     dict(weights)
     assert _resident_kib(path) == 0
-    again = dict(model.weights())
+    again = dict(weights_of(model))
     assert torch.equal(again[first[0]], first[1])
 
 
@@ -76,7 +76,7 @@ def test_the_embedded_model_has_the_numbers_that_transformers_reads():
     expected, their_config = checkpoint["tensors"], checkpoint["config"]
     model = open_model(str(embedded_gguf()))
 
-    read = dict(model.weights())
+    read = dict(weights_of(model))
 
     assert read.keys() == expected.keys()
     for name, tensor in read.items():
@@ -107,7 +107,7 @@ def test_llama_3_rope_scaling_is_recovered_from_its_frequencies(tmp_path, factor
     model = open_model(str(gguf.save()))
 
     assert model.config.rope_scaling == RopeScaling(rope_type="llama3", factor=pytest.approx(factor))
-    assert len(dict(model.weights())) == len(random_weights(TINY))
+    assert len(dict(weights_of(model))) == len(random_weights(TINY))
 
 
 def test_rope_frequencies_that_are_not_llama_3s_are_refused(tmp_path):
@@ -162,7 +162,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
 
     def read(changed):
-        return dict(open_model(str(TinyGGUF(tmp_path / "m.gguf").add_weights(changed).save())).weights())
+        return dict(weights_of(open_model(str(TinyGGUF(tmp_path / "m.gguf").add_weights(changed).save()))))
 
     with pytest.raises(ModelError, match=rf"1 of 21 tensors are missing, among them {name}"):
         read({key: value for key, value in weights.items() if key != name})
@@ -177,5 +177,5 @@ def test_missing_extra_and_misshapen_tensors_are_refused(tmp_path):
 def test_loading_reports_every_tensor(tmp_path):
     path = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save()
     reports = []
-    list(open_model(str(path), progress=lambda *report: reports.append(report)).weights())
+    list(weights_of(open_model(str(path), progress=lambda *report: reports.append(report))))
     assert reports == [("Loading weights", done, 21) for done in range(1, 22)]

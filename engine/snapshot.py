@@ -52,33 +52,9 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # until its result was there
     outcome: StepOutcome
     num_requests: int
-    num_prefill_tokens: int  # of requests that got more than one
-    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_decode_tokens: int  # computed at positions that may all yield a token
     prefill_budget: int  # how many prefill tokens it might have carried beside decodes
-
-
-class PastStep(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a step. Its tokens are counted when somebody asks, because hardly anybody does."""
-
-    step: int
-    began: float
-    ended: float
-    outcome: StepOutcome
-    num_scheduled_tokens: list[int]
-    prefill_budget: int
-
-    def snapshot(self) -> StepSnapshot:
-        num_decodes = self.num_scheduled_tokens.count(1)
-        return StepSnapshot(
-            step=self.step,
-            time=self.began,
-            seconds=self.ended - self.began,
-            outcome=self.outcome,
-            num_requests=len(self.num_scheduled_tokens),
-            num_prefill_tokens=sum(self.num_scheduled_tokens) - num_decodes,
-            num_decode_tokens=num_decodes,
-            prefill_budget=self.prefill_budget,
-        )
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="engine_snapshot"):

@@ -35,7 +35,7 @@ class StepInputs:
     query_lens: NDArray[np.int32]  # [B]
     seq_lens: NDArray[np.int32]  # [B], all tokens up to the last one of this step
     block_table: NDArray[np.int32]  # [B, blocks of the longest request]
-    samples: NDArray[np.int64]  # [S], the places whose tokens reach the end of what is known
+    samples: NDArray[np.int64]  # [S], the places that sample
     logits_indices: NDArray[np.int64]  # [S], their last tokens among the T
 
 
@@ -105,7 +105,7 @@ class InputBatch:
         positions = np.arange(query_start_loc[-1], dtype=np.int64)
         positions += np.repeat(first_positions - query_start_loc[:-1], query_lens)
         blocks = self._block_table[token_rows, positions // self.block_size].astype(np.int64)
-        samples = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        samples = np.flatnonzero(np.array(plan.num_sampled_tokens)[order])
         return StepInputs(
             order=order,
             rows=rows,

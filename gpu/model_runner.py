@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import StepAbandoned
-from engine.messages import TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.attention import AttentionMetadata
 from gpu.input_batch import InputBatch, StepInputs
@@ -154,11 +153,12 @@ class ModelRunner:
 
 def _in_plan_order(inputs: StepInputs, sampled: SamplerOutput) -> ModelRunnerOutput:
     plan_indices = inputs.order[inputs.samples]
-    token_ids = np.full(len(inputs.order), -1, dtype=np.int64)
-    token_ids[plan_indices] = sampled.token_ids
-    logprobs: dict[int, TokenLogprobs] = {int(plan_indices[i]): entry for i, entry in sampled.logprobs.items()}
+    token_ids: list[list[int]] = [[] for _ in range(len(inputs.order))]
+    for index, token_id in zip(plan_indices.tolist(), sampled.token_ids.tolist(), strict=True):
+        token_ids[index].append(token_id)
+    logprobs = {int(plan_indices[i]): [entry] for i, entry in sampled.logprobs.items()}
     not_finite: list[int] = plan_indices[~sampled.finite].tolist()
-    return ModelRunnerOutput(sampled_token_ids=token_ids.tolist(), logprobs=logprobs, not_finite=not_finite)
+    return ModelRunnerOutput(sampled_token_ids=token_ids, logprobs=logprobs, not_finite=not_finite)
 
 
 def stop_if(abandoned: Callable[[], bool]) -> None:

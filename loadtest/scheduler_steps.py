@@ -41,7 +41,7 @@ class NullStep:
         self._num_sampled = num_sampled
 
     def result(self) -> ModelRunnerOutput:
-        return ModelRunnerOutput(sampled_token_ids=[7] * self._num_sampled, logprobs={})
+        return ModelRunnerOutput(sampled_token_ids=[[7] for _ in range(self._num_sampled)], logprobs={})
 
 
 def main() -> None:

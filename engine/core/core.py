@@ -36,7 +36,7 @@ from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_budget import StepBudget
-from engine.snapshot import EngineSnapshot, PastStep, StepOutcome
+from engine.snapshot import EngineSnapshot, StepOutcome, StepSnapshot
 from engine.structured import GrammarCompiler, StructuredOutputManager
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class EngineCore:
         self._num_waiting_told = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
-        self._past_steps: deque[PastStep] = deque(maxlen=NUM_STEPS_KEPT)
+        self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self.is_closed = False  # it was told to end
 
     @property
@@ -159,7 +159,7 @@ class EngineCore:
             running=tuple(request.snapshot() for request in scheduler.running.values()),
             waiting=tuple(request.snapshot() for request in scheduler.waiting),
             blocks=scheduler.kv.pool.snapshot(),
-            steps=tuple(step.snapshot() for step in self._past_steps),
+            steps=tuple(self._past_steps),
         )
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
@@ -170,6 +170,9 @@ class EngineCore:
         """
         self._plan_ahead(is_abandoned)
         step = self._in_flight.popleft()
+        plan = step.plan
+        num_prefill_tokens = plan.num_prefill_tokens
+        num_decode_tokens = plan.total_num_scheduled_tokens - num_prefill_tokens
         # A step that was planned ahead begins when the one before it ends.
         began, outcome = max(step.planned_at, self._last_end), StepOutcome.DONE
         try:
@@ -180,18 +183,27 @@ class EngineCore:
             outputs = self.scheduler.take_ended()
         except Exception as error:
             outcome = StepOutcome.FAILED
-            outputs = self._contain(step.plan, error)
+            outputs = self._contain(plan, error)
             ended = self._last_end
         else:
             ended = time.monotonic()
-            if step.plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
+            if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
-            self._budget.observe(step.plan.num_scheduled_tokens, ended - began)
+            self._budget.observe(num_prefill_tokens, num_decode_tokens, ended - began)
             self._last_end = ended
-            outputs = self.scheduler.update(step.plan, output, ended)
+            outputs = self.scheduler.update(plan, output, ended)
             self._name_failed(outputs)
         self._past_steps.append(
-            PastStep(step.plan.step, began, ended, outcome, step.plan.num_scheduled_tokens, step.prefill_budget)
+            StepSnapshot(
+                step=plan.step,
+                time=began,
+                seconds=ended - began,
+                outcome=outcome,
+                num_requests=len(plan.request_ids),
+                num_prefill_tokens=num_prefill_tokens,
+                num_decode_tokens=num_decode_tokens,
+                prefill_budget=step.prefill_budget,
+            )
         )
         self.num_steps += 1
         self.heartbeat.beat()

@@ -24,30 +24,32 @@ from __future__ import annotations
 
 from collections import deque
 
-_NOTHING: dict[str, int] = {}  # never written to
+from engine.scheduler.plan_draft import PlanDraft
+
+_NOTHING = PlanDraft(0)  # never written to
 
 
 class StepsInFlight:
-    """Request id -> scheduled tokens, for each step under way, oldest first."""
+    """What was given to whom in each step under way, oldest first."""
 
     def __init__(self) -> None:
-        self._steps: deque[dict[str, int]] = deque()
+        self._steps: deque[PlanDraft] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
 
     @property
-    def num_tokens(self) -> dict[str, int]:
+    def latest(self) -> PlanDraft:
         """What is in flight while a plan is made: at most one step, because nobody plans further ahead than that."""
         return self._steps[0] if self._steps else _NOTHING
 
-    def begin(self, num_tokens: dict[str, int]) -> None:
+    def begin(self, plan: PlanDraft) -> None:
         """A step has been planned."""
-        self._steps.append(num_tokens)
+        self._steps.append(plan)
 
     def end(self) -> dict[str, int]:
-        """The oldest step has ended. Returns what still counts of it."""
-        return self._steps.popleft()
+        """The oldest step has ended. Returns what still counts of it: the tokens computed for each request."""
+        return self._steps.popleft().num_tokens
 
     def retract(self) -> None:
         """The latest step is not made after all."""
@@ -55,8 +57,9 @@ class StepsInFlight:
 
     def void(self, request_id: str) -> None:
         """Whatever the steps in flight say of this request, it has lost its row or its life since."""
-        for num_tokens in self._steps:
-            num_tokens.pop(request_id, None)
+        for plan in self._steps:
+            plan.num_tokens.pop(request_id, None)
+            plan.prefills.pop(request_id, None)
 
     def __contains__(self, request_id: str) -> bool:
-        return any(request_id in num_tokens for num_tokens in self._steps)
+        return any(request_id in plan.num_tokens for plan in self._steps)

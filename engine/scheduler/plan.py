@@ -3,6 +3,14 @@
 The plan is a diff. A request's tokens, sampling parameters and block table are sent once, in `NewRequestData`; after
 that the runner keeps its own row and is told only who runs, for how many tokens, and which blocks were added. The
 runner appends the tokens it samples to its own row, so they never travel back down.
+
+What a step is to a request stands in two numbers of the plan, and nobody deduces it from anything else: how many tokens
+are computed, and at how many of these positions, the last ones, a token may be sampled.
+
+    a chunk of a prefill that goes on     computed > 0, sampled 0
+    the last chunk of a prefill           computed > 0, sampled 1
+    a decode                              computed = sampled = 1
+    a decode that verifies drafts         computed = sampled = 1 + the drafts
 """
 
 from __future__ import annotations
@@ -47,11 +55,12 @@ class MasksHandle(Protocol):
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """Who runs in this step, and for how many tokens each.
+    """Who runs in this step, how many tokens of each are computed, and how many may be sampled.
 
-    `request_ids` and `num_scheduled_tokens` are parallel and in batch order. A request samples in this step if and only
-    if its scheduled tokens reach the end of the tokens known for it. `removed_request_ids` are applied first: the
-    rows of requests that finished, were aborted or were preempted since the last plan.
+    `request_ids`, `num_scheduled_tokens` and `num_sampled_tokens` are parallel and in batch order. Where a request
+    samples, the first of its sampling positions is that of the last token known of it; behind it stand drafts, of which
+    the runner may have fewer than there is room for. `removed_request_ids` are applied first: the rows of requests that
+    finished, were aborted or were preempted since the last plan.
     """
 
     step: int
@@ -59,17 +68,27 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     new_requests: list[NewRequestData]
     new_block_ids: dict[str, list[int]]  # appended to block tables that the runner knows
     request_ids: list[str]
-    num_scheduled_tokens: list[int]
+    num_scheduled_tokens: list[int]  # computed, at most
+    num_sampled_tokens: list[int]  # may be sampled, at most: 0 while a prefill goes on
     total_num_scheduled_tokens: int
     masks: MasksHandle | None = None  # of the requests that have a grammar, whether they sample in this step or not
 
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Of all but those that decode, whose every position may yield a token."""
+        if self.num_scheduled_tokens == self.num_sampled_tokens:  # the usual case, at a fraction of the cost
+            return 0
+        both = zip(self.num_scheduled_tokens, self.num_sampled_tokens, strict=True)
+        return sum(num_tokens for num_tokens, num_sampled in both if num_tokens > num_sampled)
+
 
 class ModelRunnerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """What one step produced. `sampled_token_ids` is parallel to the plan's `request_ids`; -1 where nothing was sampled
-    because the prefill goes on."""
+    """What one step produced. `sampled_token_ids` is parallel to the plan's `request_ids`: as many tokens of each as it
+    gained, from none to as many as the plan allows. Whoever samples stands one token behind afterwards, whatever it
+    gained: what was computed for drafts that were not taken does not count."""
 
-    sampled_token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # by index into the batch, only for requests that asked
+    sampled_token_ids: list[list[int]]
+    logprobs: dict[int, list[TokenLogprobs]]  # of these tokens, by index into the batch, for requests that asked
     not_finite: list[int] = []  # indices whose logits held NaN or infinity: their tokens mean nothing
     # By index, for requests that asked: of the prompt tokens that come after those of this step, the last excepted.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}

@@ -1,4 +1,4 @@
-"""A plan in the making. Used by the scheduler only, within one call of `schedule`."""
+"""A plan while it is being made, and what is remembered of it until it is accounted for. Used by the scheduler only."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ class PlanDraft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.num_tokens: dict[str, int] = {}
+        self.num_tokens: dict[str, int] = {}  # computed
+        # Who prefills, and how many tokens it may sample: 1 with the last chunk. Whoever decodes may sample one at
+        # every position that is computed.
+        self.prefills: dict[str, int] = {}
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []
+        self.ran_out_of_blocks = False  # so that nobody new should start
 
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Give a request these tokens."""
+    def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
+        """Give a request that lacks `num_missing` tokens so many of them."""
         self.num_tokens[request.request_id] = num_tokens
+        self.prefills[request.request_id] = int(num_tokens == num_missing)
         self.budget -= num_tokens
 
     def drop(self, request: Request) -> None:
         """Take back what a request was given, because it is preempted after all."""
         self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.prefills.pop(request.request_id, None)
         self.new_block_ids.pop(request.request_id, None)
 
     def finished(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
         """The plan."""
         num_tokens = list(self.num_tokens.values())
+        num_sampled = num_tokens
+        if self.prefills:
+            num_sampled = [self.prefills.get(request_id, number) for request_id, number in self.num_tokens.items()]
         return SchedulerOutput(
             step=step,
             removed_request_ids=removed_request_ids,
@@ -35,5 +44,6 @@ class PlanDraft:
             new_block_ids=self.new_block_ids,
             request_ids=list(self.num_tokens),
             num_scheduled_tokens=num_tokens,
+            num_sampled_tokens=num_sampled,
             total_num_scheduled_tokens=sum(num_tokens),
         )

@@ -168,15 +168,26 @@ class Request:
         events, self.events = self.events, []
         return events
 
-    def append_output_token(self, token_id: int) -> bool:
-        """Add a sampled token and return whether it ended the request, with `status` and `stop_reason` set."""
+    def append_output_tokens(self, token_ids: list[int]) -> bool:
+        """Add sampled tokens, up to the one that ends the request; those behind it are taken from the list. Returns
+        whether there was one, with `status` and `stop_reason` set."""
         if not self.generates:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
-        self.token_ids.append(token_id)
-        grammar_ends = False
+        for position, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if self.grammar is None and token_id not in self._ends and len(self.token_ids) < self.max_num_tokens:
+                continue  # the usual case
+            if self._is_ended_by(token_id):
+                del token_ids[position:]
+                return True
+        return False
+
+    def _is_ended_by(self, token_id: int) -> bool:
+        """Whether this token, the latest, is the last one."""
+        is_completed = False
         if self.grammar is not None:
-            grammar_ends = self.grammar.accept(token_id)
+            is_completed = self.grammar.accept(token_id)
             if self.grammar.error is not None:
                 self.status = RequestStatus.FINISHED_ERROR
                 return True
@@ -185,7 +196,7 @@ class Request:
             if token_id not in self.eos_token_ids:
                 self.stop_reason = token_id
             return True
-        if grammar_ends:
+        if is_completed:
             self.status = RequestStatus.FINISHED_STOPPED
             self.is_complete = True
             return True

@@ -23,11 +23,12 @@ Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no ran
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
 from engine.core.config import EngineConfig
-from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats, TokenLogprobs
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
 from engine.scheduler.in_flight import StepsInFlight
@@ -169,29 +170,39 @@ class Scheduler:
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         plan = PlanDraft(self.config.max_num_batched_tokens)
-        in_flight = self._in_flight.num_tokens
-        decoding: list[Request] = []
-        behind: list[Request] = []
-        for request in self.running.values():
-            if only is None or request.request_id in only:
-                num_behind = len(request.token_ids) - request.num_computed_tokens
-                if in_flight:
-                    num_behind -= in_flight.get(request.request_id, 0)
-                if num_behind == 1:
-                    decoding.append(request)
-                elif num_behind > 1:
-                    behind.append(request)
-                elif request.may_decode_ahead(len(request.token_ids) - num_behind):
-                    decoding.append(request)
-        undisturbed = self._schedule_running(plan, decoding, now, only)
-        if decoding and max_prefill_tokens is not None:
+        in_flight = self._in_flight.latest.num_tokens
+        block_size = self.kv.block_size
+        behind: list[tuple[Request, int]] = []
+        for request in list(self.running.values()):
+            if only is not None and request.request_id not in only:
+                continue
+            start = request.num_computed_tokens
+            if in_flight:
+                start += in_flight.get(request.request_id, 0)
+            num_behind = len(request.token_ids) - start
+            if num_behind > 1:
+                behind.append((request, num_behind))
+            elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is RequestStatus.RUNNING:
+                end = start + 1
+                if end <= len(request.block_ids) * block_size or self._extend(plan, request, end, now, only):
+                    plan.num_tokens[request.request_id] = 1
+                    plan.budget -= 1
+        if plan.num_tokens and max_prefill_tokens is not None:
             plan.budget = min(plan.budget, max_prefill_tokens)
-        undisturbed &= self._schedule_running(plan, behind, now, only)
-        if undisturbed and plan.budget > 0 and self.waiting:
+        for request, num_behind in behind:
+            if plan.budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago for one before it
+            num_tokens = min(num_behind, plan.budget)
+            end = len(request.token_ids) - num_behind + num_tokens
+            if self._extend(plan, request, end, now, only):
+                plan.add_prefill(request, num_tokens, num_behind)
+        if not plan.ran_out_of_blocks and plan.budget > 0 and self.waiting:
             self._admit_waiting(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
-        self._in_flight.begin(plan.num_tokens)
+        self._in_flight.begin(plan)
         removed, self._removed = self._removed, []
         return plan.finished(self._step, removed)
 
@@ -200,42 +211,18 @@ class Scheduler:
         self._in_flight.retract()
         self._removed = plan.removed_request_ids + self._removed
 
-    def _schedule_running(
-        self, plan: PlanDraft, requests: Iterable[Request], now: float, only: Collection[str] | None
-    ) -> bool:
-        """Give running requests their tokens. Returns False if blocks ran out, so that nobody new should start."""
-        undisturbed = True
-        block_size = self.kv.block_size
-        in_flight = self._in_flight.num_tokens
-        for request in requests:
-            if plan.budget == 0:
-                break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago for one before it
-            end = request.num_computed_tokens
-            if in_flight:
-                end += in_flight.get(request.request_id, 0)
-            num_tokens = len(request.token_ids) - end
-            if num_tokens > plan.budget:
-                num_tokens = plan.budget
-            elif num_tokens < 1:
-                num_tokens = 1  # the token that is being sampled
-            end += num_tokens
-            if end <= len(request.block_ids) * block_size:  # the usual case
-                plan.add(request, num_tokens)
-                continue
-            while (block_ids := self.kv.extend(request, end)) is None:
-                undisturbed = False
-                victim = self._bystander(only) or self._worst_ranked(self.running.values())
-                if victim is None or victim is request:
-                    break
-                plan.drop(victim)
-                self._preempt(victim, now)
-            if block_ids is not None:
-                plan.add(request, num_tokens)
-                if block_ids:
-                    plan.new_block_ids[request.request_id] = block_ids
-        return undisturbed
+    def _extend(self, plan: PlanDraft, request: Request, end: int, now: float, only: Collection[str] | None) -> bool:
+        """Give a running request the blocks of its first `end` tokens. Returns False if it has to wait for them."""
+        while (block_ids := self.kv.extend(request, end)) is None:
+            plan.ran_out_of_blocks = True
+            victim = self._bystander(only) or self._worst_ranked(self.running.values())
+            if victim is None or victim is request:
+                return False
+            plan.drop(victim)
+            self._preempt(victim, now)
+        if block_ids:
+            plan.new_block_ids[request.request_id] = block_ids
+        return True
 
     def _admit_waiting(
         self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
@@ -246,14 +233,14 @@ class Scheduler:
         waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
         crowd with one system prompt, prefill it once.
         """
-        in_flight = self._in_flight.num_tokens
+        in_flight = self._in_flight.latest
         being_computed = {
             self.kv.block_hash(request, index)
-            for request_id in in_flight | plan.num_tokens
-            for num_tokens in (in_flight.get(request_id, 0) + plan.num_tokens.get(request_id, 0),)
-            if num_tokens > 1
+            for request_id in in_flight.prefills | plan.prefills
             for request in (self.requests[request_id],)
-            for index in self._blocks_completed(request, num_tokens)
+            for index in self._blocks_completed(
+                request, in_flight.num_tokens.get(request_id, 0) + plan.num_tokens.get(request_id, 0)
+            )
         }
         admitted: list[Request] = []
         dismissed: list[Request] = []
@@ -294,7 +281,7 @@ class Scheduler:
             being_computed.update(
                 self.kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
             )
-            plan.add(request, num_tokens)
+            plan.add_prefill(request, num_tokens, num_missing)
             plan.new_requests.append(self._to_new_request(request))
             self._seat(request, now)
             admitted.append(request)
@@ -446,11 +433,19 @@ class Scheduler:
             if plan.request_ids[index] in valid:
                 self.fail(plan.request_ids[index], "the model computed numbers that are not finite for this request")
         gained = self.take_ended()
+        num_sampled_of: defaultdict[str, int] = defaultdict(int)  # by tenant
+        ended: list[Request] = []
         block_size = self.kv.block_size
         logprobs = output.logprobs
         prompt_logprobs, embeddings = output.prompt_logprobs, output.embeddings
-        scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True)
-        for index, (request_id, num_scheduled, token_id) in enumerate(scheduled):
+        scheduled = zip(
+            plan.request_ids,
+            plan.num_scheduled_tokens,
+            plan.num_sampled_tokens,
+            output.sampled_token_ids,
+            strict=True,
+        )
+        for index, (request_id, num_scheduled, num_sampled, token_ids) in enumerate(scheduled):
             request = self.requests.get(request_id)
             if request is None or not (all_valid or request_id in valid):
                 # Failed a moment ago, or gone or preempted since it was planned. Its running slot was used all the
@@ -459,24 +454,38 @@ class Scheduler:
                 if request is not None:
                     self.shares.charge(request.tenant, max(num_scheduled, OUTPUT_TOKEN_COST))
                 continue
+            has_ended = bool(token_ids) and request.append_output_tokens(token_ids)
             computed_before = request.num_computed_tokens
-            request.num_computed_tokens += num_scheduled
-            if num_scheduled > 1 or computed_before < request.num_prompt_tokens:
+            request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
+            if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
                 self._book_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.publish_computed(request)
-            if token_id >= 0:
-                self.shares.charge(request.tenant, OUTPUT_TOKEN_COST)
-                gained.append(self._append(request, token_id, logprobs.get(index) if logprobs else None))
-            elif request.events:
-                gained.append(EngineCoreOutput(request_id=request_id, new_token_ids=[], events=request.take_events()))
+            if token_ids:
+                num_sampled_of[request.tenant] += len(token_ids)
+            elif not request.events:
+                continue
+            gain = EngineCoreOutput(
+                request_id=request_id, new_token_ids=token_ids, num_cached_tokens=request.num_cached_tokens
+            )
+            gained.append(gain)
+            if has_ended:
+                self._book_end(request, gain)
+                ended.append(request)
+            if logprobs and index in logprobs:
+                gain.logprobs = logprobs[index][: len(token_ids)]
+            if request.events:
+                gain.events = request.take_events()
             # Few ask, so that usually no row is looked up. A prefill has been accounted for, so there is an output of
             # it.
             if prompt_logprobs and index in prompt_logprobs:
-                entries = prompt_logprobs[index]
-                gained[-1].prompt_logprobs = request.take_prompt_logprobs(computed_before, entries)
+                gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
             if embeddings and index in embeddings:
-                gained[-1].embedding = embeddings[index]
+                gain.embedding = embeddings[index]
+        for tenant, num_tokens in num_sampled_of.items():
+            self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
+        for request in ended:
+            self._release(request)
         return gained
 
     def _book_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
@@ -484,28 +493,16 @@ class Scheduler:
         self.shares.charge(request.tenant, num_tokens)
         self._prompt_tokens += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before)
 
-    def _append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
-        if not request.append_output_token(token_id):  # the usual case
-            output = EngineCoreOutput(
-                request_id=request.request_id, new_token_ids=[token_id], num_cached_tokens=request.num_cached_tokens
-            )
-        else:
-            self._release(request)
-            output = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[token_id] if request.generates else [],
-                finish_reason=FINISH_REASONS[request.status],
-                stop_reason=request.stop_reason,
-                num_cached_tokens=request.num_cached_tokens,
-                is_complete=request.is_complete,
-            )
-            if request.grammar is not None:
-                output.error, output.refusal = request.grammar.error, request.grammar.refusal
-        if logprobs is not None:
-            output.logprobs = [logprobs]
-        if request.events:
-            output.events = request.take_events()
-        return output
+    @staticmethod
+    def _book_end(request: Request, gain: EngineCoreOutput) -> None:
+        """A sampled token was the last one."""
+        if not request.generates:
+            gain.new_token_ids = []
+        gain.finish_reason = FINISH_REASONS[request.status]
+        gain.stop_reason = request.stop_reason
+        gain.is_complete = request.is_complete
+        if request.grammar is not None:
+            gain.error, gain.refusal = request.grammar.error, request.grammar.refusal
 
     def take_ended(self) -> list[EngineCoreOutput]:
         """Ends that did not come from a sampled token: deadlines and failures."""
@@ -536,5 +533,5 @@ class Scheduler:
             raise AssertionError("a living request is neither running nor waiting")
         if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
             raise AssertionError("the tenants' counts differ from the requests there are")
-        if not set(self._in_flight.num_tokens) <= set(self.running):
+        if not set(self._in_flight.latest.num_tokens) <= set(self.running):
             raise AssertionError("a step in flight counts for a request that does not run")

@@ -13,7 +13,6 @@ Owned by the EngineCore.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 MIN_PREFILL_TOKENS = 16  # a prefill always gets somewhere, whatever the target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
@@ -51,17 +50,16 @@ class StepBudget:
             return self._max_tokens
         return max(MIN_PREFILL_TOKENS, int(affordable / self._per_token))
 
-    def observe(self, num_scheduled_tokens: Sequence[int], seconds: float) -> None:
-        """Learn from a step that has run with this many tokens for each of its requests."""
-        num_prefill_tokens = sum(num_tokens for num_tokens in num_scheduled_tokens if num_tokens > 1)
+    def observe(self, num_prefill_tokens: int, num_decode_tokens: int, seconds: float) -> None:
+        """Learn from a step that has run and computed so many tokens."""
         if num_prefill_tokens == 0:
-            if num_scheduled_tokens:
+            if num_decode_tokens:
                 # One step counts for no more than twice the usual, because it may have been held up by something else.
                 newest = min(seconds, 2 * self._decode) if self._decode else seconds
                 self._decode += (newest - self._decode) * (_DECODE_WEIGHT if self._decode else 1.0)
         elif num_prefill_tokens >= MIN_PREFILL_TOKENS:
             self._speeds.append(max(seconds - self._decode, 0.0) / num_prefill_tokens)
-            decode = self._decode if 1 in num_scheduled_tokens else 0.0
+            decode = self._decode if num_decode_tokens else 0.0
             if self._per_token is None:
                 self._per_token = max(seconds - decode, 0.0) / num_prefill_tokens
             elif seconds < decode:

@@ -49,10 +49,11 @@ class DeviceStep:
         places = self.shape.order[self.shape.samples]
         packed = self.packed.numpy()
         finite = packed >= 0
-        token_ids = np.full(self.plan_size, -1, dtype=np.int64)
-        token_ids[places] = np.where(finite, packed, -1 - packed)
+        token_ids: list[list[int]] = [[] for _ in range(self.plan_size)]
+        for place, token_id in zip(places.tolist(), np.where(finite, packed, -1 - packed).tolist(), strict=True):
+            token_ids[place].append(token_id)
         output = ModelRunnerOutput(
-            sampled_token_ids=token_ids.tolist(),
+            sampled_token_ids=token_ids,
             logprobs=self._logprobs(places, token_ids),
             not_finite=places[~finite].tolist(),
         )
@@ -61,18 +62,20 @@ class DeviceStep:
             output.embeddings = self.prompt_outputs.embeddings
         return output
 
-    def _logprobs(self, places: NDArray[np.int64], token_ids: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
+    def _logprobs(self, places: NDArray[np.int64], token_ids: list[list[int]]) -> dict[int, list[TokenLogprobs]]:
         if self.extras is None:
             return {}
         indices = places[self.extras.asking]
         chosen, ranks, top_ids, top = (tensor.tolist() for tensor in self.extras.tensors)
         return {
-            index: TokenLogprobs(
-                int(token_ids[index]),
-                chosen[row],
-                ranks[row],
-                list(zip(top_ids[row][:count], top[row][:count], strict=True)),
-            )
+            index: [
+                TokenLogprobs(
+                    token_ids[index][0],
+                    chosen[row],
+                    ranks[row],
+                    list(zip(top_ids[row][:count], top[row][:count], strict=True)),
+                )
+            ]
             for row, (index, count) in enumerate(zip(indices.tolist(), self.extras.num_logprobs.tolist(), strict=True))
         }
 

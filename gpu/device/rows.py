@@ -84,7 +84,7 @@ class Rows:
         seq_lens = self._num_computed_tokens[rows] + query_lens
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=query_start_loc[1:])
-        samples = np.flatnonzero(seq_lens == self._num_tokens[rows])
+        samples = np.flatnonzero(np.array(plan.num_sampled_tokens)[order])
         return StepShape(
             order=order,
             rows=rows,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,9 +114,10 @@ class SimulatedExecutor:
         self.plans.append(plan)
         return _Finished(self._execute(plan))
 
-    def _execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def _execute(self, plan: SchedulerOutput, outdated: Collection[str] = ()) -> ModelRunnerOutput:
+        """Run a plan. What it says of the `outdated` is wrong, and what is computed for them is for nobody."""
         self._apply(plan)
-        self._check(plan)
+        self._check(plan, outdated)
         if self.before_step is not None:
             self.before_step(plan)
         if self.step_seconds:
@@ -163,9 +164,8 @@ class SimulatedExecutor:
 
     # --- hygiene
 
-    def _check(self, plan: SchedulerOutput) -> None:
+    def _check(self, plan: SchedulerOutput, outdated: Collection[str]) -> None:
         _require(len(plan.request_ids) == len(set(plan.request_ids)), "a request is scheduled twice in one step")
-        _require(len(plan.request_ids) == len(plan.num_scheduled_tokens), "the lists of a plan are not parallel")
         total = sum(plan.num_scheduled_tokens)
         _require(total == plan.total_num_scheduled_tokens, f"{total} tokens, not {plan.total_num_scheduled_tokens}")
         if self.max_num_batched_tokens is not None:
@@ -176,12 +176,15 @@ class SimulatedExecutor:
             _require(new.request_id in plan.request_ids, f"{new.request_id} is introduced but not scheduled")
         for request_id in plan.new_block_ids:
             _require(request_id in plan.request_ids, f"{request_id} gets blocks but is not scheduled")
-        for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True):
+        scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+        for request_id, num_tokens, num_sampled in scheduled:
             _require(request_id in self._rows, f"{request_id} is scheduled but unknown")
             row = self._rows[request_id]
             end = row.num_computed_tokens + num_tokens
             _require(num_tokens > 0, f"{request_id} is scheduled for {num_tokens} tokens")
             _require(end <= row.num_tokens, f"{request_id} is scheduled beyond its end")
+            if request_id not in outdated:
+                _require(num_sampled == (end == row.num_tokens), f"{request_id} is to sample {num_sampled} tokens")
             _require(end <= len(row.block_ids) * self.block_size, f"the block table of {request_id} is too short")
             _require(len(set(row.block_ids)) == len(row.block_ids), f"{request_id} holds a block twice")
             _require(all(0 <= i < self.num_blocks for i in row.block_ids), f"{request_id} has a block out of range")
@@ -213,21 +216,21 @@ class SimulatedExecutor:
         if plan.masks is not None:
             masks = plan.masks.result()
             masked = dict(zip(masks.indices.tolist(), masks.bits, strict=True))
-        sampled: list[int] = []
-        logprobs: dict[int, TokenLogprobs] = {}
+        sampled: list[list[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         for index, (_, row, _) in enumerate(steps):
             if row.num_computed_tokens < row.num_tokens:
-                sampled.append(-1)
+                sampled.append([])
                 continue
             num_outputs = row.num_tokens - row.num_prompt_tokens
             token_id = _pick(row.slots[-1].digest, num_outputs, row.sampling, row.stop_token_ids, self.vocab_size)
             if index in masked:
                 token_id = _next_allowed(masked[index], token_id, self.vocab_size)
             row.append(token_id)
-            sampled.append(token_id)
+            sampled.append([token_id])
             if row.sampling.logprobs is not None:
                 top = [(token_id, -0.5)][: row.sampling.logprobs]
-                logprobs[index] = TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)
+                logprobs[index] = [TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)]
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs)
 
     def _read(self, request_id: str, row: _Row, end: int) -> None:

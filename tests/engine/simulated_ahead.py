@@ -36,6 +36,9 @@ class QueueingExecutor(SimulatedExecutor):
         self._introduced.update(new.request_id for new in plan.new_requests)
         step = QueuedStep(self, plan)
         step.is_void = any(earlier.has_failed for earlier in self._in_flight)
+        for earlier in self._in_flight:
+            if earlier.was_abandoned:
+                step.outdated.update(earlier.plan.request_ids)
         self._queue.append(step)
         self._in_flight.append(step)
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
@@ -61,16 +64,19 @@ class QueueingExecutor(SimulatedExecutor):
             step.outcome = self._run_void(step.plan)
             return
         try:
-            step.outcome = self._execute(step.plan)
+            step.outcome = self._execute(step.plan, step.outdated)
         except Exception as error:
             step.outcome = error
+        if step.was_abandoned:
+            for later in self._queue:
+                later.outdated.update(step.plan.request_ids)
 
     def _run_void(self, plan: SchedulerOutput) -> ModelRunnerOutput | Exception:
         if self._random.random() < 0.5:
             self._apply(plan)
         if self._random.random() < 0.5:
             return RuntimeError("the step before this one has failed")
-        return ModelRunnerOutput(sampled_token_ids=[3] * len(plan.request_ids), logprobs={})
+        return ModelRunnerOutput(sampled_token_ids=[[3] for _ in plan.request_ids], logprobs={})
 
 
 class QueuedStep:
@@ -80,11 +86,16 @@ class QueuedStep:
         self.plan = plan
         self.outcome: ModelRunnerOutput | Exception | None = None
         self.is_void = False
+        self.outdated: set[str] = set()  # requests that have not advanced as far as this step was planned on
         self._executor = executor
 
     @property
     def has_failed(self) -> bool:
         return isinstance(self.outcome, Exception) and not isinstance(self.outcome, StepAbandoned)
+
+    @property
+    def was_abandoned(self) -> bool:
+        return isinstance(self.outcome, StepAbandoned)
 
     def result(self) -> ModelRunnerOutput:
         self._executor.run_until(self)

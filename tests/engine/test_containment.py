@@ -289,8 +289,8 @@ class NotANumber:
         return NotANumberStep(self._mark(plan, self._executor.submit(plan, abandoned).result()))
 
     def _mark(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        for index, (request_id, token_id) in enumerate(zip(plan.request_ids, output.sampled_token_ids, strict=True)):
-            if token_id >= 0:
+        for index, (request_id, token_ids) in enumerate(zip(plan.request_ids, output.sampled_token_ids, strict=True)):
+            if token_ids:
                 if self._num_sampled[request_id] >= self._from_token.get(request_id, 1000):
                     output.not_finite = [*output.not_finite, index]
                 self._num_sampled[request_id] += 1

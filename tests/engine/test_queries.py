@@ -262,7 +262,11 @@ async def test_a_snapshot_tells_of_requests_blocks_and_steps_what_is_so() -> Non
     for step, plan in zip(steps, plans, strict=True):
         assert step.num_requests == len(plan.request_ids)
         assert step.num_prefill_tokens + step.num_decode_tokens == plan.total_num_scheduled_tokens
-        assert step.num_decode_tokens == sum(number == 1 for number in plan.num_scheduled_tokens)
+        assert step.num_decode_tokens == sum(
+            number
+            for number, sampled in zip(plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+            if number == sampled
+        )
         assert step.outcome is StepOutcome.DONE
         assert step.seconds >= 0
         assert 0 < step.prefill_budget <= 16

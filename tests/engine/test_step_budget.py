@@ -181,7 +181,7 @@ def test_whatever_the_measures_are_a_prefill_gets_some_and_never_too_much() -> N
     for seconds in ([0.0] * 9, [0.0, 50.0] * 5, [1e-9] * 9, [1e6, 0.0, 0.0, 1e-12], [0.08] * 9):
         budget = StepBudget(MAX_TOKENS, TARGET)
         for each in seconds:
-            for step in ([1, 1], [1, 1, 200], [200], [], [1, 17], [16]):
-                budget.observe(step, each)
+            for num_prefill_tokens, num_decode_tokens in ((0, 2), (200, 2), (200, 0), (0, 0), (17, 1), (16, 0)):
+                budget.observe(num_prefill_tokens, num_decode_tokens, each)
                 assert MIN_PREFILL_TOKENS <= budget.prefill_tokens() <= MAX_TOKENS
                 assert budget.seconds_per_prefill_token >= 0.0

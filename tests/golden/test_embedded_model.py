@@ -93,9 +93,9 @@ def test_a_loop_written_by_hand_says_what_the_engine_says(smollm2, smollm2_oracl
         counts = {name: len(known) - num_computed[name] for name, known in tokens.items()}
         plan = plan_of(counts, new=new if step == 0 else [])
         sampled = executor.submit(plan).result().sampled_token_ids
-        for name, token_id in zip(tokens, sampled, strict=True):
+        for name, token_ids in zip(tokens, sampled, strict=True):
             num_computed[name] = len(tokens[name])
-            tokens[name].append(token_id)
+            tokens[name] += token_ids
     executor.submit(plan_of({}, removed=list(tokens))).result()
 
     for prompt, known, theirs in zip(prompts, tokens.values(), expected, strict=False):

@@ -286,7 +286,7 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
     ]
     names = [request.request_id for request in everyone]
     plans = [
-        plan_of({"r0": 5, "r1": 3, "r3": 4}, new=[everyone[0], everyone[1], everyone[3]]),
+        plan_of({"r0": 5, "r1": 3, "r3": 4}, new=[everyone[0], everyone[1], everyone[3]], going_on=["r1", "r3"]),
         plan_of({"r0": 1, "r1": 2, "r2": 5, "r3": 1}, new=[everyone[2]]),
         plan_of(dict.fromkeys(names, 1)),
         plan_of({"r3": 1}),
@@ -312,7 +312,7 @@ def test_log_probabilities_are_those_of_the_other_runner() -> None:
     found = []
     for kind in ("host", "device"):
         executor = make_executor(kind)
-        found.append([executor.submit(plan).result().logprobs[0] for plan in plans])
+        found.append([executor.submit(plan).result().logprobs[0][0] for plan in plans])
     for host, device in zip(*found, strict=True):
         assert (device.token_id, device.rank) == (host.token_id, host.rank)
         assert device.logprob == pytest.approx(host.logprob, abs=1e-4)
@@ -326,7 +326,8 @@ def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:
         new_request("mean", range(20, 31), block_ids=[3, 4, 5], temperature=0.0, max_tokens=0),
     ]
     asking[1].pooling = Pooling.MEAN
-    plans = [plan_of({"logprobs": 5, "mean": 4}, new=asking), plan_of({"logprobs": 4, "mean": 7})]
+    going_on = ["logprobs", "mean"]
+    plans = [plan_of({"logprobs": 5, "mean": 4}, new=asking, going_on=going_on), plan_of({"logprobs": 4, "mean": 7})]
     outputs = []
     for kind in ("host", "device"):
         executor = make_executor(kind)
@@ -370,9 +371,9 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
             output = executor.submit(plan).result()
         assert happened == ["started", "asked"]
         happened.clear()
-        assert output.sampled_token_ids[0] == 3
-        assert output.sampled_token_ids[2] == 17
-        assert output.logprobs[2].logprob == pytest.approx(0.0, abs=1e-6)  # of what its grammar leaves
+        assert output.sampled_token_ids[0] == [3]
+        assert output.sampled_token_ids[2] == [17]
+        assert output.logprobs[2][0].logprob == pytest.approx(0.0, abs=1e-6)  # of what its grammar leaves
         sampled.append(output.sampled_token_ids)
     assert sampled[0] == sampled[1] == sampled[2]
 
@@ -403,7 +404,7 @@ def test_numbers_that_are_not_finite_are_told() -> None:
     everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(3)]
     output = executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
     assert output.not_finite == [1]
-    assert all(0 <= token_id < VOCAB_SIZE for token_id in output.sampled_token_ids)
+    assert all(0 <= token_id < VOCAB_SIZE for (token_id,) in output.sampled_token_ids)
 
 
 def test_an_upload_writes_every_word_where_it_belongs() -> None:
@@ -469,4 +470,4 @@ def test_graphs_that_cannot_be_had_are_done_without() -> None:
     assert isinstance(executor.runner, DeviceRunner)
     assert not executor.runner.prepare()
     request = new_request("a", [1, 2], block_ids=[0], temperature=0.0)
-    assert executor.submit(plan_of({"a": 2}, new=[request])).result().sampled_token_ids[0] >= 0
+    assert executor.submit(plan_of({"a": 2}, new=[request])).result().sampled_token_ids[0][0] >= 0

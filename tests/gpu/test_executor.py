@@ -73,13 +73,16 @@ def generate(executor: UniProcExecutor, requests: list[NewRequestData], *, chunk
     while waiting or pending:
         new = [waiting.pop(0)] if waiting else []
         pending |= {r.request_id: len(r.token_ids) for r in new}
-        plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=new, removed=removed)
+        going_on = [r for r, n in pending.items() if n > chunk]
+        plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=new, removed=removed, going_on=going_on)
         output = executor.submit(plan).result()
         removed = []
-        for r, count, token in zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True):
+        for r, count, sampled in zip(
+            plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True
+        ):
             pending[r] -= count
-            if token >= 0:
-                tokens[r].append(token)
+            if sampled:
+                tokens[r] += sampled
                 pending[r] = 1
                 if len(tokens[r]) == num_tokens:
                     del pending[r]
@@ -149,7 +152,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
     total = len(tensor_shapes(CONFIG))
     assert reports[-1] == ("Loading weights", total, total)
     assert outputs[0] == 1
-    assert 0 <= outputs[1].sampled_token_ids[0] < CONFIG.vocab_size
+    assert 0 <= outputs[1].sampled_token_ids[0][0] < CONFIG.vocab_size
 
 
 def test_engines_that_share_a_host_share_what_one_would_take_for_its_cache(monkeypatch: pytest.MonkeyPatch):

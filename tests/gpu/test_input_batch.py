@@ -1,5 +1,6 @@
 """The input batch does what a dictionary of lists would do, whatever plans arrive."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,9 @@ def plan_of(
     new: list[NewRequestData] | None = None,
     removed: list[str] | None = None,
     new_blocks: dict[str, list[int]] | None = None,
+    going_on: Collection[str] = (),
 ) -> SchedulerOutput:
+    """Everybody samples but those whose prefill is `going_on`."""
     return SchedulerOutput(
         step=0,
         removed_request_ids=removed or [],
@@ -28,6 +31,7 @@ def plan_of(
         new_block_ids=new_blocks or {},
         request_ids=list(scheduled),
         num_scheduled_tokens=list(scheduled.values()),
+        num_sampled_tokens=[int(request_id not in going_on) for request_id in scheduled],
         total_num_scheduled_tokens=sum(scheduled.values()),
     )
 
@@ -113,7 +117,8 @@ def test_random_plans_equal_a_naive_model(data: st.DataObject):
             if missing > 0:
                 new_blocks[r] = blocks(missing)
                 k.blocks += new_blocks[r]
-        plan = plan_of(scheduled, new=new, removed=removed, new_blocks=new_blocks)
+        going_on = [r for r, count in scheduled.items() if known[r].num_computed + count < len(known[r].tokens)]
+        plan = plan_of(scheduled, new=new, removed=removed, new_blocks=new_blocks, going_on=going_on)
         batch.apply(plan)
         if scheduled:
             inputs = batch.prepare(plan)

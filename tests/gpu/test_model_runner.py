@@ -53,19 +53,21 @@ def generate(chunk: int, everyone: list[NewRequestData], num_tokens: int = 8) ->
     runner, _ = make_runner()
     produced: dict[str, list[int]] = {r.request_id: [] for r in everyone}
     pending = {r.request_id: len(r.token_ids) for r in everyone}
-    plan = plan_of({r: min(chunk, n) for r, n in pending.items()}, new=everyone)
-    while True:
+    new = everyone
+    while active := {r: n for r, n in pending.items() if len(produced[r]) < num_tokens}:
+        going_on = [r for r, n in active.items() if n > chunk]
+        plan = plan_of({r: min(chunk, n) for r, n in active.items()}, new=new, going_on=going_on)
         output = runner.execute(plan)
-        for r, count, token in zip(plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True):
+        for r, count, sampled in zip(
+            plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True
+        ):
             pending[r] -= count
-            assert (token == -1) == (pending[r] > 0)
-            if token >= 0:
-                produced[r].append(token)
+            assert len(sampled) == (pending[r] == 0)
+            if sampled:
+                produced[r] += sampled
                 pending[r] = 1
-        active = {r: min(chunk, n) for r, n in pending.items() if len(produced[r]) < num_tokens}
-        if not active:
-            return produced
-        plan = plan_of(active)
+        new = []
+    return produced
 
 
 def test_chunked_prefill_says_what_whole_prefill_says():
@@ -89,8 +91,8 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted():
 
     def run(plan: SchedulerOutput) -> None:
         output = runner.execute(plan)
-        for r, token in zip(plan.request_ids, output.sampled_token_ids, strict=True):
-            tokens[r].append(token)
+        for r, sampled in zip(plan.request_ids, output.sampled_token_ids, strict=True):
+            tokens[r] += sampled
 
     run(plan_of({r.request_id: len(r.token_ids) for r in everyone}, new=everyone))
     for _ in range(3):
@@ -133,22 +135,22 @@ def test_output_is_parallel_to_the_plan_though_decodes_run_first():
     # A prefill that ends, a decode, a prefill that goes on, a decode.
     ends = new_request("ends", [5, 6, 7], block_ids=[10], temperature=0.0, logprobs=0)
     goes_on = new_request("goes on", [8] * 12, block_ids=[11, 12, 13], temperature=0.0, logprobs=2)
-    plan = plan_of({"ends": 3, "d1": 1, "goes on": 7, "d0": 1}, new=[ends, goes_on])
+    plan = plan_of({"ends": 3, "d1": 1, "goes on": 7, "d0": 1}, new=[ends, goes_on], going_on=["goes on"])
     output = runner.execute(plan)
 
     metadata = model.steps[-1]
     assert (metadata.num_decodes, metadata.query_lens_list) == (2, [1, 1, 3, 7])
     assert model.num_logit_rows[-1] == 3
-    assert output.sampled_token_ids[2] == -1
+    assert output.sampled_token_ids[2] == []
     assert sorted(output.logprobs) == [0, 1, 3]
-    for index, entry in output.logprobs.items():
+    for index, (entry,) in output.logprobs.items():
         assert isinstance(entry, TokenLogprobs)
-        assert (entry.token_id, entry.rank) == (output.sampled_token_ids[index], 1)
-    assert [len(output.logprobs[i].top) for i in (0, 1, 3)] == [0, 1, 1]
+        assert ([entry.token_id], entry.rank) == (output.sampled_token_ids[index], 1)
+    assert [len(output.logprobs[i][0].top) for i in (0, 1, 3)] == [0, 1, 1]
     # What was handed out is what the rows remember.
-    for request_id, token in zip(plan.request_ids, output.sampled_token_ids, strict=True):
-        if token >= 0:
-            assert runner.input_batch.token_ids(request_id)[-1] == token
+    for request_id, sampled in zip(plan.request_ids, output.sampled_token_ids, strict=True):
+        if sampled:
+            assert runner.input_batch.token_ids(request_id)[-1:] == sampled
 
 
 def test_a_plan_of_removals_alone_runs_nothing():
@@ -161,8 +163,8 @@ def test_a_plan_of_removals_alone_runs_nothing():
 
 def test_a_step_in_which_nobody_samples_computes_no_logits():
     runner, model = make_runner()
-    output = runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2, 3], block_ids=[0])]))
-    assert output.sampled_token_ids == [-1]
+    output = runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2, 3], block_ids=[0])], going_on=["a"]))
+    assert output.sampled_token_ids == [[]]
     assert model.num_logit_rows == []
 
 
@@ -175,4 +177,4 @@ def test_a_step_that_fails_advances_nobody():
         runner.execute(plan_of({"a": 1}))
     model.forward = forward
     assert runner.input_batch.token_ids("a") == before
-    assert runner.execute(plan_of({"a": 1})).sampled_token_ids[0] >= 0
+    assert runner.execute(plan_of({"a": 1})).sampled_token_ids[0][0] >= 0

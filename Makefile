@@ -15,6 +15,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 QUIET := $(if $(CI),-qq)
 INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements.lock
 
+# Without compiled files every start would compile all modules anew: a second for a server, minutes for the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help serve chat test lint format storm compiler nginx npm lock clean
 

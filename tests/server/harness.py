@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,8 @@ class Server:
 
     def wait_ready(self) -> Self:
         """Wait until tokens can be made."""
-        self.poll(lambda: self.get_or_none("/readyz"), lambda answer: answer is not None and answer.status_code == 200)
+        # Seldom, because the server needs the time more.
+        self.poll(lambda: self.get_or_none("/readyz"), lambda answer: answer is not None and answer.is_success, 0.05)
         return self
 
     def stop(self) -> int:
@@ -171,7 +173,7 @@ class Server:
         """Wait until nobody runs, nobody waits and nobody owns a KV block."""
         return self.wait_until(lambda now: now.running == now.waiting == now.kv_usage == 0)
 
-    def poll(self, look: Callable[[], T], condition: Callable[[T], bool]) -> T:
+    def poll(self, look: Callable[[], T], condition: Callable[[T], bool], interval: float = 0.005) -> T:
         """Look again and again until the condition holds. Fails with what was seen last and the server's log."""
         assert self._process is not None
         deadline = time.monotonic() + TIMEOUT
@@ -183,7 +185,7 @@ class Server:
                 raise AssertionError(f"the server has ended with status {self._process.returncode}\n{self.log}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"still {seen} after {TIMEOUT} s\n{self.log}")
-            time.sleep(0.005)
+            time.sleep(interval)
 
 
 @dataclass(frozen=True)
@@ -253,10 +255,18 @@ def _kill_group(group: int) -> bool:
     # Hypercorn's worker and multiprocessing's resource tracker follow their parent within moments.
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
+        if not _lives(group):
             return False
         time.sleep(0.01)
     os.killpg(group, signal.SIGKILL)
     return True
+
+
+def _lives(group: int) -> bool:
+    """Whether a process of the group runs; one that has ended may stay listed until its new parent notices."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False

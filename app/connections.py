@@ -11,8 +11,9 @@ newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
    end within that time once it was to be closed. (Answers are cut by their own scope before that, in `app.scope`.)
 4. There are never more than `max_connections`, nor `max_connections_per_address` from one address. A newcomer takes the
    place of whoever does not read its last answer before the connection is closed, else of whoever has been idle for
-   longest, else of whoever has left its request or its answer waiting for longest; only if all are being served is it
-   refused, in the words of all other errors. A connection counts until it is closed, however long that takes.
+   longest, both first among those of the address that has most, so that a crowd takes its own places; else of whoever
+   has left its request or its answer waiting for longest. Only if all are being served is it refused, in the words of
+   all other errors. A connection counts until it is closed, however long that takes.
 5. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
 """
 
@@ -78,7 +79,7 @@ class ConnectionGuard:
         self.limits = connection_limits(settings)
         self._max_per_address = settings.max_connections_per_address
         self._longest_stalled = longest_stalled
-        self._open: dict[Guarded, str | None] = {}  # with their addresses, where those are counted
+        self._open: dict[Guarded, str | None] = {}  # with their addresses
         self._idle: dict[Guarded, float] = {}  # since when, the longest first
         self._closing: dict[Guarded, float] = {}  # since when, the longest first
         self._made_room: set[Guarded] = set()  # told to end at once, and counted no more
@@ -91,12 +92,15 @@ class ConnectionGuard:
 
     def enter(self, connection: Guarded) -> ApiError | None:
         """A connection was opened. Returns why it must be refused, if it must; then it calls `leave_refused`."""
-        address = _group(connection.address) if self._max_per_address is not None else None
-        crowded = address is not None and self._per_address[address] >= (self._max_per_address or 0)
+        address = _group(connection.address)
+        most = self._max_per_address
+        crowded = address is not None and most is not None and self._per_address[address] >= most
         if crowded and not self._make_room(address):
             return self._refuse(connection, FULL_FOR_ADDRESS)
-        if len(self._open) >= self.limits.connections and not self._make_room() and not self._abort_longest_stalled():
-            return self._refuse(connection, FULL)
+        if len(self._open) >= self.limits.connections:
+            crowd = max(self._per_address, key=self._per_address.__getitem__, default=None)
+            if not (self._make_room(crowd) or self._make_room() or self._abort_longest_stalled()):
+                return self._refuse(connection, FULL)
         self._open[connection] = address
         if address is not None:
             self._per_address[address] += 1

@@ -18,9 +18,9 @@ NUM_SLOW = 16
 SMALL = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
-def locked_server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    with tiny_server(api_keys=",".join(KEYS), engine=request.param, max_num_seqs=32) as running:
+@pytest.fixture(scope="module")
+def locked_server() -> Iterator[Server]:
+    with tiny_server(api_keys=",".join(KEYS), max_num_seqs=32) as running:
         running.client.headers["authorization"] = f"Bearer {KEYS[1]}"
         yield running.wait_ready()
         assert "Traceback" not in running.log, running.log

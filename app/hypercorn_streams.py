@@ -174,14 +174,21 @@ class _Http1(H11Protocol):
 
 class _Http1Connection(h11.Connection):
     """Point 3: nothing more comes from a connection that is lost, whatever has arrived. Nor is there anything to say
-    about what follows the last request, be it a line break too many."""
+    about what follows the last request, be it a line break too many. To Hypercorn "head" is HEAD, which has no body;
+    so it is here, where the body of any other method would be missed."""
 
     is_lost = False
+    _request_method: bytes | None
 
     def next_event(self) -> Any:
         if self.is_lost:
             return h11.ConnectionClosed()
-        return h11.NEED_DATA if self.their_state is h11.MUST_CLOSE else super().next_event()
+        if self.their_state is h11.MUST_CLOSE:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._request_method = event.method.upper()
+        return event
 
     def receive_data(self, data: bytes) -> None:
         if self.their_state is not h11.MUST_CLOSE:

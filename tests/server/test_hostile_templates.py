@@ -142,9 +142,20 @@ def test_sigterm_ends_a_server_whose_template_loops(model: Path, worker_class: s
         assert not helpers(server)
 
 
-def test_a_server_that_is_killed_leaves_no_helper(model: Path) -> None:
+def test_a_helper_that_is_killed_is_replaced_once_and_a_killed_server_leaves_none(model: Path) -> None:
     with tiny_server(model=model, template_timeout=600) as server:
         server.wait_ready()
+        with ThreadPoolExecutor() as pool:
+            looping = pool.submit(ask, server, "nested ranges")
+            killed: set[int] = set()
+            for _ in range(2):
+                found = server.poll(lambda: {pid for pid in helpers(server) - killed if busy(pid)}, bool)
+                killed |= found
+                for pid in found:
+                    os.kill(pid, signal.SIGKILL)
+            answer = looping.result()
+            assert answer.status_code == 503, answer.text  # which clients send again
+            assert answer.json()["error"]["code"] == "rendering_interrupted"
         with ThreadPoolExecutor() as pool:
             looping = pool.submit(ask, server, "nested ranges")
             server.poll(lambda: helpers(server), lambda pids: any(map(busy, pids)))

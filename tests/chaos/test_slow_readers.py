@@ -103,6 +103,22 @@ def test_whole_answer_that_nobody_reads_is_cut_too(server: ChaosServer, before: 
     server.wait_idle()
 
 
+@BOTH_KINDS
+def test_whole_answer_that_is_read_slowly_arrives(server: ChaosServer, before: Metrics) -> None:
+    """It takes longer than a client may read nothing, and none of its pieces does."""
+    body = {"prompt": prompt_of("slowly"), "n": 16, "logprobs": 1, "max_tokens": 250, "ignore_eos": True}
+    with server.connect(receive_buffer=LITTLE) as client:
+        client.post("/v1/completions", body)
+        head = client.read_head()
+        length = int(dict(head.headers)[b"content-length"])
+        answer = b""
+        for chunk in client.chunks():
+            answer += chunk
+            time.sleep(2 * SEND_TIMEOUT * len(chunk) / length)
+    assert len(answer) == length
+    assert len(json.loads(answer)["choices"]) == 16
+
+
 @EVERY_LOOP
 def test_client_that_closes_its_side_without_reading_is_gone(server: ChaosServer, before: Metrics) -> None:
     """Its socket stays open and full, so nothing that is sent to it ever ends."""

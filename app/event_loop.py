@@ -19,7 +19,7 @@ import anyio
 
 logger = logging.getLogger(__name__)
 
-LAG_PERIOD: Final = 0.02  # seconds between two looks at the lag
+LAG_PERIOD: Final = 0.05  # seconds between two looks at the lag; oftener would be felt by an idle machine
 LONG_HOLD: Final = 0.05  # seconds; a longer one is logged
 
 

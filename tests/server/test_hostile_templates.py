@@ -149,7 +149,7 @@ def test_a_helper_that_is_killed_is_replaced_once_and_a_killed_server_leaves_non
             looping = pool.submit(ask, server, "nested ranges")
             killed: set[int] = set()
             for _ in range(2):
-                found = server.poll(lambda: {pid for pid in helpers(server) - killed if busy(pid)}, bool)
+                found = server.poll(lambda dead=frozenset(killed): set(filter(busy, helpers(server) - dead)), bool)
                 killed |= found
                 for pid in found:
                     os.kill(pid, signal.SIGKILL)

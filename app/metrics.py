@@ -176,7 +176,7 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
-        """`count` choices got a further token, each `seconds` after the one before."""
+        """`count` further tokens came, each `seconds` after the one before it in its choice."""
         self._itl.observe(seconds, count)
 
     def on_request_finished(

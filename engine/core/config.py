@@ -15,6 +15,7 @@ class EngineConfig:
     max_model_len: int  # prompt and output tokens of one request, at most
     max_num_seqs: int = 64  # requests that run at the same time, at most
     max_num_batched_tokens: int = 512  # token budget of one step
+    max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
     target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
     enable_prefix_caching: bool = True
     # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.

@@ -23,7 +23,7 @@ class Observer(Protocol):
         ...
 
     def on_inter_token(self, seconds: float, count: int) -> None:
-        """`count` choices got a further token in this step, each `seconds` after the one before."""
+        """`count` further tokens came with this step, each `seconds` after the one before it in its choice."""
         ...
 
     def on_request_finished(

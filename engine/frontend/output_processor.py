@@ -221,7 +221,8 @@ class OutputProcessor:
         the readers see it; in between, steps that have come together merge.
         """
         stopped: list[str] = []
-        # Choices that got their last token in the same step have the same gap, so there are few different ones.
+        # Choices that got their last token in the same step have the same gap, so there are few different ones. Tokens
+        # that come together share theirs evenly.
         gaps: Counter[float] = Counter()
         num_generated = 0
         for output in batch.outputs:
@@ -234,17 +235,19 @@ class OutputProcessor:
                 choice.prompt_logprobs += output.prompt_logprobs
             if not output.new_token_ids and output.finish_reason is None:
                 continue
-            if output.new_token_ids:
-                if choice.stream.first_token_time is None:
-                    self._observer.on_prompt(choice.stream.num_prompt_tokens)
-                if choice.last_token_time is None:
-                    self._observer.on_first_token(batch.timestamp - choice.stream.arrival_time)
-                else:
-                    gaps[batch.timestamp - choice.last_token_time] += 1
-            num_before = choice.num_output_tokens
+            if output.new_token_ids and choice.stream.first_token_time is None:
+                self._observer.on_prompt(choice.stream.num_prompt_tokens)
+            num_before, since = choice.num_output_tokens, choice.last_token_time
             finished = choice.process(output, batch.timestamp)
             self._touched[choice.stream] = None
-            num_generated += choice.num_output_tokens - num_before
+            num_new = choice.num_output_tokens - num_before
+            num_generated += num_new
+            if num_new and since is None:
+                since = batch.timestamp
+                self._observer.on_first_token(since - choice.stream.arrival_time)
+                num_new -= 1
+            if num_new and since is not None:
+                gaps[(batch.timestamp - since) / num_new] += num_new
             if finished:
                 del self._choices[output.request_id]
                 if output.finish_reason is None:

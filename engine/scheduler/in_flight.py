@@ -8,6 +8,11 @@ What is true of a step in flight, and why nothing is corrupted by planning on to
 
 - A request counts as computed (`num_computed_tokens`) what has been accounted for. What is in flight comes on top of it
   here.
+- A step that may sample several tokens of a request is counted as if all of them came: blocks are there for the longest
+  outcome, and a request that might be at its limit then is not planned until it is known. If fewer come, the device
+  goes on where they end, because it knows; the plan on top of it says how many tokens are computed, not where. So
+  nothing of that plan is wrong. When a step is accounted for, `num_computed_tokens` grows by what came and not by what
+  was planned, which leaves whoever sampled one token behind. Blocks that were meant for more wait in its table.
 - Blocks are published when they are accounted for, so nothing can be found that a failing step might never have
   computed, nor a block whose last tokens are not known yet.
 - A request can end while a step that has it is in flight: the step computes one token for nobody, and what it says of

@@ -147,13 +147,20 @@ class Request:
         return not needs_all or self.num_output_tokens > 0
 
     def may_decode_ahead(self, num_planned_tokens: int) -> bool:
-        """Whether the next token can be computed while it is still being sampled, `num_planned_tokens` being computed
-        then.
+        """Whether the next token can be computed while it is still being sampled, up to `num_planned_tokens` being
+        computed then.
 
-        Not if that token is the last one, by the limit (other ends show later, and cost a token for nobody), and not if
-        a grammar has to read it before it can say what may follow.
+        Not if that token may be the last one, by the limit (other ends show later, and cost a step for nobody), and not
+        if a grammar has to read it before it can say what may follow.
         """
         return num_planned_tokens + 1 < self.max_num_tokens and not self.sampling.restricts_tokens
+
+    def num_to_sample(self, num_planned_tokens: int, most: int) -> int:
+        """How many tokens, `most` at most, a decode may sample when up to `num_planned_tokens` have been computed: no
+        more than the limit leaves, and one where a grammar has to read each, or before there is any to draft from."""
+        if self.sampling.restricts_tokens or num_planned_tokens < self.num_prompt_tokens:
+            return 1
+        return min(most, self.max_num_tokens - num_planned_tokens - 1)
 
     def is_late(self, now: float) -> bool:
         """Whether a deadline has passed that still counts."""

@@ -172,6 +172,8 @@ class Scheduler:
         plan = PlanDraft(self.config.max_num_batched_tokens)
         in_flight = self._in_flight.latest.num_tokens
         block_size = self.kv.block_size
+        # Drafts leave a token for everybody else: the budget has room for one of each.
+        most_sampled = min(self.config.max_sampled_tokens, plan.budget // max(len(self.running), 1))
         behind: list[tuple[Request, int]] = []
         for request in list(self.running.values()):
             if only is not None and request.request_id not in only:
@@ -183,10 +185,11 @@ class Scheduler:
             if num_behind > 1:
                 behind.append((request, num_behind))
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is RequestStatus.RUNNING:
-                end = start + 1
+                num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
+                end = start + num_tokens
                 if end <= len(request.block_ids) * block_size or self._extend(plan, request, end, now, only):
-                    plan.num_tokens[request.request_id] = 1
-                    plan.budget -= 1
+                    plan.num_tokens[request.request_id] = num_tokens
+                    plan.budget -= num_tokens
         if plan.num_tokens and max_prefill_tokens is not None:
             plan.budget = min(plan.budget, max_prefill_tokens)
         for request, num_behind in behind:
@@ -378,12 +381,14 @@ class Scheduler:
         knows how much of the plans' diffs was applied. Removing a row twice is harmless, so all removals go out again.
         """
         steps = [self._in_flight.end() for _ in plans]
-        reach = {
-            # One that was preempted since is as suspect as the others: it has to come past what it is known to hold.
-            request_id: request.num_computed_tokens + num_tokens if request_id in steps[0] else len(request.token_ids)
-            for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True)
-            if (request := self.requests.get(request_id)) is not None
-        }
+        reach = {}
+        for request_id, num_tokens in zip(plans[0].request_ids, plans[0].num_scheduled_tokens, strict=True):
+            request = self.requests.get(request_id)
+            if request is not None:
+                # Drafts aside. One that was preempted since is as suspect as the others: it has to come past what it is
+                # known to hold.
+                end = request.num_computed_tokens + num_tokens if request_id in steps[0] else request.num_tokens
+                reach[request_id] = min(end, request.num_tokens)
         for request_id in dict.fromkeys(chain.from_iterable(steps)):
             self._preempt(self.running[request_id], now)
         removed = chain.from_iterable(plan.removed_request_ids for plan in plans)

@@ -54,6 +54,7 @@ def make_core(
     eos_token_ids: tuple[int, ...] = (),
     before_step: Callable[[SchedulerOutput], None] | None = None,
     pipeline_depth: int = 1,
+    max_sampled_tokens: int = 1,
 ) -> EngineCore:
     """An engine core over a simulated executor that holds it to its limits; one that queues steps where depth is 2."""
     executor = (SimulatedExecutor if pipeline_depth == 1 else QueueingExecutor)(
@@ -71,6 +72,7 @@ def make_core(
         enable_prefix_caching=enable_prefix_caching,
         eos_token_ids=eos_token_ids,
         pipeline_depth=pipeline_depth,
+        max_sampled_tokens=max_sampled_tokens,
     )
     return EngineCore(config, executor)
 

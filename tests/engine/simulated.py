@@ -73,8 +73,9 @@ class SimulatedExecutor:
     """An `engine.core.executor.Executor` over simulated KV memory.
 
     `before_step` is called with each plan after its diffs have been applied and before anything is computed; it may
-    wait (a slow device) or raise (a broken one). `plans` keeps every plan, `computed` counts how many tokens of each
-    request were computed, with repetitions.
+    wait (a slow device) or raise (a broken one). `how_many` is asked how many of the tokens that a step may sample of a
+    request it gives, all of them if it is not set. What is computed for the others is written and worth nothing.
+    `plans` keeps every plan, `computed` counts how many tokens of each request were computed, with repetitions.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class SimulatedExecutor:
         max_num_batched_tokens: int | None = None,
         step_seconds: float = 0.0,
         before_step: Callable[[SchedulerOutput], None] | None = None,
+        how_many: Callable[[int], int] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -95,6 +97,7 @@ class SimulatedExecutor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.step_seconds = step_seconds
         self.before_step = before_step
+        self.how_many = how_many
         self.pipeline_depth = 1
         self.plans: list[SchedulerOutput] = []
         self.computed: Counter[str] = Counter()
@@ -182,9 +185,13 @@ class SimulatedExecutor:
             row = self._rows[request_id]
             end = row.num_computed_tokens + num_tokens
             _require(num_tokens > 0, f"{request_id} is scheduled for {num_tokens} tokens")
-            _require(end <= row.num_tokens, f"{request_id} is scheduled beyond its end")
+            # From the last known token on, a token may be sampled at every position.
+            may_sample = max(0, end - row.num_tokens + 1)
             if request_id not in outdated:
-                _require(num_sampled == (end == row.num_tokens), f"{request_id} is to sample {num_sampled} tokens")
+                _require(num_sampled == may_sample, f"{request_id} is to sample {num_sampled} tokens: {may_sample} can")
+            if num_sampled > 1 and row.sampling.max_tokens is not None:
+                most = row.num_prompt_tokens + row.sampling.max_tokens
+                _require(row.num_tokens + num_sampled <= most, f"{request_id} is to sample beyond max_tokens")
             _require(end <= len(row.block_ids) * self.block_size, f"the block table of {request_id} is too short")
             _require(len(set(row.block_ids)) == len(row.block_ids), f"{request_id} holds a block twice")
             _require(all(0 <= i < self.num_blocks for i in row.block_ids), f"{request_id} has a block out of range")
@@ -199,39 +206,44 @@ class SimulatedExecutor:
         # What a request builds on was there before the step, and nobody overwrites it during the step.
         for request_id, row, _ in steps:
             self._read(request_id, row, row.num_computed_tokens)
+        masks = {}
+        if plan.masks is not None:
+            found = plan.masks.result()
+            masks = dict(zip(found.indices.tolist(), found.bits, strict=True))
+        sampled: list[list[int]] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
         written: dict[int, Slot] = {}
-        for request_id, row, num_tokens in steps:
-            start = row.num_computed_tokens
-            for position in range(start, start + num_tokens):
+        for index, (request_id, row, num_tokens) in enumerate(steps):
+            start, num_known = row.num_computed_tokens, row.num_tokens
+            end = start + num_tokens
+            token_ids = self._sample(row, max(0, end - num_known + 1), masks.get(index))
+            if token_ids and row.sampling.logprobs is not None:
+                logprobs[index] = [_logprobs(token_id, row.sampling.logprobs) for token_id in token_ids]
+            sampled.append(token_ids)
+            row.num_computed_tokens = min(end, num_known - 1 + len(token_ids))
+            for position in range(start, end):
                 slot = self._slot_of(row, position)
-                value = row.slots[position]
+                right = position < max(row.num_computed_tokens, num_known)
+                value = row.slots[position] if right else Slot(-1, position, 0)  # of a draft that was not taken
                 _require(written.setdefault(slot, value) == value, f"{request_id} overwrites what another one writes")
                 self._slots[slot] = value
-            row.num_computed_tokens += num_tokens
             self.computed[request_id] += num_tokens
         for request_id, row, _ in steps:
             self._read(request_id, row, row.num_computed_tokens)
+        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs)
 
-        masked: dict[int, NDArray[np.uint32]] = {}
-        if plan.masks is not None:
-            masks = plan.masks.result()
-            masked = dict(zip(masks.indices.tolist(), masks.bits, strict=True))
-        sampled: list[list[int]] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for index, (_, row, _) in enumerate(steps):
-            if row.num_computed_tokens < row.num_tokens:
-                sampled.append([])
-                continue
+    def _sample(self, row: _Row, most: int, mask: NDArray[np.uint32] | None) -> list[int]:
+        """The next tokens of a row, which has them afterwards. A mask holds for the first alone."""
+        _require(mask is None or most <= 1, "several tokens behind one mask")
+        token_ids: list[int] = []
+        for _ in range(self.how_many(most) if self.how_many is not None and most else most):
             num_outputs = row.num_tokens - row.num_prompt_tokens
             token_id = _pick(row.slots[-1].digest, num_outputs, row.sampling, row.stop_token_ids, self.vocab_size)
-            if index in masked:
-                token_id = _next_allowed(masked[index], token_id, self.vocab_size)
+            if mask is not None:
+                token_id = _next_allowed(mask, token_id, self.vocab_size)
             row.append(token_id)
-            sampled.append([token_id])
-            if row.sampling.logprobs is not None:
-                top = [(token_id, -0.5)][: row.sampling.logprobs]
-                logprobs[index] = [TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=top)]
-        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=logprobs)
+            token_ids.append(token_id)
+        return token_ids
 
     def _read(self, request_id: str, row: _Row, end: int) -> None:
         for position in range(end):
@@ -300,6 +312,10 @@ def _pick(digest: int, num_outputs: int, sampling: SamplingParams, stop_token_id
         while token_id in stop_token_ids:
             token_id = (token_id + 1) % vocab_size
     return token_id
+
+
+def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id=token_id, logprob=-0.5, rank=1, top=[(token_id, -0.5)][:num_top])
 
 
 def _next_allowed(bits: NDArray[np.uint32], token_id: int, vocab_size: int) -> int:

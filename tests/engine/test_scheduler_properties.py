@@ -52,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 24),
         enable_prefix_caching=st.booleans(),
         fast=st.sampled_from([None, 0.0, 0.0, 0.5]),
+        max_sampled_tokens=st.sampled_from([1, 1, 2, 5]),
     )
     def start(
         self,
@@ -61,8 +62,12 @@ class EngineMachine(RuleBasedStateMachine):
         spare_budget: int,
         enable_prefix_caching: bool,
         fast: float | None,
+        max_sampled_tokens: int,
     ) -> None:
-        """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one."""
+        """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
+
+        One that may sample several tokens gives any number of them, also none.
+        """
         num_blocks = num_tokens // block_size + 1
         # One request may need almost the whole pool, so several together must be preempted.
         self.max_model_len = num_tokens - num_tokens // 4
@@ -70,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + spare_budget,
+            max_sampled_tokens=max_sampled_tokens,
             enable_prefix_caching=enable_prefix_caching,
             eos_token_ids=EOS,
             pipeline_depth=1 if fast is None else 2,
@@ -82,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             before_step=self.before_step,
+            how_many=None if max_sampled_tokens == 1 else partial(random.Random(0).randint, 0),
         )
         self.core = EngineCore(config, self.executor)
         self.inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len, seed=0)
@@ -182,6 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.core.scheduler.check_integrity()
         for plan in self.executor.plans[self.num_plans_checked :]:
             self.check_tenants(plan)
+            _seen["several tokens a step"] += max(plan.num_sampled_tokens, default=0) > 1
         self.num_plans_checked = len(self.executor.plans)
         plan = self.executor.plans[-1]
         is_ahead = self.core.config.pipeline_depth > 1  # then several plans may count in one step's statistics
@@ -265,6 +273,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
         "preemptions",
         "preemptions a step ahead",
         "two steps in flight",
+        "several tokens a step",
         "abandoned at depth 1",
         "abandoned at depth 2",
         "prefix hits",

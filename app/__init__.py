@@ -15,6 +15,7 @@ endpoint           a handler in such a scope, and the accounting of each request
 middleware         who may come in: pure ASGI around the application
 tenants            whose request it is, by its API key, and what they are entitled to
 routes             handlers, by what they answer
+dialects           handlers made from the records of the dialects
 generation         from a parsed body to tokens to an answer, for every wire format
 admission          who may queue, and the early no with a time to come back
 queue_shares       how tenants share the queue
@@ -22,7 +23,6 @@ prompts            what a client wrote, as token ids
 workload           what is short enough for the event loop, and what goes to a thread
 events             an answer as server-sent events, kept alive while nothing happens
 response_store     responses that can be asked for later, in bounded memory
-dialects           which wire format a path speaks, for errors and headers
 docs_page          the page at /docs: an OpenAPI description as plain HTML
 server             the state of the server: what is loaded, how far loading is, the way to the engine
 loading            from settings to an engine: the only place that knows both the gpu room and the engine room

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NoReturn, cast
 
 import anyio
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.connections import ConnectionGuard
+from app.dialects import dialect_handlers
 from app.endpoint import Endpoint, refuse_with
 from app.event_loop import measure_lag
 from app.hypercorn_patches import (
@@ -31,10 +33,8 @@ from app.hypercorn_patches import (
 )
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit
-from app.routes import catalogue, documents, embeddings, generation, messages, probes, requests, responses, tokens
-from app.routes.administration import administration
-from app.scope import Handler
-from app.server import Server
+from app.routes import administration, catalogue, documents, embeddings, probes, requests, responses, tokens
+from app.server import Server, ServerHandler
 from app.settings import Settings, SettingsError
 from app.shutdown import Shutdown
 from engine.errors import ConfigError, HeadraceError
@@ -53,8 +53,8 @@ def create_app(settings: Settings) -> Starlette:
     guard = ConnectionGuard(settings, server.longest_stalled_connection)
     refuse = refuse_with(server)
 
-    def route(method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route:
-        return Route(path, Endpoint(server, path, handler, quiet=quiet), methods=[method])
+    def route(method: str, path: str, handler: ServerHandler, *, quiet: bool = False) -> Route:
+        return Route(path, Endpoint(server, path, partial(handler, server), quiet=quiet), methods=[method])
 
     async def answer_http_exception(request: Request, error: Exception) -> Response:
         # All that Starlette asks of a response is that it is an ASGI application.
@@ -82,38 +82,41 @@ def create_app(settings: Settings) -> Starlette:
         last_resort.cancel()
         await to_thread.run_sync(server.tracer.close)
 
+    administration_routes = (
+        route("GET", "/server_info", administration.server_info, quiet=True),
+        route("GET", "/engine_state", administration.engine_state, quiet=True),
+        route("POST", "/reset_prefix_cache", administration.reset_prefix_cache),
+        route("POST", "/abort_requests", administration.abort_requests),
+    )
     application = Starlette(
         routes=[
-            *(administration(route, server) if server.tenants.administered else ()),
-            route("POST", "/v1/embeddings", embeddings.embeddings(server)),
-            route("POST", "/tokenize", tokens.tokenize(server)),
-            route("POST", "/detokenize", tokens.detokenize(server)),
-            route("POST", "/v1/tokenize", tokens.tokenize(server)),
-            route("POST", "/v1/detokenize", tokens.detokenize(server)),
-            route("POST", "/v1/chat/completions", generation.chat_completions(server)),
-            route("POST", "/v1/completions", generation.completions(server)),
-            route("POST", "/v1/responses", responses.create(server)),
-            route("POST", "/v1/responses/input_tokens", responses.input_tokens(server)),
-            route("GET", "/v1/responses/{id}", responses.retrieve(server)),
-            route("DELETE", "/v1/responses/{id}", responses.delete(server)),
-            route("POST", "/v1/responses/{id}/cancel", responses.cancel(server)),
-            route("GET", "/v1/responses/{id}/input_items", responses.input_items(server)),
-            route("POST", "/v1/messages", messages.messages(server)),
-            route("POST", "/v1/messages/count_tokens", messages.count_tokens(server)),
-            route("GET", "/v1/requests/{id}/timeline", requests.timeline(server), quiet=True),
-            route("GET", "/v1/models", catalogue.list_models(server)),
-            route("GET", "/v1/models/{id:path}", catalogue.show_model(server)),
-            route("GET", "/livez", probes.livez(server), quiet=True),
-            route("GET", "/readyz", probes.readyz(server), quiet=True),
-            route("GET", "/startupz", probes.startupz(server), quiet=True),
-            route("GET", "/health", probes.health(server), quiet=True),
-            route("GET", "/ping", probes.health(server), quiet=True),
-            route("POST", "/ping", probes.health(server), quiet=True),
-            route("GET", "/load", probes.load(server), quiet=True),
-            route("GET", "/version", probes.show_version(server), quiet=True),
-            route("GET", "/metrics", probes.metrics(server), quiet=True),
-            route("GET", "/openapi.json", documents.openapi(server), quiet=True),
-            route("GET", "/docs", documents.docs(server), quiet=True),
+            *(route("POST", path, handler) for path, handler in dialect_handlers()),
+            route("POST", "/v1/embeddings", embeddings.embeddings),
+            route("POST", "/tokenize", tokens.tokenize),
+            route("POST", "/detokenize", tokens.detokenize),
+            route("POST", "/v1/tokenize", tokens.tokenize),
+            route("POST", "/v1/detokenize", tokens.detokenize),
+            route("POST", "/v1/responses", responses.create),
+            route("POST", "/v1/responses/input_tokens", responses.input_tokens),
+            route("GET", "/v1/responses/{id}", responses.retrieve),
+            route("DELETE", "/v1/responses/{id}", responses.delete),
+            route("POST", "/v1/responses/{id}/cancel", responses.cancel),
+            route("GET", "/v1/responses/{id}/input_items", responses.input_items),
+            route("GET", "/v1/requests/{id}/timeline", requests.timeline, quiet=True),
+            route("GET", "/v1/models", catalogue.list_models),
+            route("GET", "/v1/models/{id:path}", catalogue.show_model),
+            route("GET", "/livez", probes.livez, quiet=True),
+            route("GET", "/readyz", probes.readyz, quiet=True),
+            route("GET", "/startupz", probes.startupz, quiet=True),
+            route("GET", "/health", probes.health, quiet=True),
+            route("GET", "/ping", probes.health, quiet=True),
+            route("POST", "/ping", probes.health, quiet=True),
+            route("GET", "/load", probes.load, quiet=True),
+            route("GET", "/version", probes.show_version, quiet=True),
+            route("GET", "/metrics", probes.metrics, quiet=True),
+            route("GET", "/openapi.json", documents.openapi, quiet=True),
+            route("GET", "/docs", documents.docs, quiet=True),
+            *(administration_routes if server.tenants.administered else ()),
         ],
         middleware=[
             Middleware(HeaderLimit, refuse=refuse),

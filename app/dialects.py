@@ -1,24 +1,81 @@
-"""Which wire format a path speaks, for what is answered before or outside its handler: errors and headers."""
+"""Handlers made from the records of the dialects, of which it knows none by name.
+
+A dialect whose answers depend on more than their request brings handlers of its own, in `app.routes`.
+"""
 
 from __future__ import annotations
 
-from protocol import anthropic
-from protocol.errors import ApiError
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-_ANTHROPIC = "/v1/messages"
+import orjson
+
+from app.generation import (
+    GenerationTask,
+    count_tokens,
+    encode_conversation,
+    encode_prompts,
+    generate,
+    new_head,
+)
+from app.scope import RequestScope
+from app.server import Server, ServerHandler
+from protocol.body import parse_body
+from protocol.dialect import CountingRoute, GenerationRoute
+from protocol.dialects import DIALECTS
+from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.common import GenerationRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.request_fields import RequestFields
 
 
-def error_body(path: str, error: ApiError, request_id: str | None = None) -> bytes:
-    """The body of an error answer on `path`. Every path but Anthropic's has OpenAI's envelope."""
-    return anthropic.error_body(error, request_id) if _is_anthropic(path) else error.body()
+def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
+    """Paths and the handlers of POST."""
+    for dialect in DIALECTS:
+        for generation in dialect.generation:
+            yield generation.path, partial(_answer, generation)
+        for counting in dialect.counting:
+            yield counting.path, partial(_count, counting)
 
 
-def request_id_headers(path: str, request_id: str) -> list[tuple[bytes, bytes]]:
-    """How an answer on `path` names the request; Anthropic's SDKs read a header of their own."""
-    value = request_id.encode()
-    own = [(b"request-id", value)] if _is_anthropic(path) else []
-    return [(b"x-request-id", value), *own]
+async def _answer(route: GenerationRoute[Any], server: Server, request: RequestScope) -> None:
+    given, body = await _translated(server, request, route.request)
+    body.check_template_kwargs(server.settings.template_kwargs)
+    head = new_head(server, request, route.id_prefix, given.model, body.request_id)
+    num_prompts = 1
+    if isinstance(body, CompletionRequest):
+        vocab_size = server.model.engine_info.vocab_size
+        prompts = await server.workload.read(request, lambda: body.prompts(vocab_size))
+        num_prompts = len(prompts)
+        tokenize = encode_prompts(prompts, body, add_special_tokens=body.add_special_tokens)
+    else:
+        assert isinstance(body, ChatCompletionRequest)
+        tokenize = encode_conversation(body)
+    task = GenerationTask(
+        head=head,
+        body=body,
+        num_prompts=num_prompts,
+        num_characters=len(request.body),
+        tokenize=tokenize,
+        stream_writer=partial(route.stream_writer, given),
+        body_writer=partial(route.body_writer, given),
+    )
+    await generate(server, request, task)
 
 
-def _is_anthropic(path: str) -> bool:
-    return path == _ANTHROPIC or path.startswith(_ANTHROPIC + "/")
+async def _count(route: CountingRoute, server: Server, request: RequestScope) -> None:
+    given, body = await _translated(server, request, route.request)
+    server.check_model_name(given.model)
+    assert isinstance(body, ChatCompletionRequest)
+    await request.send_json(200, orjson.dumps({"input_tokens": await count_tokens(server, body)}))
+
+
+async def _translated(
+    server: Server, request: RequestScope, model: type[RequestFields]
+) -> tuple[RequestFields, GenerationRequest]:
+    def read() -> tuple[RequestFields, GenerationRequest]:
+        given = parse_body(model, request.body)
+        return given, given.translate()
+
+    return await server.workload.read(request, read)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -26,10 +25,11 @@ from engine.frontend.output_processor import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
-from protocol.message_parts import MessageFormat
 from protocol.message_syntax import PROMPT_TAIL
 from protocol.openai.chat import ChatCompletionRequest
-from protocol.openai.common import MAX_PRIORITY, GenerationRequest
+from protocol.openai.common import GenerationRequest
+from protocol.request_fields import MAX_PRIORITY
+from protocol.writers import AnswerContext, BodyWriter, Head, StreamWriter
 
 # For admission, before anything is tokenized; the count replaces it afterwards.
 CHARACTERS_PER_TOKEN = 4
@@ -37,53 +37,27 @@ CHARACTERS_PER_TOKEN = 4
 # Seconds that the reader of a stream may write at a stretch before others have their turn.
 WRITING_TURN = 0.005
 
+COUNTED_CONTEXTS = 4  # that a conversation whose tokens are counted may fill
+
 Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
-
-
-class EventWriter(Protocol):
-    """Turns the outputs of one request into the frames of its event stream."""
-
-    def feed(self, output: RequestOutput) -> bytes:
-        """The frames that `output` gives, possibly none. Raises ApiError if the output failed."""
-        ...
-
-    def end(self) -> bytes:
-        """The last frames, after every choice has finished."""
-        ...
-
-    def fail(self, error: ApiError, unsent: Iterable[RequestOutput]) -> bytes:
-        """The last frames if something goes wrong. `unsent` has been generated and will not be fed."""
-        ...
-
-
-class BodyWriter(Protocol):
-    """Turns the outputs of one request into its one response body."""
-
-    def feed(self, output: RequestOutput) -> None:
-        """Take in the next part of a choice. Raises ApiError if the output failed."""
-        ...
-
-    def body(self) -> bytes:
-        """The response body, after every choice has finished."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationTask:
     """What one HTTP request wants of the engine, and who writes its answer.
 
-    `body` has the knobs; a wire format of its own translates into it. `num_characters` estimates the prompts' length
-    until `tokenize` has counted it. One of the two writers is made, by `body.stream`, when the engine's stream is open.
+    `body` has the knobs, in whatever dialect they came. `num_characters` estimates the prompts' length until `tokenize`
+    has counted it. One of the two writers is made, by `body.stream`, when the engine's stream is open.
     """
 
-    request_id: str
+    head: Head
     body: GenerationRequest
     pooling: Pooling | None = None
     num_prompts: int = 1
     num_characters: int
     tokenize: Tokenize
-    event_writer: Callable[[RequestStream], EventWriter] | None = None  # None: its body never asks for a stream
-    body_writer: Callable[[RequestStream], BodyWriter]
+    stream_writer: Callable[[AnswerContext], StreamWriter] | None = None  # None: its body never asks for a stream
+    body_writer: Callable[[AnswerContext], BodyWriter]
 
 
 async def parse(server: Server, model: type[M], request: RequestScope) -> M:
@@ -91,42 +65,47 @@ async def parse(server: Server, model: type[M], request: RequestScope) -> M:
     return await server.workload.read(request, lambda: parse_body(model, request.body))
 
 
-def message_format(model: ServedModel, body: GenerationRequest, outputs: RequestStream) -> MessageFormat:
-    """How the answer to `body` is read into parts. A completion is text and nothing else."""
-    if not isinstance(body, ChatCompletionRequest):
-        return MessageFormat()
-    return body.message_format(model.prompts.syntax, _prompt_end(model, outputs.prompts[0]))
+def new_head(
+    server: Server, request: RequestScope, id_prefix: str, model: str | None, given: str | None = None
+) -> Head:
+    """What the answer says of itself. A body may give the request's id where no header does.
 
-
-def _prompt_end(model: ServedModel, prompt: list[int]) -> bytes:
-    """The text that tells whether a prompt has begun the answer's reasoning."""
-    return b"".join(map(model.llm.vocabulary.token_bytes, prompt[-PROMPT_TAIL:]))
-
-
-def take_request_id(request: RequestScope, given: str | None) -> str:
-    """The request's id, which a body may give where no header does."""
+    Raises ApiError 404 for a model that is not served.
+    """
     if given is not None and "x-request-id" not in request.headers:
         request.request_id = given
-    return request.request_id
+    return Head(f"{id_prefix}{request.request_id}", int(time.time()), server.check_model_name(model))
+
+
+def encode_conversation(body: ChatCompletionRequest) -> Tokenize:
+    """A `Tokenize` for the messages of a chat request."""
+
+    async def tokenize(model: ServedModel) -> list[list[int]]:
+        longest = model.engine_info.max_model_len
+        return [body.truncated(await model.prompts.encode_chat(body, longest), longest)]
+
+    return tokenize
 
 
 def encode_prompts(
-    prompts: Sequence[str | list[int]],
-    param: str,
-    *,
-    add_special_tokens: bool,
-    truncated: Callable[[list[int], int], list[int]],
+    prompts: Sequence[str | list[int]], body: GenerationRequest, *, add_special_tokens: bool
 ) -> Tokenize:
-    """A `Tokenize` for texts and token ids. `truncated` cuts token ids, given the longest context."""
+    """A `Tokenize` for texts and token ids."""
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
         longest = model.engine_info.max_model_len
         token_ids = await model.prompts.encode_texts(
-            prompts, longest, param=param, add_special_tokens=add_special_tokens
+            prompts, longest, param=body.prompt_field, add_special_tokens=add_special_tokens
         )
-        return [truncated(each, longest) for each in token_ids]
+        return [body.truncated(each, longest) for each in token_ids]
 
     return tokenize
+
+
+async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
+    """The length of a conversation. Who counts tokens asks whether it is too long, so one that is gets a number."""
+    model = server.model
+    return len(await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.engine_info.max_model_len))
 
 
 async def generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
@@ -143,7 +122,7 @@ async def generate(server: Server, request: RequestScope, work: GenerationTask) 
 async def _generate(server: Server, request: RequestScope, work: GenerationTask) -> None:
     model = server.model
     body = work.body
-    request.answer_id = work.request_id
+    request.answer_id = work.head.id
     sampling = await server.workload.read(request, lambda: body.to_sampling_params(model.engine_info.vocab_size))
     deadline, first_token_deadline = _deadlines(server, request, body)
     timeout = min(deadline, first_token_deadline) - time.monotonic()
@@ -158,16 +137,16 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
         prompts = await work.tokenize(model)
-        if isinstance(body, ChatCompletionRequest):
-            sampling = await server.workload.read(
-                request, partial(body.with_syntax, sampling, model.prompts.syntax, _prompt_end(model, prompts[0]))
-            )
+        prompt_end = b"".join(map(model.llm.vocabulary.token_bytes, prompts[0][-PROMPT_TAIL:]))
+        sampling = await server.workload.read(
+            request, partial(body.with_syntax, sampling, model.prompts.syntax, prompt_end)
+        )
         num_prompt_tokens = sum(map(len, prompts))
         ticket.count_tokens(num_prompt_tokens)
         body.check_prompt_logprobs(num_prompt_tokens)
         core_requests = [
             EngineCoreRequest(
-                request_id=work.request_id if len(prompts) == 1 else f"{work.request_id}-{number}",
+                request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",
                 prompt_token_ids=prompt,
                 sampling=sampling,
                 arrival_time=request.arrival_time,
@@ -186,20 +165,30 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         async with model.llm.stream(*core_requests) as outputs:
             request.outputs = outputs
             outputs.on_begin = ticket.begin
-            answer = _send_events if body.stream else _send_whole
-            await answer(server, request, work, outputs)
+            answer = AnswerContext(
+                head=work.head,
+                request_id=request.request_id,
+                prompts=outputs.prompts,
+                token_bytes=model.llm.vocabulary.token_bytes,
+                decode=model.prompts.decode,
+                message_format=body.message_format(model.prompts.syntax, prompt_end),
+            )
+            send = _send_stream if body.stream else _send_whole
+            await send(server, request, work, outputs, answer)
 
 
-async def _send_whole(server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream) -> None:
+async def _send_whole(
+    server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
+) -> None:
     await outputs.wait_finished()
     deltas = outputs.drain()
     if outputs.error is not None:
         raise outputs.error
 
     def write() -> bytes:
-        writer = work.body_writer(outputs)
+        writer = work.body_writer(answer)
         for output in deltas:
-            writer.feed(output)
+            writer.feed_output(output)
         return writer.body()
 
     weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
@@ -211,14 +200,16 @@ def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
     return outputs.num_prompt_tokens if body.echo or body.return_token_ids else 0
 
 
-async def _send_events(server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream) -> None:
+async def _send_stream(
+    server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
+) -> None:
     settings = server.settings
-    assert work.event_writer is not None
-    writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.event_writer, outputs))
+    assert work.stream_writer is not None
+    writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
     events = EventStream(
         request,
         keep_alive=settings.sse_keep_alive or math.inf,
-        error_frame=lambda error: writer.fail(error, outputs.drain()),
+        error_frame=lambda error: writer.fail_stream(error, outputs.drain()),
     )
     with anyio.move_on_after(HEADERS_WITHIN) as wait:
         await outputs.wait()
@@ -231,7 +222,7 @@ async def _send_events(server: Server, request: RequestScope, work: GenerationTa
             return False
         if outputs.logprobs_per_token and weight_of(deltas) > INLINE_ANSWER:
             return False
-        if frames := b"".join(map(writer.feed, deltas)):
+        if frames := b"".join(map(writer.feed_output, deltas)):
             events.send_now(frames)
         return True
 
@@ -240,7 +231,7 @@ async def _send_events(server: Server, request: RequestScope, work: GenerationTa
         outputs.listen(None)  # nor may it write while this does
         weight = weight_of([output])
         # Raises for a failed output: before the first byte, that is a plain answer.
-        frames = await server.workload.write(weight, partial(writer.feed, output))
+        frames = await server.workload.write(weight, partial(writer.feed_output, output))
         outputs.listen(forward)
         if not events.started:
             await events.start()
@@ -250,7 +241,7 @@ async def _send_events(server: Server, request: RequestScope, work: GenerationTa
             await checkpoint()
             turn_began = time.perf_counter()
     weight = outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
-    await events.end(await server.workload.write(weight, writer.end))
+    await events.end(await server.workload.write(weight, writer.finish_stream))
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import orjson
 
 from app.scope import RequestScope
 from app.settings import Settings
-from protocol.responses.output import ResponseWriter
+from protocol.responses.output import ResponseStreamWriter
 
 _OVERHEAD = 512  # bytes of an entry beside its texts
 
@@ -67,7 +67,7 @@ class RunningResponse:
     """A response that is being made: by which request, and how far it is."""
 
     request: RequestScope
-    writer: ResponseWriter
+    writer: ResponseStreamWriter
 
 
 class ResponseStore:

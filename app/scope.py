@@ -29,13 +29,13 @@ import anyio
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
-from app.dialects import error_body, request_id_headers
 from app.hypercorn_patches import Connection, current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
 from engine.frontend.output_processor import RequestStream
 from engine.messages import FinishReason
+from protocol.dialects import dialect_of
 from protocol.errors import ApiError, to_api_error
 
 Handler = Callable[["RequestScope"], Awaitable[None]]
@@ -329,7 +329,7 @@ class RequestScope:
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code = api_error.code or api_error.type
         if self.status is None:
-            body = error_body(self.path, api_error, self.request_id)
+            body = dialect_of(self.path).error_body(api_error, self.request_id)
             await self.send_json(api_error.status, body, api_error.headers)
         elif self._error_frame is not None and not self._answered:
             await self.end_stream(self._error_frame(api_error))
@@ -352,10 +352,12 @@ class RequestScope:
     ) -> None:
         raw: RawHeaders = [
             (b"content-type", content_type.encode()),
-            *request_id_headers(self.path, self.request_id),
+            (b"x-request-id", self.request_id.encode()),
             *extra,
             *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
         ]
+        if (header := dialect_of(self.path).request_id_header) is not None:
+            raw.append((header, self.request_id.encode()))
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

@@ -10,7 +10,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -310,3 +310,7 @@ class Server:
                     self.phase = Phase.STOPPING
         await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error
+
+
+ServerHandler = Callable[[Server, RequestScope], Awaitable[None]]
+"""Answers a request by what the server has."""

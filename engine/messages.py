@@ -27,6 +27,25 @@ MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, MAX_N),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 1e3),  # a logit over less may overflow
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "top_k": (0, _INT32),
+    "min_tokens": (0, _INT32),
+    "max_tokens": (0, _INT32),
+    "seed": (-_INT64 - 1, _INT64),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+"""Of sampling parameters: the least and the most."""
+LOW_END_EXCLUDED = frozenset({"top_p"})
+
 GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a refusal
 
 
@@ -131,28 +150,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` naming the first field that is out of range. Called once, at the edge."""
-        _in_range("n", self.n, 1, MAX_N)
-        _in_range("temperature", self.temperature, 0.0, 2.0)
-        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)  # a logit over less may overflow
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            _in_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}.",
-                    param="min_tokens",
-                )
-        if self.seed is not None:
-            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, (low, high) in RANGES.items():
+            if (value := getattr(self, name)) is not None:
+                _in_range(name, value, low, high, low_open=name in LOW_END_EXCLUDED)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}.", param="min_tokens"
+            )
         _at_most("stop", self.stop, MAX_STOP_STRINGS)
         if any(not s for s in self.stop):
             raise InvalidRequest("stop must not contain an empty string.", param="stop")

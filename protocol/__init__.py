@@ -4,12 +4,16 @@ The app room parses bodies with this package and sends what it builds. Of the en
 `engine.errors`. In reading order:
 
 operations        every route with its request and answer models
+dialects          the list of dialects, and which one a path speaks
+dialect           a dialect as one record: paths, request models, writers, errors
 errors            every failure as a status and the error envelope
 body              bytes to a checked request model
-openai            the wire formats of OpenAI: chat, completions, embeddings, models
-dialect           wire formats that are translated into chat requests
-anthropic         one of them: Anthropic's messages
-responses         the other: OpenAI's Responses
+request_fields    the fields that requests of every dialect have
+translation       dialects that are translated into chat requests
+writers           what writes an answer, as a stream or in one piece
+openai            the dialect of OpenAI: chat, completions, embeddings, models
+anthropic         Anthropic's messages
+responses         OpenAI's Responses
 tokens            text to token ids and back
 administration    what administrators send
 sse               frames of an event stream
@@ -24,5 +28,5 @@ jinja_sandbox     compiles and renders a template: here if it is known, else in 
 template_process  that process, seen from the server: its bounds and its deadline
 template_child    the main of that process
 openapi           the description of the API, made from the models
-answers           the shapes of answers, for that description
+answers           the shapes of answers that dialects share, for that description
 """

@@ -11,11 +11,19 @@ megabytes of wrong messages takes 20 s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -23,6 +31,9 @@ from protocol.errors import ApiError, to_api_error
 
 MAX_FIELDS = 1024
 """Of one object, unknown ones included."""
+
+_MAX_SHOWN = 40  # characters of an unknown type that come back
+_JSON_TYPES = {str: "$string", list: "$array", dict: "$object", bool: "$bool"}
 
 
 def at_most(limit: int, entries: str) -> BeforeValidator:
@@ -57,6 +68,65 @@ def _num_inside(objects: list[Any], depth: int = 2) -> int:
                 if isinstance(field, list):
                     count += len(field) + (_num_inside(field, depth - 1) if depth > 1 else 0)
     return count
+
+
+def json_type(expected: str) -> Discriminator:
+    """Tells the members of a union by their JSON type: their tags are `$string`, `$array`, `$object` and `$bool`.
+
+    `expected` is what a value of another type is told to be.
+    """
+    return Discriminator(
+        lambda value: _JSON_TYPES.get(type(value)), custom_error_type="shape", custom_error_message=expected
+    )
+
+
+def type_tag(value: Any) -> str | None:
+    """The tag of an object in a union of models by `type`, for pydantic's `Discriminator`."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"${kind}"
+
+
+def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> None:
+    """Refuses an object of another `type` by name. `default` is the type of an object that tells none."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("shape", "an object")
+    kind = value.get("type", default)
+    if kind is None:
+        raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
+    if kind not in kinds:
+        shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
+        works = ", ".join(kinds)
+        raise PydanticCustomError(
+            "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": "type"}
+        )
+
+
+def known_types(*kinds: str, default: str | None = None) -> BeforeValidator:
+    """`check_type` for a field, before the object's other fields are looked at."""
+
+    def check(value: Any) -> Any:
+        check_type(value, kinds, default)
+        return value
+
+    return BeforeValidator(check)
+
+
+def json_text(value: Any, param: str) -> str:
+    """`value`, of the field `param`, as JSON text. Raises `InvalidRequest`."""
+    try:
+        return orjson.dumps(value).decode()
+    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+        raise InvalidRequest(f"{param} is nested too deeply.", param=param) from None
+
+
+def check_size(value: Any, limit: int) -> None:
+    """Refuse JSON that is longer than `limit` bytes."""
+    try:
+        size = len(orjson.dumps(value))
+    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
+        raise PydanticCustomError("rule", "is nested too deeply") from None
+    if size > limit:
+        raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
 
 
 class _FailFast(FailFast):

@@ -32,7 +32,7 @@ from engine.messages import RequestOutput
 from protocol.reasoning import ReasoningCounter, ReasoningSplitter, ReasoningTags
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes that a token id stands for."""
+"""The bytes that a token id stands for: not always whole characters."""
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):

@@ -1,7 +1,7 @@
 """/openapi.json: what can be asked, and what the answers look like, made from the request and answer models.
 
-Made once, when the application is. The ranges of sampling parameters stand in `engine.messages.SamplingParams.check`,
-so they are put beside the models' types here.
+Made when it is first asked for. The ranges of sampling parameters are the engine's, so they are put beside the models'
+types here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from engine.messages import MAX_LOGPROBS, MAX_N
-from protocol.answers import AnthropicError, ErrorEnvelope
-from protocol.operations import OPERATIONS, Operation
+from engine.messages import LOW_END_EXCLUDED, RANGES
+from protocol.dialect import Operation
+from protocol.dialects import DIALECTS, dialect_of
+from protocol.operations import OPERATIONS
 
 Json = dict[str, Any]
 
 _REF = "#/components/schemas/"
 _JSON = "application/json"
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 
 # One event of a stream. Its data is JSON, or [DONE] at the end of OpenAI's.
 _EVENT: Json = {
@@ -30,22 +30,11 @@ _EVENT: Json = {
     "required": ["data"],
 }
 
-_RANGES: dict[str, Json] = {
-    "temperature": {"minimum": 0, "maximum": 2},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1, "maximum": _INT32},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "repetition_penalty": {"minimum": 0.001, "maximum": 1000},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "n": {"minimum": 1, "maximum": MAX_N},
-    "max_tokens": {"minimum": 0, "maximum": _INT32},
-    "max_completion_tokens": {"minimum": 1, "maximum": _INT32},
-    "min_tokens": {"minimum": 0, "maximum": _INT32},
-    "seed": {"minimum": -_INT64 - 1, "maximum": _INT64},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
-    "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+# Where a request may say more than the engine is told, or less.
+_RANGES = RANGES | {
+    "top_k": (-1, RANGES["top_k"][1]),
+    "max_completion_tokens": (1, RANGES["max_tokens"][1]),
+    "top_logprobs": RANGES["logprobs"],
 }
 
 _ERRORS = {
@@ -62,7 +51,7 @@ _ERRORS = {
 
 def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> Json:
     """The whole description, OpenAPI 3.1."""
-    models: dict[type[BaseModel], None] = {ErrorEnvelope: None, AnthropicError: None}
+    models: dict[type[BaseModel], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
     for operation in operations:
         models |= dict.fromkeys(operation.request)
         if isinstance(operation.answer, type):
@@ -103,7 +92,7 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     if operation.streams and content is not None:
         content["text/event-stream"] = {"schema": _EVENT}
     answer = {"description": "The answer."} | ({"content": content} if content else {})
-    error = AnthropicError if operation.path.startswith("/v1/messages") else ErrorEnvelope
+    error = dialect_of(operation.path).error_answer
     statuses = operation.errors if operation.is_open else (401, *operation.errors)
     described: Json = {
         "summary": operation.summary,
@@ -133,9 +122,10 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
 def _tidied(schema: Json) -> Json:
     """A model's schema without titles, which say what the names say, and with the ranges of its sampling parameters."""
     if "temperature" in schema.get("properties", {}):
-        for name, bounds in _RANGES.items():
+        for name, (low, high) in _RANGES.items():
+            least = "exclusiveMinimum" if name in LOW_END_EXCLUDED else "minimum"
             for kind in _numbers(schema["properties"].get(name, {})):
-                kind.update(bounds)
+                kind.update({least: low, "maximum": high})
     tidied: Json = _without_titles(schema)
     return tidied
 

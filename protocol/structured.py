@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import orjson
-
-from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
+from protocol.body import json_text
 
 JsonSchema = Mapping[str, Any] | bool
 
@@ -69,8 +67,5 @@ def tagged_json(
 
 
 def _canonical(value: Any) -> str:
-    """JSON without blanks. The keys stay in the client's order, because the model writes them in this order."""
-    try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
-        raise InvalidRequest("structured_output is nested too deeply.", param="structured_output") from None
+    # The keys stay in the client's order, because the model writes them in this order.
+    return json_text(value, "structured_output")

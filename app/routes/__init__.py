@@ -1,8 +1,6 @@
-"""Handlers by what they answer, in reading order:
+"""Handlers that no record of a dialect describes (`app.dialects` has the others), in reading order:
 
-generation      POST /v1/chat/completions and /v1/completions
 responses       /v1/responses: create, retrieve, delete, cancel, list the input, count its tokens
-messages        POST /v1/messages, Anthropic's wire format, and its count of tokens
 embeddings      POST /v1/embeddings
 tokens          POST /tokenize and /detokenize
 catalogue       GET /v1/models: what is served here

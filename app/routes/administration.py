@@ -5,16 +5,13 @@ Without such keys these routes do not exist.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import anyio
 import msgspec
 import orjson
-from starlette.routing import Route
 
 from app.generation import parse
 from app.routes.probes import VERSION
-from app.scope import Handler, RequestScope
+from app.scope import RequestScope
 from app.server import Server
 from engine.commands import GetSnapshot, ResetPrefixCache
 from protocol.administration import AbortRequest
@@ -31,70 +28,40 @@ SHOWN_SETTINGS = (
 )
 
 
-class MakeRoute(Protocol):
-    def __call__(self, method: str, path: str, handler: Handler, *, quiet: bool = False) -> Route: ...
+async def server_info(server: Server, request: RequestScope) -> None:
+    """GET /server_info: version, model, engine info, settings, load."""
+    model, settings = server.model, server.settings
+    info = {
+        "version": VERSION,
+        "models": list(settings.model_names),
+        "max_model_len": model.engine_info.max_model_len,
+        "vocab_size": model.engine_info.vocab_size,
+        "embedding_size": model.embedding_size,
+        "kv_cache": {"num_blocks": model.engine_info.num_blocks, "block_size": model.engine_info.block_size},
+        "requests_in_flight": server.num_open_requests,
+        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
+    }
+    await request.send_json(200, orjson.dumps(info))
 
 
-def administration(route: MakeRoute, server: Server) -> list[Route]:
-    """All routes of this module."""
-    return [
-        route("GET", "/server_info", server_info(server), quiet=True),
-        route("GET", "/engine_state", engine_state(server), quiet=True),
-        route("POST", "/reset_prefix_cache", reset_prefix_cache(server)),
-        route("POST", "/abort_requests", abort_requests(server)),
-    ]
+async def engine_state(server: Server, request: RequestScope) -> None:
+    """GET /engine_state: what each engine has to do, holds and has done lately."""
+    engines = None
+    with anyio.move_on_after(ANSWER_SECONDS):
+        engines = await server.model.llm.query(GetSnapshot())
+    if engines is None:
+        raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s.")
+    await request.send_json(200, msgspec.json.encode({"engines": engines}))
 
 
-def server_info(server: Server) -> Handler:
-    """The handler of GET /server_info: version, model, engine info, settings, load."""
-
-    async def handler(request: RequestScope) -> None:
-        model, settings = server.model, server.settings
-        info = {
-            "version": VERSION,
-            "models": list(settings.model_names),
-            "max_model_len": model.engine_info.max_model_len,
-            "vocab_size": model.engine_info.vocab_size,
-            "embedding_size": model.embedding_size,
-            "kv_cache": {"num_blocks": model.engine_info.num_blocks, "block_size": model.engine_info.block_size},
-            "requests_in_flight": server.num_open_requests,
-            "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
-        }
-        await request.send_json(200, orjson.dumps(info))
-
-    return handler
+async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
+    """POST /reset_prefix_cache, for measurements that must begin cold."""
+    server.model.llm.send(ResetPrefixCache())
+    await request.send_json(200, orjson.dumps({"success": True}))
 
 
-def engine_state(server: Server) -> Handler:
-    """The handler of GET /engine_state: what each engine has to do, holds and has done lately."""
-
-    async def handler(request: RequestScope) -> None:
-        engines = None
-        with anyio.move_on_after(ANSWER_SECONDS):
-            engines = await server.model.llm.query(GetSnapshot())
-        if engines is None:
-            raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s.")
-        await request.send_json(200, msgspec.json.encode({"engines": engines}))
-
-    return handler
-
-
-def reset_prefix_cache(server: Server) -> Handler:
-    """The handler of POST /reset_prefix_cache, for measurements that must begin cold."""
-
-    async def handler(request: RequestScope) -> None:
-        server.model.llm.send(ResetPrefixCache())
-        await request.send_json(200, orjson.dumps({"success": True}))
-
-    return handler
-
-
-def abort_requests(server: Server) -> Handler:
-    """The handler of POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
-
-    async def handler(request: RequestScope) -> None:
-        body = await parse(server, AbortRequest, request)
-        aborted = server.abort(frozenset(body.request_ids), but=request)
-        await request.send_json(200, orjson.dumps({"aborted": aborted}))
-
-    return handler
+async def abort_requests(server: Server, request: RequestScope) -> None:
+    """POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
+    body = await parse(server, AbortRequest, request)
+    aborted = server.abort(frozenset(body.request_ids), but=request)
+    await request.send_json(200, orjson.dumps({"aborted": aborted}))

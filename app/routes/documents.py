@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from app.docs_page import render
 from app.routes.probes import VERSION
-from app.scope import Handler, RequestScope
+from app.scope import RequestScope
 from app.server import Server
 from protocol.openapi import document
 from protocol.operations import ADMINISTRATION, OPERATIONS
@@ -19,26 +19,15 @@ from protocol.operations import ADMINISTRATION, OPERATIONS
 _PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
-def openapi(server: Server) -> Handler:
-    """The handler of GET /openapi.json."""
-    administered = server.tenants.administered
-
-    async def handler(request: RequestScope) -> None:
-        await request.send_json(200, await to_thread.run_sync(_description, administered))
-
-    return handler
+async def openapi(server: Server, request: RequestScope) -> None:
+    """GET /openapi.json."""
+    await request.send_json(200, await to_thread.run_sync(_description, server.tenants.administered))
 
 
-def docs(server: Server) -> Handler:
-    """The handler of GET /docs: one page without scripts, pictures or anything from elsewhere."""
-    administered = server.tenants.administered
-
-    async def handler(request: RequestScope) -> None:
-        await request.send_body(
-            200, await to_thread.run_sync(_page, administered), "text/html; charset=utf-8", _PAGE_HEADERS
-        )
-
-    return handler
+async def docs(server: Server, request: RequestScope) -> None:
+    """GET /docs: one page without scripts, pictures or anything from elsewhere."""
+    page = await to_thread.run_sync(_page, server.tenants.administered)
+    await request.send_body(200, page, "text/html; charset=utf-8", _PAGE_HEADERS)
 
 
 @cache

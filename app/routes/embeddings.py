@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import time
+from functools import partial
 
-from app.generation import GenerationTask, encode_prompts, generate, parse, take_request_id
-from app.scope import Handler, RequestScope
+from app.generation import GenerationTask, encode_prompts, generate, new_head, parse
+from app.scope import RequestScope
 from app.server import Server
 from engine.messages import Pooling
-from protocol.openai.embeddings import EmbeddingRequest, EmbeddingWriter
-from protocol.openai.output import Head
+from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
 
 
-def embeddings(server: Server) -> Handler:
-    """The handler of POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
-
-    async def handler(request: RequestScope) -> None:
-        body = await parse(server, EmbeddingRequest, request)
-        model = server.model
-        inputs = await server.workload.read(request, lambda: body.inputs(model.engine_info.vocab_size))
-        body.check_dimensions(model.embedding_size)
-        prefill = await server.workload.read(request, body.to_prefill)
-        request_id = take_request_id(request, body.request_id)
-        head = Head(f"embd-{request_id}", int(time.time()), server.check_model_name(body.model))
-        work = GenerationTask(
-            request_id=head.id,
-            body=prefill,
-            pooling=Pooling(body.pooling or server.settings.embedding_pooling),
-            num_prompts=len(inputs),
-            num_characters=len(request.body),
-            tokenize=encode_prompts(
-                inputs, "input", add_special_tokens=body.add_special_tokens, truncated=prefill.truncated
-            ),
-            body_writer=lambda outputs: EmbeddingWriter(body, head),
-        )
-        await generate(server, request, work)
-
-    return handler
+async def embeddings(server: Server, request: RequestScope) -> None:
+    """POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
+    body = await parse(server, EmbeddingRequest, request)
+    model = server.model
+    inputs = await server.workload.read(request, lambda: body.inputs(model.engine_info.vocab_size))
+    body.check_dimensions(model.embedding_size)
+    prefill = await server.workload.read(request, body.to_prefill)
+    head = new_head(server, request, "embd-", body.model, body.request_id)
+    task = GenerationTask(
+        head=head,
+        body=prefill,
+        pooling=Pooling(body.pooling or server.settings.embedding_pooling),
+        num_prompts=len(inputs),
+        num_characters=len(request.body),
+        tokenize=encode_prompts(inputs, prefill, add_special_tokens=body.add_special_tokens),
+        body_writer=partial(EmbeddingBodyWriter, body),
+    )
+    await generate(server, request, task)

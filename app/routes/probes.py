@@ -15,57 +15,36 @@ from importlib import metadata
 import orjson
 
 from app.metrics import CONTENT_TYPE
-from app.scope import Handler, RequestScope
+from app.scope import RequestScope
 from app.server import Phase, Server
 
 VERSION = metadata.version("headrace")
 
 
-def livez(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_json(200 if server.is_alive else 503, orjson.dumps({"alive": server.is_alive}))
-
-    return handler
+async def livez(server: Server, request: RequestScope) -> None:
+    await request.send_json(200 if server.is_alive else 503, orjson.dumps({"alive": server.is_alive}))
 
 
-def readyz(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_json(200 if server.is_ready else 503, orjson.dumps(server.status()))
-
-    return handler
+async def readyz(server: Server, request: RequestScope) -> None:
+    await request.send_json(200 if server.is_ready else 503, orjson.dumps(server.status()))
 
 
-def startupz(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        started = server.phase in (Phase.READY, Phase.STOPPING)
-        await request.send_json(200 if started else 503, orjson.dumps(server.status()))
-
-    return handler
+async def startupz(server: Server, request: RequestScope) -> None:
+    started = server.phase in (Phase.READY, Phase.STOPPING)
+    await request.send_json(200 if started else 503, orjson.dumps(server.status()))
 
 
-def health(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
-
-    return handler
+async def health(server: Server, request: RequestScope) -> None:
+    await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
 
 
-def load(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_json(200, orjson.dumps({"server_load": server.num_open_requests}))
-
-    return handler
+async def load(server: Server, request: RequestScope) -> None:
+    await request.send_json(200, orjson.dumps({"server_load": server.num_open_requests}))
 
 
-def show_version(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_json(200, orjson.dumps({"version": VERSION}))
-
-    return handler
+async def show_version(server: Server, request: RequestScope) -> None:
+    await request.send_json(200, orjson.dumps({"version": VERSION}))
 
 
-def metrics(server: Server) -> Handler:
-    async def handler(request: RequestScope) -> None:
-        await request.send_body(200, server.metrics.render(), CONTENT_TYPE)
-
-    return handler
+async def metrics(server: Server, request: RequestScope) -> None:
+    await request.send_body(200, server.metrics.render(), CONTENT_TYPE)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import orjson
 
-from app.scope import Handler, RequestScope
+from app.scope import RequestScope
 from app.server import Server
 from protocol.errors import ApiError
 
 
-def timeline(server: Server) -> Handler:
-    """The handler of GET /v1/requests/{id}/timeline. The id is the one in the x-request-id header of the answer."""
-
-    async def handler(request: RequestScope) -> None:
-        found = server.timelines.find(request.path_params["id"], request.tenant.name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"There is no timeline of this request: it is unknown, still runs, or is not among the last "
-                f"{server.settings.timeline_size}.",
-                param="id",
-                code="request_not_found",
-            )
-        await request.send_json(200, orjson.dumps(found))
-
-    return handler
+async def timeline(server: Server, request: RequestScope) -> None:
+    """GET /v1/requests/{id}/timeline. The id is the one in the x-request-id header of the answer."""
+    found = server.timelines.find(request.path_params["id"], request.tenant.name)
+    if found is None:
+        raise ApiError(
+            404,
+            f"There is no timeline of this request: it is unknown, still runs, or is not among the last "
+            f"{server.settings.timeline_size}.",
+            param="id",
+            code="request_not_found",
+        )
+    await request.send_json(200, orjson.dumps(found))

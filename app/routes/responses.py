@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -10,25 +9,22 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from app.generation import GenerationTask, generate, message_format, parse
+from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse
 from app.response_store import RunningResponse, StoredResponse
-from app.scope import Handler, RequestScope
+from app.scope import RequestScope
 from app.server import ServedModel, Server
 from app.workload import INLINE_BODY_BYTES
 from engine.errors import InvalidRequest
-from engine.frontend.output_processor import RequestStream
 from engine.messages import FinishReason
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.output import Head
 from protocol.responses.items import Item, ItemReference, listing, stored_items
-from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
+from protocol.responses.output import CANCELLED, ResponseBodyWriter
 from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
 from protocol.responses.truncation import fit
+from protocol.writers import AnswerContext
 
-# Who counts tokens asks whether a conversation is too long, so one that is gets a number.
-COUNTED_CONTEXTS = 4
 MAX_QUERY_FIELDS = 64
 
 _CANCELLED_BY_ANOTHER = ApiError(
@@ -36,132 +32,100 @@ _CANCELLED_BY_ANOTHER = ApiError(
 )
 
 
-def create(server: Server) -> Handler:
-    """The handler of POST /v1/responses."""
+async def create(server: Server, request: RequestScope) -> None:
+    """POST /v1/responses."""
+    body = await parse(server, ResponsesRequest, request)
+    stores = _stores(server, body)
+    previous = _previous(server, request, body)
 
-    async def handler(request: RequestScope) -> None:
-        body = await parse(server, ResponsesRequest, request)
-        stores = _stores(server, body)
-        previous = _previous(server, request, body)
+    def read() -> tuple[ResponsesChat, bytes, dict[str, Any]]:
+        items = _conversation(server, request, body, previous)
+        context = orjson.dumps([item.listed() for item in items]) if stores else b""
+        return body.translate(items), context, body.echo()
 
-        def read() -> tuple[ResponsesChat, bytes, dict[str, Any]]:
-            items = _conversation(server, request, body, previous)
-            context = orjson.dumps([item.listed() for item in items]) if stores else b""
-            return body.to_chat(items), context, body.echo()
+    chat, context, echo = await server.workload.read(request, read, _num_stored_bytes(body, previous))
+    head = new_head(server, request, "resp_", body.model)
 
-        chat, context, echo = await server.workload.read(request, read, _num_stored_bytes(body, previous))
-        head = Head(f"resp_{request.request_id}", int(time.time()), server.check_model_name(body.model))
-        model = server.model
-        token_bytes = model.llm.vocabulary.token_bytes
+    def keep(response: dict[str, Any]) -> None:
+        if stores:
+            server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context)
 
-        def keep(response: dict[str, Any]) -> None:
-            if stores:
-                server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context)
+    write_logprobs = ChatLogprobs(server.model.llm.vocabulary.token_bytes) if body.wants_logprobs else None
+    writer = ResponseBodyWriter(head, echo | {"store": stores}, write_logprobs=write_logprobs, done=keep)
 
-        writer = ResponseWriter(
-            head,
-            echo | {"store": stores},
-            write_logprobs=ChatLogprobs(token_bytes) if body.wants_logprobs else None,
-            done=keep,
+    def reading(answer: AnswerContext) -> ResponseBodyWriter:
+        return writer.read_with(answer.parser())
+
+    async def tokenize(model: ServedModel) -> list[list[int]]:
+        if body.truncation == "auto" and (prompt := await _fitting(model, chat)) is not None:
+            return [prompt]
+        return await encode_conversation(chat)(model)
+
+    task = GenerationTask(
+        head=head,
+        body=chat,
+        num_characters=len(request.body),
+        tokenize=tokenize,
+        stream_writer=reading,
+        body_writer=reading,
+    )
+    with server.responses.running(head.id, RunningResponse(request, writer)):
+        await generate(server, request, task)
+
+
+async def input_tokens(server: Server, request: RequestScope) -> None:
+    """POST /v1/responses/input_tokens."""
+    body = await parse(server, InputTokensRequest, request)
+    server.check_model_name(body.model)
+    previous = _previous(server, request, body)
+    chat = await server.workload.read(
+        request,
+        lambda: body.translate(_conversation(server, request, body, previous)),
+        _num_stored_bytes(body, previous),
+    )
+    answer = {"object": "response.input_tokens", "input_tokens": await count_tokens(server, chat)}
+    await request.send_json(200, orjson.dumps(answer))
+
+
+async def retrieve(server: Server, request: RequestScope) -> None:
+    """GET /v1/responses/{id}. A response that is being made is told as far as it is."""
+    if _query(request).get("stream", "false").lower() != "false":
+        raise ApiError(
+            400, "stream is not supported here: only background responses could be streamed again.", param="stream"
         )
-
-        def reading(outputs: RequestStream) -> ResponseWriter:
-            return writer.read_with(message_format(model, chat, outputs).parser(token_bytes))
-
-        async def tokenize(model: ServedModel) -> list[list[int]]:
-            if body.truncation == "auto" and (prompt := await _fitting(model, chat)) is not None:
-                return [prompt]
-            return [await model.prompts.encode_chat(chat, model.engine_info.max_model_len)]
-
-        work = GenerationTask(
-            request_id=head.id,
-            body=chat,
-            num_characters=len(request.body),
-            tokenize=tokenize,
-            event_writer=reading,
-            body_writer=lambda outputs: ResponseBodyWriter(reading(outputs)),
-        )
-        with server.responses.running(head.id, RunningResponse(request, writer)):
-            await generate(server, request, work)
-
-    return handler
-
-
-def input_tokens(server: Server) -> Handler:
-    """The handler of POST /v1/responses/input_tokens."""
-
-    async def handler(request: RequestScope) -> None:
-        body = await parse(server, InputTokensRequest, request)
-        server.check_model_name(body.model)
-        previous = _previous(server, request, body)
-        chat = await server.workload.read(
-            request,
-            lambda: body.to_chat(_conversation(server, request, body, previous)),
-            _num_stored_bytes(body, previous),
-        )
-        model = server.model
-        prompt = await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.engine_info.max_model_len)
-        answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
-        await request.send_json(200, orjson.dumps(answer))
-
-    return handler
-
-
-def retrieve(server: Server) -> Handler:
-    """The handler of GET /v1/responses/{id}. A response that is being made is told as far as it is."""
-
-    async def handler(request: RequestScope) -> None:
-        if _query(request).get("stream", "false").lower() != "false":
-            raise ApiError(
-                400, "stream is not supported here: only background responses could be streamed again.", param="stream"
-            )
-        running = server.responses.find_running(request.tenant.name, request.path_params["id"])
-        if running is not None:
-            response = running.writer.response("in_progress")
-            await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
-        else:
-            await request.send_json(200, _stored(server, request).body)
-
-    return handler
-
-
-def delete(server: Server) -> Handler:
-    """The handler of DELETE /v1/responses/{id}."""
-
-    async def handler(request: RequestScope) -> None:
-        response_id = request.path_params["id"]
-        if not server.responses.delete(request.tenant.name, response_id):
-            raise _not_found(response_id)
-        answer = {"id": response_id, "object": "response", "deleted": True}
-        await request.send_json(200, orjson.dumps(answer))
-
-    return handler
-
-
-def cancel(server: Server) -> Handler:
-    """The handler of POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it."""
-
-    async def handler(request: RequestScope) -> None:
-        running = server.responses.find_running(request.tenant.name, request.path_params["id"])
-        if running is None:
-            _stored(server, request)
-            raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
-        running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
-        response = running.writer.response("cancelled")
+    running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+    if running is not None:
+        response = running.writer.response("in_progress")
         await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
+    else:
+        await request.send_json(200, _stored(server, request).body)
 
-    return handler
+
+async def delete(server: Server, request: RequestScope) -> None:
+    """DELETE /v1/responses/{id}."""
+    response_id = request.path_params["id"]
+    if not server.responses.delete(request.tenant.name, response_id):
+        raise _not_found(response_id)
+    answer = {"id": response_id, "object": "response", "deleted": True}
+    await request.send_json(200, orjson.dumps(answer))
 
 
-def input_items(server: Server) -> Handler:
-    """The handler of GET /v1/responses/{id}/input_items: all items that the response was made from."""
+async def cancel(server: Server, request: RequestScope) -> None:
+    """POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it."""
+    running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+    if running is None:
+        _stored(server, request)
+        raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
+    running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
+    response = running.writer.response("cancelled")
+    await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
 
-    async def handler(request: RequestScope) -> None:
-        stored, query = _stored(server, request), _query(request)
-        page = await server.workload.read(request, lambda: listing(stored.context_items(), query), stored.num_bytes)
-        await request.send_json(200, page)
 
-    return handler
+async def input_items(server: Server, request: RequestScope) -> None:
+    """GET /v1/responses/{id}/input_items: all items that the response was made from."""
+    stored, query = _stored(server, request), _query(request)
+    page = await server.workload.read(request, lambda: listing(stored.context_items(), query), stored.num_bytes)
+    await request.send_json(200, page)
 
 
 async def _fitting(model: ServedModel, chat: ResponsesChat) -> list[int] | None:

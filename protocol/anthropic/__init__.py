@@ -1,11 +1,9 @@
 """Anthropic's wire format: POST /v1/messages, translated to a chat request and back.
 
+dialect         the record
 messages        the request bodies, and the chat requests that they mean
 blocks          turns and content blocks, and their way into chat messages
 output          the message or its events
 errors          the envelope of errors, on every route below /v1/messages
+answers         the shapes of answers, for /openapi.json
 """
-
-from protocol.anthropic.errors import error_body
-
-__all__ = ["error_body"]

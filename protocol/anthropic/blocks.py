@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from protocol.body import ClientModel, at_most, fail_fast
-from protocol.dialect import json_text, known_types, type_tag
+from protocol.body import ClientModel, at_most, fail_fast, json_text, json_type, known_types, type_tag
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
@@ -51,15 +50,9 @@ class ToolUseBlock(ClientModel):
     input: dict[str, Any]
 
 
-def _string_or_blocks(value: Any) -> str | None:
-    return "$string" if isinstance(value, str) else "$blocks" if isinstance(value, list) else None
-
-
-_string_or_list = Discriminator(
-    _string_or_blocks, custom_error_type="shape", custom_error_message="a string or an array of content blocks"
-)
+_string_or_list = json_type("a string or an array of content blocks")
 _TextBlocks = Annotated[list[Annotated[TextBlock, known_types("text")]], fail_fast, at_most(MAX_BLOCKS, "blocks")]
-Text = Annotated[Annotated[str, Tag("$string")] | Annotated[_TextBlocks, Tag("$blocks")], _string_or_list]
+Text = Annotated[Annotated[str, Tag("$string")] | Annotated[_TextBlocks, Tag("$array")], _string_or_list]
 """A string, or blocks of text."""
 
 
@@ -81,7 +74,7 @@ _Block = Annotated[
     known_types("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 _Blocks = Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")]
-Content = Annotated[Annotated[str, Tag("$string")] | Annotated[_Blocks, Tag("$blocks")], _string_or_list]
+Content = Annotated[Annotated[str, Tag("$string")] | Annotated[_Blocks, Tag("$array")], _string_or_list]
 
 _ONLY_IN = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 

@@ -18,9 +18,9 @@ from protocol.anthropic.blocks import (
     misplaced_block,
     system_text,
 )
-from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
-from protocol.dialect import DialectRequest, TranslatedChat, known_types, translated
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast, known_types
 from protocol.openai.chat import MAX_MESSAGES
+from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MAX_TOOLS = 128
 MIN_THINKING = 1024  # tokens
@@ -140,9 +140,8 @@ class CountTokensRequest(DialectRequest):
             raise InvalidRequest(f"{param}: {complaint}.", param=param)
         return self
 
-    def to_chat(self) -> MessagesChat:
-        """The chat request that this means. Raises `ApiError` 400."""
-        return translated(MessagesChat, self.chat_fields())
+    def translate(self) -> MessagesChat:
+        return chat_request(MessagesChat, self.chat_fields())
 
     def chat_fields(self) -> dict[str, Any]:
         """This request's fields as chat's."""

@@ -1,6 +1,6 @@
 """Answers of POST /v1/messages: one message, or its events.
 
-A message is blocks of text, thinking and tool use, which never overlap in a stream. `MessageEvents` and `MessageWriter`
+A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers
 read the same parts of the text (`protocol.message_parts`), so what is streamed and what is not are the same message.
 """
 
@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from engine.messages import FinishReason, RequestOutput
 from protocol.anthropic.errors import envelope
+from protocol.anthropic.messages import MessagesRequest
 from protocol.errors import ApiError
 from protocol.message_parts import (
     ContentDelta,
@@ -25,8 +26,8 @@ from protocol.message_parts import (
     ToolCallStart,
     join,
 )
-from protocol.openai.output import Head, raise_if_failed
 from protocol.sse import event_frame
+from protocol.writers import AnswerContext, Head, raise_if_failed
 
 _TEXT_DELTA = (
     b"event: content_block_delta\n"
@@ -34,23 +35,20 @@ _TEXT_DELTA = (
 )
 
 
-class MessageEvents:
-    """Makes the event stream of one request: `feed` every output, then `end`. Errors tell `request_id`."""
+class MessageStreamWriter:
+    """Makes the event stream of one request."""
 
-    def __init__(
-        self, head: Head, parser: MessageParser, *, request_id: str | None = None, show_thinking: bool = True
-    ) -> None:
-        self._head = head
-        self._request_id = request_id
-        self._parser = parser
-        self._show_thinking = show_thinking
+    def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
+        self._head = answer.head
+        self._request_id = answer.request_id  # told by errors
+        self._parser = answer.parser()
+        self._shows_thinking = request.shows_thinking
         self._last: RequestOutput | None = None
         self._blocks = 0  # that have begun
         self._open: type[MessagePart] | None = None  # the parts that the open block takes
         self._signature = hashlib.blake2b()
 
-    def feed(self, output: RequestOutput) -> bytes:
-        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> bytes:
         raise_if_failed(output)
         frames = []
         if self._last is None:
@@ -61,7 +59,7 @@ class MessageEvents:
             frames += self._part(part)
         return b"".join(frames)
 
-    def end(self) -> bytes:
+    def finish_stream(self) -> bytes:
         """The events after the last block's last delta."""
         assert self._last is not None
         frames = [] if self._blocks else self._begin(ContentDelta, {"type": "text", "text": ""})
@@ -71,8 +69,7 @@ class MessageEvents:
         frames += [_event("message_delta", {"delta": delta, "usage": usage}), _event("message_stop", {})]
         return b"".join(frames)
 
-    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
-        """How the stream ends instead if something goes wrong."""
+    def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
         return event_frame("error", envelope(error, self._request_id))
 
     def _part(self, part: MessagePart) -> list[bytes]:
@@ -84,7 +81,7 @@ class MessageEvents:
                 block = {"type": "thinking", "thinking": "", "signature": ""}
                 frames = self._begin_unless_open(ReasoningDelta, block)
                 self._signature.update(text.encode())
-                return [*frames, self._delta("thinking_delta", thinking=text)] if self._show_thinking else frames
+                return [*frames, self._delta("thinking_delta", thinking=text)] if self._shows_thinking else frames
             case ToolCallStart(_, call_id, name):
                 call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                 return self._close() + self._begin(ToolCallArguments, call)
@@ -116,18 +113,17 @@ class MessageEvents:
         return _event("content_block_delta", {"index": self._blocks - 1, "delta": {"type": kind, **fields}})
 
 
-class MessageWriter:
-    """Makes the whole message of one request that does not stream: `feed` every output, then `body`."""
+class MessageBodyWriter:
+    """Makes the whole message of one request that does not stream."""
 
-    def __init__(self, head: Head, parser: MessageParser, *, show_thinking: bool = True) -> None:
-        self._head = head
-        self._parser = parser
-        self._show_thinking = show_thinking
+    def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
+        self._head = answer.head
+        self._parser = answer.parser()
+        self._shows_thinking = request.shows_thinking
         self._parts: list[MessagePart] = []
         self._last: RequestOutput | None = None
 
-    def feed(self, output: RequestOutput) -> None:
-        """Take in the next part of the answer. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> None:
         raise_if_failed(output)
         self._last = output
         self._parts += self._parser.read(output)
@@ -146,7 +142,7 @@ class MessageWriter:
                     blocks.append({"type": "text", "text": text, "citations": None})
                 case ReasoningDelta(text):
                     signature = hashlib.blake2b(text.encode()).hexdigest()
-                    shown = text if self._show_thinking else ""
+                    shown = text if self._shows_thinking else ""
                     blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
                 case ToolCallStart(_, call_id, name):
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})

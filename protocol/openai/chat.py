@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import orjson
 from msgspec import structs
-from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
+from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type
 from protocol.chat_template import RESERVED_VARIABLES
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
@@ -35,20 +34,6 @@ MAX_DOCUMENTS = 1024
 MAX_DOCUMENT_BYTES = 2**18  # of JSON, all documents together
 
 
-def _check_size(value: Any, limit: int) -> None:
-    """Refuse JSON that is longer than `limit` bytes."""
-    try:
-        size = len(orjson.dumps(value))
-    except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
-        raise PydanticCustomError("rule", "is nested too deeply") from None
-    if size > limit:
-        raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
-
-
-def _string_or_parts(value: Any) -> str | None:
-    return "$text" if isinstance(value, str) else "$parts" if isinstance(value, list) else None
-
-
 class TextPart(ClientModel):
     """One part of a message's content."""
 
@@ -57,10 +42,8 @@ class TextPart(ClientModel):
 
 
 Content = Annotated[
-    Annotated[str, Tag("$text")] | Annotated[list[TextPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$parts")],
-    Discriminator(
-        _string_or_parts, custom_error_type="shape", custom_error_message="a string or an array of text parts"
-    ),
+    Annotated[str, Tag("$string")] | Annotated[list[TextPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
+    json_type("a string or an array of text parts"),
 ]
 
 
@@ -210,17 +193,16 @@ class ChatCompletionRequest(GenerationRequest):
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
-        _check_size(variables, MAX_TEMPLATE_KWARGS)
+        check_size(variables, MAX_TEMPLATE_KWARGS)
         return variables
 
     @field_validator("documents")
     @classmethod
     def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        _check_size(documents, MAX_DOCUMENT_BYTES)
+        check_size(documents, MAX_DOCUMENT_BYTES)
         return documents
 
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
-        """Raise `InvalidRequest` for a variable that the operator does not let clients set; ``*`` lets them set all."""
         if "*" not in allowed and (refused := sorted(self.chat_template_kwargs.keys() - set(allowed))):
             raise InvalidRequest(
                 f"chat_template_kwargs.{refused[0][:40]} may not be set on this server; it takes "
@@ -238,10 +220,7 @@ class ChatCompletionRequest(GenerationRequest):
         return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
-        """`sampling`, with what the served model's syntax adds for a prompt that ends with `prompt_end`.
-
-        A call that is required is a grammar, and tags that are special tokens have to be in the text.
-        """
+        """A call that is required is a grammar, and tags that are special tokens have to be in the text."""
         return structs.replace(
             sampling,
             structured_output=syntax.grammar(self.tool_use, sampling.structured_output, prompt_end=prompt_end),
@@ -249,7 +228,6 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's refusal of this request, with the fields called what this client calls them."""
         if error.param == "structured_output" and self._tools_give_the_grammar:
             error = InvalidRequest(str(error).replace("structured_output", "tools"), param="tools", code=error.code)
         return super().in_client_words(error)
@@ -260,7 +238,6 @@ class ChatCompletionRequest(GenerationRequest):
         return tools is not None and (tools.choice == "required" or not self.grammars_asked_for)
 
     def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
-        """How the answer is read, if the prompt ends with `prompt_end`."""
         return syntax.message_format(
             self.tool_use,
             prompt_end=prompt_end,

@@ -7,52 +7,27 @@ between the two endpoints (where max_tokens and logprobs come from, what the fie
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
-from engine.messages import (
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
-from protocol.body import ClientModel, at_most, fail_fast
+from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
+from protocol.body import ClientModel, at_most, json_type
 from protocol.message_parts import MessageFormat
-from protocol.openai.logprobs import TokenBytes
-from protocol.openai.output import ChunkStream, Collector, Head, WireFormat
+from protocol.message_syntax import MessageSyntax
+from protocol.openai.output import WireFormat
 from protocol.openai.prompt_parts import PromptParts
 from protocol.openai.structured import StructuredOutputFields
+from protocol.request_fields import CacheSalt, RequestFields, RequestId, TokenIds
 
-MAX_PRIORITY = 2**31 - 1
 MAX_PROMPT_LOGPROBS = 2**21  # of one response; about 200 MB while it is made
 
 
-def _token_ids_as_keys(value: Any) -> Any:
-    # JSON has string keys only. The pattern is narrower than int(): no signs, blanks, underscores, other digits.
-    if not isinstance(value, dict):
-        return value
-    for key in value:
-        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
-            raise PydanticCustomError("rule", 'must map token ids to a bias, as in {"123": -100}')
-    return {int(key): bias for key, bias in value.items()}
-
-
-def _string_or_list(value: Any) -> str | None:
-    return "$one" if isinstance(value, str) else "$many" if isinstance(value, list) else None
-
-
-# Validators that run before others are called from right to left: sizes first.
-LogitBias = Annotated[dict[int, float], BeforeValidator(_token_ids_as_keys), at_most(MAX_LOGIT_BIAS, "entries")]
-TokenIds = Annotated[list[int], fail_fast]
 StopStrings = Annotated[
-    Annotated[str, Tag("$one")] | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries"), Tag("$many")],
-    Discriminator(_string_or_list, custom_error_type="shape", custom_error_message="a string or an array of strings"),
+    Annotated[str, Tag("$string")] | Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries"), Tag("$array")],
+    json_type("a string or an array of strings"),
 ]
 
 
@@ -67,8 +42,8 @@ class StreamOptions(ClientModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(StructuredOutputFields):
-    """What chat and completions requests have in common. `model` None means the model that is served."""
+class GenerationRequest(RequestFields, StructuredOutputFields):
+    """What chat and completions requests have in common."""
 
     wire: ClassVar[WireFormat]
     prompt_field: ClassVar[str]
@@ -92,25 +67,12 @@ class GenerationRequest(StructuredOutputFields):
         "xtc_probability": (0,),
     }
 
-    model: str | None = None
     max_tokens: int | None = None
-    min_tokens: int = 0
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: LogitBias | None = None
-    seed: int | None = None
     allowed_token_ids: Annotated[TokenIds, at_most(MAX_ALLOWED_TOKEN_IDS, "entries")] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "entries")] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # without effect: tokenizers' decoders put none
     echo: bool = False
@@ -119,13 +81,9 @@ class GenerationRequest(StructuredOutputFields):
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
     truncation_side: Literal["left", "right"] = "left"  # what is cut off
-    cache_salt: str | None = Field(default=None, pattern=r"^[^@/\\\x00]{1,128}$")
-    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-    stream: bool = False
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     stream_options: StreamOptions | None = None
-    timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
-    ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
-    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -139,6 +97,20 @@ class GenerationRequest(StructuredOutputFields):
                 param="prompt_logprobs",
             )
         return self
+
+    def translate(self) -> Self:
+        return self
+
+    def check_template_kwargs(self, allowed: Collection[str]) -> None:
+        """Raise `InvalidRequest` for a variable of the template that the operator does not let clients set."""
+
+    def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
+        """`sampling`, with what the served model's syntax adds for a prompt that ends with `prompt_end`."""
+        return sampling
+
+    def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
+        """How the answer is read, if the prompt ends with `prompt_end`: as nothing but text, unless it is a message."""
+        return MessageFormat()
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
         """Raise `InvalidRequest` if the log-probabilities of so many prompt tokens would fill the memory."""
@@ -181,49 +153,6 @@ class GenerationRequest(StructuredOutputFields):
         """The text that `echo` puts before the answer to each prompt."""
         raise NotImplementedError
 
-    def chunk_stream(
-        self,
-        head: Head,
-        token_bytes: TokenBytes,
-        prompt_tokens: Sequence[int] = (),
-        parts: PromptParts | None = None,
-        *,
-        message_format: MessageFormat | None = None,
-    ) -> ChunkStream:
-        """What turns this request's outputs into its event stream. `prompt_tokens` are the lengths of its prompts."""
-        options = self.stream_options or StreamOptions()
-        return ChunkStream(
-            self.wire,
-            head,
-            token_bytes,
-            n=self.n,
-            prompt_tokens=prompt_tokens,
-            include_usage=options.include_usage,
-            continuous_usage=options.include_usage and options.continuous_usage_stats,
-            parts=parts,
-            as_token_ids=self.return_tokens_as_token_ids,
-            message_format=message_format,
-        )
-
-    def collector(
-        self,
-        head: Head,
-        token_bytes: TokenBytes,
-        parts: PromptParts | None = None,
-        *,
-        message_format: MessageFormat | None = None,
-    ) -> Collector:
-        """What turns this request's outputs into its one response body."""
-        return Collector(
-            self.wire,
-            head,
-            token_bytes,
-            n=self.n,
-            parts=parts,
-            as_token_ids=self.return_tokens_as_token_ids,
-            message_format=message_format,
-        )
-
     def to_sampling_params(self, vocab_size: int) -> SamplingParams:
         """The decoding knobs, checked. Raises `InvalidRequest` whose message and param use this endpoint's names.
 
@@ -232,30 +161,21 @@ class GenerationRequest(StructuredOutputFields):
         name, max_tokens = self._max_tokens()
         if max_tokens == 0 and not self.may_generate_nothing:
             raise InvalidRequest(f"{name} must be in [1, {2**31 - 1}], got 0.", param=name)
-        params = SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias or None,
-            seed=None if self.seed == -1 else self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            logprobs=self._logprobs()[1],
-            skip_special_tokens=self.skip_special_tokens,
-            structured_output=self.structured_output()[1],
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            bad_words=tuple(self.bad_words),
-            prompt_logprobs=_larger(self.prompt_logprobs, self._echo_logprobs()),
-        )
+        names = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
+        fields = {name: getattr(self, name) for name in names} | {
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "logit_bias": self.logit_bias or None,
+            "seed": None if self.seed == -1 else self.seed,
+            "max_tokens": max_tokens,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
+            "logprobs": self._logprobs()[1],
+            "structured_output": self.structured_output()[1],
+            "prompt_logprobs": _larger(self.prompt_logprobs, self._echo_logprobs()),
+        }
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        }
+        params = SamplingParams(**values)
         try:
             params.check(vocab_size)
         except InvalidRequest as error:

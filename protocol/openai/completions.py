@@ -12,9 +12,10 @@ from pydantic import Discriminator, Tag, model_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import at_most, fail_fast
-from protocol.openai.common import GenerationRequest, TokenIds
+from protocol.openai.common import GenerationRequest
 from protocol.openai.logprobs import CompletionLogprobs
 from protocol.openai.output import WireFormat
+from protocol.request_fields import TokenIds
 
 MAX_PROMPTS = 1024
 
@@ -46,11 +47,24 @@ Prompt = Annotated[
 ]
 
 
-def prompt_list(prompt: Prompt) -> list[str | TokenIds]:
-    """The prompts of a field that takes one or several."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    return cast("list[str | TokenIds]", prompt)
+Prompts = Sequence[str | list[int]]
+
+
+def prompt_list(prompt: Prompt, param: str) -> Prompts:
+    """The prompts of a field that takes one or several. Raises `InvalidRequest` if there is none, or an empty one."""
+    one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    prompts = cast("Prompts", [prompt] if one else prompt)
+    if not prompts or not all(prompts):
+        raise InvalidRequest(f"{param} must not be empty: it needs at least one token.", param=param)
+    return prompts
+
+
+def check_token_ids(prompts: Prompts, vocab_size: int, param: str) -> None:
+    """Raise `InvalidRequest` for an id that the model does not have."""
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+            raise InvalidRequest(f"{param} must hold token ids in [0, {vocab_size - 1}], got {wrong}.", param=param)
 
 
 COMPLETION = WireFormat(
@@ -86,9 +100,7 @@ class CompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _prompts_can_run(self) -> Self:
-        prompts = self._prompt_list()
-        if not prompts or not all(prompts):
-            raise InvalidRequest("prompt must not be empty: it needs at least one token.", param="prompt")
+        prompt_list(self.prompt, "prompt")
         return self
 
     @model_validator(mode="after")
@@ -100,25 +112,17 @@ class CompletionRequest(GenerationRequest):
             )
         return self
 
-    def prompts(self, vocab_size: int) -> list[str | TokenIds]:
+    def prompts(self, vocab_size: int) -> Prompts:
         """The prompts, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
-        prompts = self._prompt_list()
-        for prompt in prompts:
-            if not isinstance(prompt, str) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
-                wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-                raise InvalidRequest(
-                    f"prompt must hold token ids in [0, {vocab_size - 1}], got {wrong}.", param="prompt"
-                )
+        prompts = prompt_list(self.prompt, "prompt")
+        check_token_ids(prompts, vocab_size, "prompt")
         return prompts
-
-    def _prompt_list(self) -> list[str | TokenIds]:
-        return prompt_list(self.prompt)
 
     def echo_texts(self, decode: Callable[[list[int]], str], prompts: Sequence[list[int]]) -> list[str]:
         whole = self.truncate_prompt_tokens is None
         return [
             given if isinstance(given, str) and whole else decode(token_ids)
-            for given, token_ids in zip(self._prompt_list(), prompts, strict=True)
+            for given, token_ids in zip(prompt_list(self.prompt, "prompt"), prompts, strict=True)
         ]
 
     def _logprobs(self) -> tuple[str, int | None]:

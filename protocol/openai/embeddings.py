@@ -18,9 +18,11 @@ from pydantic import Field, model_validator
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
 from protocol.body import ClientModel
-from protocol.openai.common import MAX_PRIORITY, GenerationRequest
-from protocol.openai.completions import Prompt, prompt_list
-from protocol.openai.output import Head, UsageMeter, raise_if_failed
+from protocol.openai.common import GenerationRequest
+from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
+from protocol.openai.output import UsageMeter
+from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId
+from protocol.writers import AnswerContext, raise_if_failed
 
 
 class PrefillRequest(GenerationRequest):
@@ -53,25 +55,20 @@ class EmbeddingRequest(ClientModel):
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] = "left"
-    cache_salt: str | None = Field(default=None, pattern=r"^[^@/\\\x00]{1,128}$")
-    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     timeout: float | None = Field(default=None, gt=0)
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     @model_validator(mode="after")
     def _inputs_can_run(self) -> Self:
-        inputs = self._inputs()
-        if not inputs or not all(inputs):
-            raise InvalidRequest("input must not be empty: it needs at least one token.", param="input")
+        prompt_list(self.input, "input")
         return self
 
-    def inputs(self, vocab_size: int) -> list[str | list[int]]:
+    def inputs(self, vocab_size: int) -> Prompts:
         """The inputs, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
-        inputs = self._inputs()
-        for each in inputs:
-            if not isinstance(each, str) and not (min(each) >= 0 and max(each) < vocab_size):
-                wrong = min(each) if min(each) < 0 else max(each)
-                raise InvalidRequest(f"input must hold token ids in [0, {vocab_size - 1}], got {wrong}.", param="input")
+        inputs = prompt_list(self.input, "input")
+        check_token_ids(inputs, vocab_size, "input")
         return inputs
 
     def check_dimensions(self, available: int) -> None:
@@ -86,21 +83,17 @@ class EmbeddingRequest(ClientModel):
         names = PrefillRequest.model_fields.keys() & self.model_fields_set
         return PrefillRequest(**{name: getattr(self, name) for name in names})
 
-    def _inputs(self) -> list[str | list[int]]:
-        return prompt_list(self.input)
 
+class EmbeddingBodyWriter:
+    """Makes the response body."""
 
-class EmbeddingWriter:
-    """Makes the response body: `feed` every output, then `body`."""
-
-    def __init__(self, request: EmbeddingRequest, head: Head) -> None:
+    def __init__(self, request: EmbeddingRequest, answer: AnswerContext) -> None:
         self._request = request
-        self._head = head
+        self._head = answer.head
         self._meter = UsageMeter(1)
         self._vectors: dict[int, bytes] = {}
 
-    def feed(self, output: RequestOutput) -> None:
-        """Take in a part. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> None:
         raise_if_failed(output)
         self._meter.add(output)
         if output.embedding is not None:

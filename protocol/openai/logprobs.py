@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.messages import TokenLogprobs
-
-TokenBytes = Callable[[int], bytes]
-"""The bytes that a token id stands for: not always whole characters."""
+from protocol.message_parts import TokenBytes
 
 LogprobsWriter = Callable[[Sequence[TokenLogprobs]], dict[str, Any]]
 

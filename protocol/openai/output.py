@@ -1,11 +1,8 @@
 """What chat and completions do alike with `RequestOutput`: stream it as chunks, collect it, count usage.
 
-The two differ in data, not in steps: a `WireFormat` says how a choice spells its text. `ChunkStream` is on the
+The two differ in data, not in steps: a `WireFormat` says how a choice spells its text. `ChoicesStreamWriter` is on the
 per-token path: without logprobs and running usage, a chunk costs one `orjson.dumps` of its text between two byte
 strings made once per choice.
-
-Neither class does I/O or knows time. Both raise `ApiError` for an output that failed (`FinishReason.ERROR`, `TIMEOUT`):
-before the first byte the app answers it as plain JSON, after it as an error frame.
 """
 
 from __future__ import annotations
@@ -13,29 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
-from protocol.errors import ApiError, deadline_exceeded
-from protocol.message_parts import ContentDelta, MessageFormat, MessageParser, MessagePart, join
-from protocol.openai.logprobs import LogprobsWriter, TokenBytes
+from protocol.errors import ApiError
+from protocol.message_parts import ContentDelta, MessageParser, MessagePart, TokenBytes, join
+from protocol.openai.logprobs import LogprobsWriter
 from protocol.openai.long_lists import joined, pieces, written
 from protocol.openai.message import delta, message_fields
-from protocol.openai.prompt_parts import PromptParts
 from protocol.sse import DONE, data_frame
+from protocol.writers import AnswerContext, raise_if_failed
+
+if TYPE_CHECKING:
+    from protocol.openai.common import GenerationRequest
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 """The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
-
-
-class Head(NamedTuple):
-    """What every chunk of a response repeats. `created` is in Unix seconds."""
-
-    id: str
-    created: int
-    model: str
 
 
 @dataclass(frozen=True)
@@ -101,43 +93,45 @@ class UsageMeter:
         }
 
 
-class ChunkStream:
-    """Makes the event stream of one request: `feed` every output, then `end`.
+class _ChoicesWriter:
+    def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
+        self._wire = request.wire
+        self._n = request.n
+        self._answer = answer
+        self._parts = request.prompt_parts(answer.prompts, answer.decode)
+        self._has_token_ids = request.return_token_ids
+        self._meter = UsageMeter(request.n, list(map(len, answer.prompts)))
+        self._as_token_ids = request.return_tokens_as_token_ids
+
+    def _new_logprobs_writer(self) -> LogprobsWriter:
+        return self._wire.logprobs(self._answer.token_bytes, self._as_token_ids)
+
+    def _new_parser(self) -> MessageParser | None:
+        return None if self._answer.message_format.is_plain else self._answer.parser()
+
+    def _begin(self, output: RequestOutput) -> RequestOutput:
+        """The first output of a choice, after what is repeated of its prompt."""
+        if self._parts is None:
+            return output
+        return self._parts.begin(output, output.index // self._n, self._answer.token_bytes)
+
+
+class ChoicesStreamWriter(_ChoicesWriter):
+    """Makes the event stream of one request.
 
     Each choice gets its opening chunk with its first output, one chunk per output that brings text or logprobs, and
-    one chunk with the finish reason and no text. With a `message_format` that is not plain, text is read into the parts
+    one chunk with the finish reason and no text. With a message format that is not plain, text is read into the parts
     of a message and each part is a chunk.
     """
 
-    def __init__(
-        self,
-        wire: WireFormat,
-        head: Head,
-        token_bytes: TokenBytes,
-        *,
-        n: int = 1,
-        prompt_tokens: Sequence[int] = (),
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-        parts: PromptParts | None = None,
-        as_token_ids: bool = False,
-        message_format: MessageFormat | None = None,
-    ) -> None:
-        self._wire = wire
-        self._n = n
-        self._parts = parts
-        self._as_token_ids = as_token_ids
-        self._has_token_ids = parts is not None and parts.return_token_ids
-        self._message_format = _unless_plain(message_format)
-        self._head = head
-        self._token_bytes = token_bytes
-        self._include_usage = include_usage
-        self._continuous_usage = continuous_usage
-        self._meter = UsageMeter(n, prompt_tokens)
+    def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
+        super().__init__(request, answer)
+        options = request.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._choices: dict[int, _StreamedChoice] = {}
 
-    def feed(self, output: RequestOutput) -> bytes:
-        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> bytes:
         self._meter.add(output)
         raise_if_failed(output)
         index = output.index
@@ -148,9 +142,8 @@ class ChunkStream:
             choice = self._choices[index] = self._open(index)
             if self._wire.opening is not None:
                 frames.append(self._frame(index, self._wire.opening))
-            if self._parts is not None:
-                output = self._parts.begin(output, index // self._n, self._token_bytes)
-                prompt_token_ids = self._parts.token_ids[index // self._n]
+            output = self._begin(output)
+            prompt_token_ids = self._answer.prompts[index // self._n]
         if choice.parser is not None:
             frames += self._message_parts(choice, choice.parser, output, prompt_token_ids)
         elif output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
@@ -165,17 +158,14 @@ class ChunkStream:
             frames.append(self._frame(index, self._wire.closing, finish=finish))
         return b"".join(frames)
 
-    def end(self) -> bytes:
+    def finish_stream(self) -> bytes:
         """The usage chunk if the client asked for it, and `[DONE]`."""
         if not self._include_usage:
             return DONE
         return data_frame(orjson.dumps(self._chunk([], self._meter.usage()))) + DONE
 
-    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
-        """How the stream ends instead if something goes wrong: an error frame with the usage so far, and `[DONE]`.
-
-        `unsent` are outputs that will not be fed any more; they have been used all the same.
-        """
+    def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
+        """An error frame with the usage so far, `unsent` included, and `[DONE]`."""
         for output in unsent:
             self._meter.add(output)
         return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
@@ -204,9 +194,7 @@ class ChunkStream:
         # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
         hole = "\0"
         prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
-        parser = self._message_format.parser(self._token_bytes) if self._message_format else None
-        write_logprobs = self._wire.logprobs(self._token_bytes, self._as_token_ids)
-        return _StreamedChoice(prefix, suffix, write_logprobs, parser)
+        return _StreamedChoice(prefix, suffix, self._new_logprobs_writer(), self._new_parser())
 
     def _frame(
         self,
@@ -227,51 +215,31 @@ class ChunkStream:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk = {
-            "id": self._head.id,
+            "id": self._answer.head.id,
             "object": self._wire.chunk_object,
-            "created": self._head.created,
-            "model": self._head.model,
+            "created": self._answer.head.created,
+            "model": self._answer.head.model,
             "choices": choices,
         }
         # Without include_usage the key is absent: some clients take its presence for the last chunk.
         return {**chunk, "usage": usage} if self._include_usage else chunk
 
 
-class Collector:
-    """Makes the whole response of one request that does not stream: `feed` every output, then `body`."""
+class ChoicesBodyWriter(_ChoicesWriter):
+    """Makes the whole response of one request that does not stream."""
 
-    def __init__(
-        self,
-        wire: WireFormat,
-        head: Head,
-        token_bytes: TokenBytes,
-        *,
-        n: int = 1,
-        parts: PromptParts | None = None,
-        as_token_ids: bool = False,
-        message_format: MessageFormat | None = None,
-    ) -> None:
-        self._wire = wire
-        self._n = n
-        self._parts = parts
-        self._as_token_ids = as_token_ids
-        self._message_format = _unless_plain(message_format)
-        self._head = head
-        self._token_bytes = token_bytes
-        self._meter = UsageMeter(n)
+    def __init__(self, request: GenerationRequest, answer: AnswerContext) -> None:
+        super().__init__(request, answer)
         self._choices: dict[int, _CollectedChoice] = {}
 
-    def feed(self, output: RequestOutput) -> None:
-        """Take in the next part of a choice. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> None:
         raise_if_failed(output)
         self._meter.add(output)
         choice = self._choices.get(output.index)
         if choice is None:
-            parser = self._message_format.parser(self._token_bytes) if self._message_format else None
-            choice = self._choices[output.index] = _CollectedChoice(parser)
-            if self._parts is not None:
-                output = self._parts.begin(output, output.index // self._n, self._token_bytes)
-                choice.prompt_logprobs = output.prompt_logprobs
+            choice = self._choices[output.index] = _CollectedChoice(self._new_parser())
+            choice.prompt_logprobs = output.prompt_logprobs
+            output = self._begin(output)
         if choice.parser is not None:
             choice.parts += choice.parser.read(output)
             self._meter.add_reasoning(output.index, choice.parser.num_reasoning_tokens)
@@ -290,10 +258,10 @@ class Collector:
         """The response body, choices in the order of their index."""
         indices = sorted(self._choices)
         body = {
-            "id": self._head.id,
+            "id": self._answer.head.id,
             "object": self._wire.full_object,
-            "created": self._head.created,
-            "model": self._head.model,
+            "created": self._answer.head.created,
+            "model": self._answer.head.model,
             "choices": [self._choice(index, self._choices[index]) for index in indices],
             "usage": self._meter.usage(),
             **self._wire.body_nulls,
@@ -303,19 +271,18 @@ class Collector:
         return orjson.dumps(body)
 
     def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
-        write_logprobs = self._wire.logprobs(self._token_bytes, self._as_token_ids)
         text = self._wire.full_text("".join(choice.text))
         if choice.parser is not None:
             text["message"] |= message_fields(choice.parts)
         body = {
             "index": index,
             **text,
-            "logprobs": None if choice.logprobs is None else written(write_logprobs, choice.logprobs),
+            "logprobs": None if choice.logprobs is None else written(self._new_logprobs_writer(), choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._wire.choice_nulls,
         }
-        if self._parts is not None and self._parts.return_token_ids:
+        if self._has_token_ids:
             body["token_ids"] = choice.token_ids
         return body | self._of_prompt(index) if self._wire.prompt_in_choice else body
 
@@ -323,11 +290,11 @@ class Collector:
         """What the client wants to see again of a choice's prompt."""
         parts = self._parts
         found: dict[str, Any] = {}
-        if parts is not None and parts.return_token_ids:
-            found["prompt_token_ids"] = parts.token_ids[index // self._n]
+        if self._has_token_ids:
+            found["prompt_token_ids"] = self._answer.prompts[index // self._n]
         if parts is not None and parts.prompt_logprobs is not None:
             entries = self._choices[index].prompt_logprobs or ()
-            told = (parts.logprobs_of(piece, self._token_bytes) for piece in pieces(entries))
+            told = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries))
             found["prompt_logprobs"] = joined(chain([[None]], told))
         return found
 
@@ -337,23 +304,6 @@ def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str
     if reason is FinishReason.STOP and parser and parser.num_tool_calls and not parser.message_format.call_is_named:
         return "tool_calls"
     return FINISH_REASONS[reason]
-
-
-def _unless_plain(message_format: MessageFormat | None) -> MessageFormat | None:
-    return None if message_format is None or message_format.is_plain else message_format
-
-
-def raise_if_failed(output: RequestOutput) -> None:
-    """Raise the `ApiError` of an output that ended in failure, or InvalidRequest if the client has to change something.
-
-    `output.error` is for the log and stays out of it.
-    """
-    if output.finish_reason is FinishReason.TIMEOUT:
-        raise deadline_exceeded("The request cannot be done within its deadline.")
-    if output.refusal is not None:
-        raise output.refusal.as_error()
-    if output.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
 
 
 class _StreamedChoice(NamedTuple):

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from engine.messages import RequestOutput, TokenLogprobs
-from protocol.openai.logprobs import FIRST_HIDDEN, FIRST_SHOWN, TokenBytes, finite, spelled
+from protocol.message_parts import TokenBytes
+from protocol.openai.logprobs import FIRST_HIDDEN, FIRST_SHOWN, finite, spelled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
 from protocol import structured
-from protocol.body import ClientModel, at_most, fail_fast
+from protocol.body import ClientModel, at_most, fail_fast, json_type, type_tag
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -37,14 +37,6 @@ def _from_json(value: Any) -> Any:
         ) from None
 
 
-def _object_or_bool(value: Any) -> str | None:
-    return "$object" if isinstance(value, dict) else "$bool" if isinstance(value, bool) else None
-
-
-def _type_of(value: Any) -> str | None:
-    return f"${value.get('type')}" if isinstance(value, dict) else None
-
-
 def _known_type(value: Any) -> Any:
     known = ("text", "json_object", "json_schema", "structural_tag")
     if isinstance(value, dict) and value.get("type") not in known:
@@ -54,9 +46,7 @@ def _known_type(value: Any) -> Any:
 
 Schema = Annotated[
     Annotated[dict[str, Any], Tag("$object")] | Annotated[bool, Tag("$bool")],
-    Discriminator(
-        _object_or_bool, custom_error_type="shape", custom_error_message="a JSON Schema: an object, true or false"
-    ),
+    json_type("a JSON Schema: an object, true or false"),
     BeforeValidator(_from_json),
 ]
 Text = Annotated[str, Field(min_length=1)]
@@ -129,7 +119,7 @@ ResponseFormat = Annotated[
     | Annotated[JsonObjectFormat, Tag("$json_object")]
     | Annotated[JsonSchemaFormat, Tag("$json_schema")]
     | Annotated[StructuralTagFormat, Tag("$structural_tag")],
-    Discriminator(_type_of, custom_error_type="shape", custom_error_message="an object with a type"),
+    Discriminator(type_tag, custom_error_type="shape", custom_error_message="an object with a type"),
     BeforeValidator(_known_type),
 ]
 

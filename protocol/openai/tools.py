@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Discriminator, Field, Tag, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, Tag, field_validator
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, fail_fast
+from protocol.body import ClientModel, at_most, check_size, fail_fast, json_type
 from protocol.tools.functions import Function, ToolUse
 
 MAX_TOOLS = 128
@@ -34,12 +33,7 @@ class FunctionDefinition(ClientModel):
     @field_validator("parameters")
     @classmethod
     def _parameters_are_small(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        try:
-            size = len(orjson.dumps(parameters))
-        except orjson.JSONEncodeError:  # it was read from JSON, so the only thing left is the depth
-            raise PydanticCustomError("rule", "is nested too deeply") from None
-        if size > MAX_PARAMETERS:
-            raise PydanticCustomError("rule", f"takes at most {MAX_PARAMETERS} bytes of JSON, got {size}")
+        check_size(parameters, MAX_PARAMETERS)
         return parameters
 
 
@@ -63,18 +57,10 @@ class NamedToolChoice(ClientModel):
     function: FunctionChoice
 
 
-def _word_or_object(value: Any) -> str | None:
-    return "$word" if isinstance(value, str) else "$object" if isinstance(value, dict) else None
-
-
 Tools = Annotated[list[ToolDefinition], fail_fast, at_most(MAX_TOOLS, "functions"), Field(min_length=1)]
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$word")] | Annotated[NamedToolChoice, Tag("$object")],
-    Discriminator(
-        _word_or_object,
-        custom_error_type="shape",
-        custom_error_message='none, auto, required or {"type": "function", "function": {"name": "..."}}',
-    ),
+    Annotated[Literal["none", "auto", "required"], Tag("$string")] | Annotated[NamedToolChoice, Tag("$object")],
+    json_type('none, auto, required or {"type": "function", "function": {"name": "..."}}'),
 ]
 
 

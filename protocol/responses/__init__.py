@@ -1,7 +1,9 @@
 """OpenAI's Responses API, translated to a chat request and back.
 
+dialect         the record
 request         the request bodies, and the chat requests that they mean
 items           what a conversation is made of, and its way into chat messages
 truncation      what is left of a conversation that is too long
 output          the response object and its events
+answers         the shapes of answers, for /openapi.json
 """

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
-from protocol.dialect import known_types, type_tag
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast, json_type, known_types, type_tag
 from protocol.errors import ApiError
 
 MAX_ITEMS = 16384
@@ -58,15 +57,9 @@ _Part = Annotated[
 ]
 
 
-def _string_or_parts(value: Any) -> str | None:
-    return "$string" if isinstance(value, str) else "$parts" if isinstance(value, list) else None
-
-
 Content = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$parts")],
-    Discriminator(
-        _string_or_parts, custom_error_type="shape", custom_error_message="a string or an array of text parts"
-    ),
+    Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
+    json_type("a string or an array of text parts"),
 ]
 
 

@@ -1,6 +1,6 @@
 """The response object and its events.
 
-One `ResponseWriter` serves both kinds of answers: it grows the response item by item from the parts of the message
+One writer serves both kinds of answers: it grows the response item by item from the parts of the message
 (`protocol.message_parts`) and makes the events as it goes. So the items of the last event are those that were streamed,
 and those of an answer that was not.
 """
@@ -25,9 +25,9 @@ from protocol.message_parts import (
     ToolCallStart,
 )
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.output import Head, raise_if_failed
 from protocol.responses.items import item_id, message_item, reasoning_item
 from protocol.sse import event_frame
+from protocol.writers import Head, raise_if_failed
 
 _TEXT_DELTA = (
     b"event: response.output_text.delta\n"
@@ -68,8 +68,8 @@ class _OpenItem:
         }
 
 
-class ResponseWriter:
-    """Makes the response to one request: `read_with`, `feed` every output, then `end` or, for one piece, `body`.
+class ResponseStreamWriter:
+    """Makes the response to one request, after `read_with`.
 
     `echo` is what the response says about its request. `done` is told when the response has ended, also if it failed.
     """
@@ -99,8 +99,7 @@ class ResponseWriter:
         self._parser = parser
         return self
 
-    def feed(self, output: RequestOutput) -> bytes:
-        """The frames that `output` gives, possibly none. Raises `ApiError` if the output failed."""
+    def feed_output(self, output: RequestOutput) -> bytes:
         raise_if_failed(output)
         assert self._parser is not None
         frames = self._begin() if self._last is None else []
@@ -111,17 +110,11 @@ class ResponseWriter:
             frames += self._part(part)
         return b"".join(frames)
 
-    def end(self) -> bytes:
-        """The last frames."""
-        frames, response = self._finish()
+    def finish_stream(self) -> bytes:
+        frames, response = self._finish_response()
         return b"".join([*frames, self._event(f"response.{response['status']}", response=response)])
 
-    def body(self) -> bytes:
-        """The response body."""
-        return orjson.dumps(self._finish()[1])
-
-    def fail(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
-        """How the stream ends instead if something goes wrong. `unsent` has been generated and is only counted."""
+    def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
         frames = self._begin() if self._last is None else []
         for output in unsent:
             self._last = output
@@ -154,7 +147,7 @@ class ResponseWriter:
             **fields,
         }
 
-    def _finish(self) -> tuple[list[bytes], dict[str, Any]]:
+    def _finish_response(self) -> tuple[list[bytes], dict[str, Any]]:
         assert self._last is not None
         is_whole = self._last.finish_reason is FinishReason.STOP
         frames = []
@@ -280,16 +273,8 @@ class ResponseWriter:
         }
 
 
-class ResponseBodyWriter:
-    """A `ResponseWriter` whose answer goes out in one piece."""
-
-    def __init__(self, writer: ResponseWriter) -> None:
-        self._writer = writer
-
-    def feed(self, output: RequestOutput) -> None:
-        """Take in the next part of the answer. Raises `ApiError` if the output failed."""
-        self._writer.feed(output)
+class ResponseBodyWriter(ResponseStreamWriter):
+    """The same in one piece: what would have been streamed is made and not sent."""
 
     def body(self) -> bytes:
-        """The response body."""
-        return self._writer.body()
+        return orjson.dumps(self._finish_response()[1])

@@ -9,10 +9,10 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, fail_fast
-from protocol.dialect import DialectRequest, TranslatedChat, check_type, known_types, translated, type_tag
+from protocol.body import ClientModel, at_most, check_type, fail_fast, json_type, known_types, type_tag
 from protocol.openai.common import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
+from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MAX_TOOLS = 128
 MAX_METADATA = 16  # entries
@@ -150,10 +150,6 @@ class Reasoning(ClientModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-def _string_or_items(value: Any) -> str | None:
-    return "$string" if isinstance(value, str) else "$items" if isinstance(value, list) else None
-
-
 def _found(number: int, reference: ItemReference, find: FindItem) -> Item:
     item = find(reference)
     if item is None:
@@ -180,10 +176,7 @@ class InputTokensRequest(DialectRequest):
     }
 
     input: Annotated[
-        Annotated[str, Tag("$string")] | Annotated[Items, Tag("$items")],
-        Discriminator(
-            _string_or_items, custom_error_type="shape", custom_error_message="a string or an array of items"
-        ),
+        Annotated[str, Tag("$string")] | Annotated[Items, Tag("$array")], json_type("a string or an array of items")
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -202,17 +195,15 @@ class InputTokensRequest(DialectRequest):
             for number, item in enumerate(self.input)
         ]
 
-    def to_chat(self, items: Sequence[Item]) -> ResponsesChat:
-        """The chat request that this means. `items` is the whole conversation, without instructions.
-
-        Raises `ApiError` 400 and `InvalidRequest`.
-        """
+    def translate(self, items: Sequence[Item] | None = None) -> ResponsesChat:
+        """`items` is the whole conversation, without instructions; by default, what the request itself says."""
+        items = self.items() if items is None else items
         if not items:
             raise InvalidRequest("input must have at least one item.", param="input")
         messages = chat_messages(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        return translated(ResponsesChat, {**self.chat_fields(), "messages": messages})
+        return chat_request(ResponsesChat, {**self.chat_fields(), "messages": messages})
 
     def chat_fields(self) -> dict[str, Any]:
         """This request's fields as chat's."""
@@ -299,24 +290,24 @@ class ResponsesRequest(InputTokensRequest):
         """What the response object says about the request it answers: every key, null where nothing was asked for."""
         return {
             "background": False,
-            "frequency_penalty": self.frequency_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "presence_penalty": self.presence_penalty or 0.0,
+            "presence_penalty": self.presence_penalty,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": self.reasoning.model_dump(),
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools],
             "top_logprobs": self.top_logprobs,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": self.top_p,
             "truncation": self.truncation,
             "user": self.user,
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -13,10 +15,12 @@ from protocol.message_parts import (
     MessageParser,
     MessagePart,
     ReasoningDelta,
+    TokenBytes,
     ToolCallArguments,
     ToolCallStart,
 )
-from tests.protocol.wire_helpers import output, texts, token_bytes
+from protocol.writers import AnswerContext
+from tests.protocol.wire_helpers import answer, output, texts, token_bytes
 
 
 class ScriptedParser(MessageParser):
@@ -34,6 +38,19 @@ class ScriptedParser(MessageParser):
         parts = list(self._script.pop(0))
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
         return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScriptedFormat(MessageFormat):
+    script: Sequence[Sequence[MessagePart]]
+
+    def parser(self, token_bytes: TokenBytes) -> MessageParser:
+        return ScriptedParser(self.script)
+
+
+def scripted(script: Sequence[Sequence[MessagePart]], **fields: Any) -> AnswerContext:
+    """The context of an answer that is read as the script says."""
+    return answer(message_format=_ScriptedFormat(script=script), **fields)
 
 
 @st.composite

@@ -13,30 +13,35 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json
 
 from engine.messages import FinishReason
-from protocol.anthropic.output import MessageEvents, MessageWriter
+from protocol.anthropic.messages import MessagesRequest
+from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
 from protocol.errors import ApiError
 from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
-from protocol.openai.output import Head
-from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
+from tests.protocol.message_scripts import outputs_for, scripted, scripts
 from tests.protocol.wire_helpers import output
 from tests.server.raw_client import sse_events
 
-HEAD = Head(id="msg_1", created=0, model="smol")
 EVENT = TypeAdapter(RawMessageStreamEvent)
 
 
+def request(show_thinking=True) -> MessagesRequest:
+    thinking = {"type": "adaptive", "display": "summarized" if show_thinking else "omitted"}
+    body = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
+    return MessagesRequest.model_validate(body)
+
+
 def message_of(script, *, show_thinking=True, **ending) -> dict[str, Any]:
-    writer = MessageWriter(HEAD, ScriptedParser(script), show_thinking=show_thinking)
+    writer = MessageBodyWriter(request(show_thinking), scripted(script))
     for each in outputs_for(script, **ending):
-        writer.feed(each)
+        writer.feed_output(each)
     body = writer.body()
     Message.model_validate_json(body, strict=True)
     return orjson.loads(body)
 
 
 def events_of(script, *, show_thinking=True, **ending) -> list[dict[str, Any]]:
-    stream = MessageEvents(HEAD, ScriptedParser(script), show_thinking=show_thinking)
-    frames = b"".join([*map(stream.feed, outputs_for(script, **ending)), stream.end()])
+    stream = MessageStreamWriter(request(show_thinking), scripted(script))
+    frames = b"".join([*map(stream.feed_output, outputs_for(script, **ending)), stream.finish_stream()])
     events = list(sse_events([frames]))
     for event in events:
         if event["type"] != "ping":
@@ -146,9 +151,9 @@ def test_an_output_that_failed_is_an_error_and_not_an_answer(reason):
 
 
 def test_a_stream_that_fails_ends_with_an_error_event():
-    stream = MessageEvents(HEAD, ScriptedParser(TEXT), request_id="r-1")
-    stream.feed(output("x"))
-    [event] = sse_events([stream.fail(ApiError(503, "Down."), [])])
+    stream = MessageStreamWriter(request(), scripted(TEXT, request_id="r-1"))
+    stream.feed_output(output("x"))
+    [event] = sse_events([stream.fail_stream(ApiError(503, "Down."), [])])
     error = ErrorResponse.model_validate(event, strict=True)
     assert error.error.type == "overloaded_error"
     assert error.error.message == "Down."

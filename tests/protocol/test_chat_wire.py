@@ -9,8 +9,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engine.messages import FinishReason
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatCompletionRequest
-from protocol.openai.output import Head
-from tests.protocol.wire_helpers import HEAD, events, generations, lp, output, texts, token_bytes
+from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
+from protocol.writers import Head
+from tests.protocol.wire_helpers import HEAD, answer, events, generations, lp, output, texts
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -20,15 +21,15 @@ def request(**fields):
 
 
 def stream(outputs, head=HEAD, **fields):
-    chunks = request(stream=True, **fields).chunk_stream(head, token_bytes)
-    return b"".join([chunks.feed(each) for each in outputs]) + chunks.end()
+    chunks = ChoicesStreamWriter(request(stream=True, **fields), answer(head=head))
+    return b"".join([chunks.feed_output(each) for each in outputs]) + chunks.finish_stream()
 
 
 def whole(outputs, **fields):
-    collector = request(**fields).collector(HEAD, token_bytes)
+    writer = ChoicesBodyWriter(request(**fields), answer())
     for each in outputs:
-        collector.feed(each)
-    return orjson.loads(collector.body())
+        writer.feed_output(each)
+    return orjson.loads(writer.body())
 
 
 def frame(choice, **extra):
@@ -54,8 +55,9 @@ def test_a_stream_is_role_then_text_then_an_empty_delta_with_the_finish_reason()
 @given(text=texts.filter(bool), head=st.builds(Head, id=texts, created=st.integers(0, 2**40), model=texts))
 @pytest.mark.parametrize("usage", [False, True])
 def test_spliced_frames_equal_the_straightforward_ones(usage, text, head):
-    chunks = request(stream=True, stream_options={"include_usage": usage}).chunk_stream(head, token_bytes)
-    chunks.feed(output(index=0))
+    body = request(stream=True, stream_options={"include_usage": usage})
+    chunks = ChoicesStreamWriter(body, answer(head=head))
+    chunks.feed_output(output(index=0))
     expected = {
         "id": head.id,
         "object": "chat.completion.chunk",
@@ -65,7 +67,7 @@ def test_spliced_frames_equal_the_straightforward_ones(usage, text, head):
     }
     if usage:
         expected["usage"] = None
-    assert chunks.feed(output(text)) == b"data: " + orjson.dumps(expected) + b"\n\n"
+    assert chunks.feed_output(output(text)) == b"data: " + orjson.dumps(expected) + b"\n\n"
 
 
 @settings(deadline=None)
@@ -141,9 +143,9 @@ def test_continuous_usage_grows_with_every_chunk():
 
 
 def test_an_output_without_text_makes_no_chunk_of_its_own():
-    chunks = request(stream=True).chunk_stream(HEAD, token_bytes)
-    chunks.feed(output(token_ids=[1]))
-    assert chunks.feed(output(token_ids=[2])) == b""
+    chunks = ChoicesStreamWriter(request(stream=True), answer())
+    chunks.feed_output(output(token_ids=[1]))
+    assert chunks.feed_output(output(token_ids=[2])) == b""
 
 
 def test_logprobs_of_held_back_text_are_sent_when_they_are_known():
@@ -185,12 +187,9 @@ def test_keys_that_sdk_users_read_are_there_as_null():
 @pytest.mark.parametrize(("finish", "status"), [(FinishReason.ERROR, 500), (FinishReason.TIMEOUT, 504)])
 def test_a_failed_output_is_an_error_and_not_an_answer(finish, status):
     failed = output(finish=finish, error="CUDA error at /home/someone/kernel.cu 0x7f00")
-    for feed in (
-        request(stream=True).chunk_stream(HEAD, token_bytes).feed,
-        request().collector(HEAD, token_bytes).feed,
-    ):
+    for writer in (ChoicesStreamWriter(request(stream=True), answer()), ChoicesBodyWriter(request(), answer())):
         with pytest.raises(ApiError) as caught:
-            feed(failed)
+            writer.feed_output(failed)
         assert caught.value.status == status
         assert caught.value.type == "server_error"
         assert "/" not in caught.value.message

@@ -10,7 +10,8 @@ from openai.types import Completion
 from engine.messages import FinishReason
 from protocol.openai.completions import CompletionRequest
 from protocol.openai.logprobs import CompletionLogprobs
-from tests.protocol.wire_helpers import HEAD, events, generations, lp, output, token_bytes
+from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
+from tests.protocol.wire_helpers import answer, events, generations, lp, output
 
 STOP = FinishReason.STOP
 
@@ -19,16 +20,20 @@ def request(**fields):
     return CompletionRequest.model_validate({"prompt": "Once", **fields})
 
 
+def answer_to(prompt="Once", **_):
+    return answer(1 if isinstance(prompt, str) else len(prompt))
+
+
 def stream(outputs, **fields):
-    chunks = request(stream=True, **fields).chunk_stream(HEAD, token_bytes)
-    return b"".join([chunks.feed(each) for each in outputs]) + chunks.end()
+    chunks = ChoicesStreamWriter(request(stream=True, **fields), answer_to(**fields))
+    return b"".join([chunks.feed_output(each) for each in outputs]) + chunks.finish_stream()
 
 
 def whole(outputs, **fields):
-    collector = request(**fields).collector(HEAD, token_bytes)
+    writer = ChoicesBodyWriter(request(**fields), answer_to(**fields))
     for each in outputs:
-        collector.feed(each)
-    return orjson.loads(collector.body())
+        writer.feed_output(each)
+    return orjson.loads(writer.body())
 
 
 def test_a_stream_has_no_role_chunk_and_ends_with_an_empty_text():

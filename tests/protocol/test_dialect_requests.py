@@ -22,12 +22,12 @@ SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
 
 def messages_chat(**fields: Any) -> MessagesChat:
     body = {"max_tokens": 2048, "messages": [USER], **fields}
-    return parse_body(MessagesRequest, orjson.dumps(body)).to_chat()
+    return parse_body(MessagesRequest, orjson.dumps(body)).translate()
 
 
 def responses_chat(**fields: Any) -> ResponsesChat:
     body = parse_body(ResponsesRequest, orjson.dumps({"input": "Hi", **fields}))
-    return body.to_chat(body.items())
+    return body.translate()
 
 
 def test_messages_say_it_in_chats_words():
@@ -159,7 +159,7 @@ def is_refused_or_taken(make, body: dict[str, Any]) -> None:
 @settings(deadline=None, max_examples=300)
 @given(body=damaged(MESSAGES))
 def test_no_messages_request_is_more_than_a_400(body):
-    is_refused_or_taken(lambda content: parse_body(MessagesRequest, content).to_chat(), body)
+    is_refused_or_taken(lambda content: parse_body(MessagesRequest, content).translate(), body)
 
 
 @settings(deadline=None, max_examples=300)
@@ -168,6 +168,6 @@ def test_no_responses_request_is_more_than_a_400(body):
     def make(content: bytes) -> ResponsesChat:
         request = parse_body(ResponsesRequest, content)
         assert orjson.dumps({**request.echo(), "context": [item.listed() for item in request.items()]})
-        return request.to_chat(request.items())
+        return request.translate()
 
     is_refused_or_taken(make, body)

@@ -12,7 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from engine.messages import FinishReason
 from protocol.message_syntax import MessageSyntax
 from protocol.openai.chat import ChatCompletionRequest
-from tests.protocol.wire_helpers import HEAD, events, lp, output, pieces_of, token_bytes
+from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
+from tests.protocol.wire_helpers import answer, events, lp, output, pieces_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 SYNTAX = MessageSyntax("<tool_call></think>", {}, knows_tools=True)
@@ -34,16 +35,16 @@ def request(**fields):
 
 def stream(outputs, **fields):
     body = request(stream=True, tools=TOOLS, **fields)
-    chunks = body.chunk_stream(HEAD, token_bytes, message_format=body.message_format(SYNTAX, b""))
-    return events(b"".join([chunks.feed(each) for each in outputs]) + chunks.end())
+    chunks = ChoicesStreamWriter(body, answer(message_format=body.message_format(SYNTAX, b"")))
+    return events(b"".join([chunks.feed_output(each) for each in outputs]) + chunks.finish_stream())
 
 
 def whole(outputs, **fields):
     body = request(tools=TOOLS, **fields)
-    collector = body.collector(HEAD, token_bytes, message_format=body.message_format(SYNTAX, b""))
+    writer = ChoicesBodyWriter(body, answer(message_format=body.message_format(SYNTAX, b"")))
     for each in outputs:
-        collector.feed(each)
-    return orjson.loads(collector.body())
+        writer.feed_output(each)
+    return orjson.loads(writer.body())
 
 
 def called(message):
@@ -140,12 +141,13 @@ def test_a_message_of_calls_alone_has_no_content():
 def test_reasoning_can_be_left_out_and_is_counted_all_the_same():
     spelled = [b"<think>", b"Hm.", b"</think>", b"Hi"]
     body = request(include_reasoning=False)
-    collector = body.collector(HEAD, spelled.__getitem__, message_format=body.message_format(SYNTAX, b""))
-    collector.feed(output("<think>Hm.</think>Hi", token_ids=[0, 1, 2, 3], finish=STOP, num_output_tokens=4))
-    answer = orjson.loads(collector.body())
-    message = answer["choices"][0]["message"]
+    form = body.message_format(SYNTAX, b"")
+    writer = ChoicesBodyWriter(body, answer(token_bytes=spelled.__getitem__, message_format=form))
+    writer.feed_output(output("<think>Hm.</think>Hi", token_ids=[0, 1, 2, 3], finish=STOP, num_output_tokens=4))
+    whole = orjson.loads(writer.body())
+    message = whole["choices"][0]["message"]
     assert (message["content"], message["reasoning"]) == ("Hi", None)
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
 
 
 def test_every_choice_has_its_own_parts():

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import orjson
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason, RequestOutput
-from protocol.openai.completions import COMPLETION
-from protocol.openai.output import ChunkStream, Collector
-from protocol.openai.prompt_parts import PromptParts
-from tests.protocol.wire_helpers import HEAD, VOCABULARY, events, lp, output, positions, texts, token_bytes
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
+from tests.protocol.wire_helpers import VOCABULARY, answer, events, lp, output, positions, texts
 
 PROMPT = [0, 1, 4]  # "The cat水"
 
@@ -46,13 +46,13 @@ def merged(draw: st.DrawFn, outputs: list[RequestOutput]) -> list[RequestOutput]
     return together
 
 
-def parts(**fields: Any) -> PromptParts:
-    return PromptParts(token_ids=[PROMPT], **fields)
+def request(prompt: str = "The cat水", **fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": prompt, **fields})
 
 
-def streamed(outputs: list[RequestOutput], wanted: PromptParts) -> dict[str, Any]:
-    chunks = ChunkStream(COMPLETION, HEAD, token_bytes, parts=wanted)
-    found = events(b"".join([*map(chunks.feed, outputs), chunks.end()]))
+def streamed(outputs: list[RequestOutput], wanted: CompletionRequest) -> dict[str, Any]:
+    chunks = ChoicesStreamWriter(wanted, answer(prompts=[PROMPT]))
+    found = events(b"".join([*map(chunks.feed_output, outputs), chunks.finish_stream()]))
     choices = [chunk["choices"][0] for chunk in found]
     columns: dict[str, list[Any]] = {}
     for choice in choices:
@@ -68,33 +68,36 @@ def streamed(outputs: list[RequestOutput], wanted: PromptParts) -> dict[str, Any
     }
 
 
-def whole(outputs: list[RequestOutput], wanted: PromptParts) -> dict[str, Any]:
-    collector = Collector(COMPLETION, HEAD, token_bytes, parts=wanted)
+def whole(
+    outputs: list[RequestOutput], wanted: CompletionRequest, prompt: Sequence[int] = tuple(PROMPT)
+) -> dict[str, Any]:
+    writer = ChoicesBodyWriter(wanted, answer(prompts=[list(prompt)]))
     for each in outputs:
-        collector.feed(each)
-    return orjson.loads(collector.body())["choices"][0]
+        writer.feed_output(each)
+    return orjson.loads(writer.body())["choices"][0]
 
 
+@settings(deadline=None)
 @given(outputs=one_choice(), echo=st.booleans(), ids=st.booleans(), data=st.data())
 def test_streamed_merged_or_whole_it_is_the_same(
     outputs: list[RequestOutput], echo: bool, ids: bool, data: st.DataObject
 ) -> None:
-    wanted = parts(echo=["The cat水"] if echo else None, echo_logprobs=1 if echo else None, return_token_ids=ids)
-    answer = whole(outputs, wanted)
+    wanted = request(echo=echo, logprobs=1 if echo else None, return_token_ids=ids)
+    expected = whole(outputs, wanted)
     for way in (outputs, data.draw(merged(outputs))):
         found = streamed([msgspec.structs.replace(each) for each in way], wanted)
         for name, value in found.items():
-            assert (value or None) == (_shown(answer[name]) or None), name
+            assert (value or None) == (_shown(expected[name]) or None), name
     if echo:
-        assert answer["text"].startswith("The cat水")
-        assert answer["logprobs"]["tokens"][:3] == ["The", " cat", "水"]
-        assert answer["logprobs"]["token_logprobs"][:3] == [None, -0.25, -3.0]
-        assert answer["logprobs"]["top_logprobs"][:3] == [
+        assert expected["text"].startswith("The cat水")
+        assert expected["logprobs"]["tokens"][:3] == ["The", " cat", "水"]
+        assert expected["logprobs"]["token_logprobs"][:3] == [None, -0.25, -3.0]
+        assert expected["logprobs"]["top_logprobs"][:3] == [
             None,
             {"\n": -0.125, " cat": -0.25},
             {"The": -1.0, "水": -3.0},
         ]
-        assert answer["logprobs"]["text_offset"][:3] == [0, 3, 7]
+        assert expected["logprobs"]["text_offset"][:3] == [0, 3, 7]
 
 
 def _shown(value: Any) -> Any:
@@ -102,17 +105,17 @@ def _shown(value: Any) -> Any:
 
 
 def test_a_hidden_first_token_has_no_characters() -> None:
-    wanted = PromptParts(token_ids=[[9, 0, 1]], echo=["The cat"], echo_logprobs=0)
+    wanted = request("The cat", echo=True, logprobs=0)
     assert VOCABULARY[9] == b"<|e|>"
     outputs = [output("!", finish=FinishReason.LENGTH, logprobs=[], prompt_logprobs=[lp(0), lp(1)])]
-    assert whole(outputs, wanted)["logprobs"]["text_offset"] == [0, 0, 3]
+    assert whole(outputs, wanted, [9, 0, 1])["logprobs"]["text_offset"] == [0, 0, 3]
 
 
 def test_prompt_logprobs_name_tokens_ranks_and_the_first_as_unknown() -> None:
     outputs = [
         output("!", finish=FinishReason.STOP, prompt_logprobs=[lp(1, -0.5, [(1, -0.5)]), lp(8, -7.0, [(0, -1.0)])])
     ]
-    assert whole(outputs, parts(prompt_logprobs=1))["prompt_logprobs"] == [
+    assert whole(outputs, request(prompt_logprobs=1))["prompt_logprobs"] == [
         None,
         {"1": {"logprob": -0.5, "rank": 1, "decoded_token": " cat"}},
         {

@@ -17,12 +17,12 @@ from protocol.errors import ApiError
 from protocol.message_parts import ContentDelta, MessageFormat, ReasoningDelta, ToolCallArguments, ToolCallStart
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.output import Head
 from protocol.reasoning import THINK
 from protocol.responses.items import chat_messages, stored_items
-from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseWriter
+from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
 from protocol.responses.request import ResponsesRequest
 from protocol.responses.truncation import beginning_at, beginnings, fit
+from protocol.writers import Head
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output
 from tests.server.raw_client import sse_events
@@ -40,17 +40,17 @@ KEYS = {
 
 
 def response_of(script, **ending) -> dict[str, Any]:
-    writer = ResponseBodyWriter(ResponseWriter(HEAD, ECHO).read_with(ScriptedParser(script)))
+    writer = ResponseBodyWriter(HEAD, ECHO).read_with(ScriptedParser(script))
     for each in outputs_for(script, **ending):
-        writer.feed(each)
+        writer.feed_output(each)
     body = writer.body()
     Response.model_validate_json(body, strict=True)
     return orjson.loads(body)
 
 
 def events_of(script, **ending) -> list[dict[str, Any]]:
-    writer = ResponseWriter(HEAD, ECHO).read_with(ScriptedParser(script))
-    return checked(b"".join([*map(writer.feed, outputs_for(script, **ending)), writer.end()]))
+    writer = ResponseStreamWriter(HEAD, ECHO).read_with(ScriptedParser(script))
+    return checked(b"".join([*map(writer.feed_output, outputs_for(script, **ending)), writer.finish_stream()]))
 
 
 def checked(frames: bytes) -> list[dict[str, Any]]:
@@ -176,9 +176,9 @@ def test_a_call_is_an_item_with_its_arguments():
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_stream_that_fails_ends_with_the_response_so_far(error, name, status, begun):
     ended = []
-    writer = ResponseWriter(HEAD, ECHO, done=ended.append).read_with(ScriptedParser([[ContentDelta("Hi")]]))
-    frames = writer.feed(output("Hi", num_output_tokens=1)) if begun else b""
-    events = checked(frames + writer.fail(error, [output(" you", num_output_tokens=3)]))
+    writer = ResponseStreamWriter(HEAD, ECHO, done=ended.append).read_with(ScriptedParser([[ContentDelta("Hi")]]))
+    frames = writer.feed_output(output("Hi", num_output_tokens=1)) if begun else b""
+    events = checked(frames + writer.fail_stream(error, [output(" you", num_output_tokens=3)]))
     assert events[0]["type"] == "response.created"
     assert events[-1]["type"] == name
     response = events[-1]["response"]
@@ -198,13 +198,13 @@ def test_an_output_that_failed_is_an_error_and_not_an_answer(reason):
 def test_logprobs_are_those_of_the_text_and_not_of_the_reasoning():
     vocabulary = [b"<think>", b"Hm", b"</think>", b"Yes", b"."]
     parser = MessageFormat(reasoning=THINK).parser(vocabulary.__getitem__)
-    writer = ResponseWriter(HEAD, ECHO, write_logprobs=ChatLogprobs(vocabulary.__getitem__))
+    writer = ResponseStreamWriter(HEAD, ECHO, write_logprobs=ChatLogprobs(vocabulary.__getitem__))
     writer.read_with(parser)
     frames = b"".join(
-        writer.feed(output(word.decode(), token_ids=[token_id], logprobs=[lp(token_id)]))
+        writer.feed_output(output(word.decode(), token_ids=[token_id], logprobs=[lp(token_id)]))
         for token_id, word in enumerate(vocabulary)
     )
-    frames += writer.feed(output("", finish=FinishReason.STOP)) + writer.end()
+    frames += writer.feed_output(output("", finish=FinishReason.STOP)) + writer.finish_stream()
     events = checked(frames)
     [message] = [item for item in events[-1]["response"]["output"] if item["type"] == "message"]
     assert [entry["token"] for entry in message["content"][0]["logprobs"]] == ["Yes", "."]

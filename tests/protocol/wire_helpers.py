@@ -8,7 +8,8 @@ import orjson
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
-from protocol.openai.output import Head
+from protocol.message_parts import MessageFormat
+from protocol.writers import AnswerContext, Head
 
 HEAD = Head(id="chatcmpl-1", created=1_700_000_000, model="smol")
 
@@ -26,11 +27,26 @@ VOCABULARY = [
     b"<|e|>",
 ]
 
+PROMPT = [0, 1, 2, 3, 4]
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 def token_bytes(token_id: int) -> bytes:
     return VOCABULARY[token_id]
+
+
+def answer(num_prompts: int = 1, **fields: Any) -> AnswerContext:
+    """The context of an answer to so many prompts, all of them `PROMPT`."""
+    values: dict[str, Any] = {
+        "head": HEAD,
+        "request_id": "r",
+        "prompts": [PROMPT] * num_prompts,
+        "token_bytes": token_bytes,
+        "decode": lambda ids: b"".join(map(token_bytes, ids)).decode("utf-8", "replace"),
+        "message_format": MessageFormat(),
+    }
+    return AnswerContext(**(values | fields))
 
 
 def output(text: str = "", *, index: int = 0, finish: FinishReason | None = None, **fields: Any) -> RequestOutput:

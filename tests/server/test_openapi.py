@@ -24,8 +24,9 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from app.application import create_app
 from app.settings import Settings
+from protocol.dialect import Operation
 from protocol.openapi import document
-from protocol.operations import ADMINISTRATION, OPERATIONS, Operation
+from protocol.operations import ADMINISTRATION, OPERATIONS
 from tests.server.harness import Server
 from tests.server.tiny_model import tiny_server
 

@@ -1,0 +1,66 @@
+"""The fields that requests of every dialect have, under one name and with one meaning.
+
+Their types are checked here, the ranges of most in `SamplingParams.check`, once for all wire formats and the library.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from protocol.body import ClientModel, at_most, fail_fast
+
+if TYPE_CHECKING:
+    from protocol.openai.common import GenerationRequest
+
+MAX_PRIORITY = 2**31 - 1
+
+
+def _token_ids_as_keys(value: Any) -> Any:
+    # JSON has string keys only. The pattern is narrower than int(): no signs, blanks, underscores, other digits.
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
+            raise PydanticCustomError("rule", 'must map token ids to a bias, as in {"123": -100}')
+    return {int(key): bias for key, bias in value.items()}
+
+
+# Validators that run before others are called from right to left: sizes first.
+LogitBias = Annotated[dict[int, float], BeforeValidator(_token_ids_as_keys), at_most(MAX_LOGIT_BIAS, "entries")]
+TokenIds = Annotated[list[int], fail_fast]
+CacheSalt = Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+
+
+class RequestFields(ClientModel):
+    """A request for text, in whatever dialect. `model` None means the model that is served."""
+
+    model: str | None = None
+    stream: bool = False
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: LogitBias | None = None
+    seed: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "entries")] = Field(default_factory=list)
+    ignore_eos: bool = False
+    timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
+    ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
+
+    def translate(self) -> GenerationRequest:
+        """What this asks for, in the one form that the server works with. Raises `ApiError` 400 and `InvalidRequest`.
+
+        A dialect's own models translate themselves; OpenAI's are that form.
+        """
+        raise NotImplementedError

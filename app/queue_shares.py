@@ -80,7 +80,7 @@ class SharedRoom:
         return self.total + 1 + max(0, self._kept - self._inside - inside) > self.limit
 
     def take(self, tenant: str, amount: int) -> None:
-        """Book what a tenant takes, or gives back if it is negative."""
+        """Account for what a tenant takes, or gives back if it is negative."""
         taken, reserve = self._taken[tenant], self._reserves.get(tenant, 0)
         self.total += amount
         self._inside += min(taken + amount, reserve) - min(taken, reserve)

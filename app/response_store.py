@@ -77,7 +77,7 @@ class ResponseStore:
         self._max_count = settings.response_store_size
         self._max_bytes = settings.response_store_bytes
         self._max_age = settings.response_store_age
-        self._lock = threading.RLock()  # of the shelves; held for a few lookups, never while anything is made
+        self._lock = threading.RLock()  # of all that is kept; held for a few lookups, never while anything is made
         self._by_tenant: dict[str, _TenantLRU] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
 

@@ -68,11 +68,11 @@ MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
 class ToolReader(Protocol):
     """Finds the tool calls in the text of one choice (reasoning already taken out)."""
 
-    def feed(self, text: str) -> list[MessagePart]:
+    def feed_text(self, text: str) -> list[MessagePart]:
         """The parts that are decided by `text`."""
         ...
 
-    def finish(self) -> list[MessagePart]:
+    def finish_text(self) -> list[MessagePart]:
         """The text has ended: what was held back."""
         ...
 
@@ -124,25 +124,25 @@ class MessageParser:
     def read(self, output: RequestOutput) -> list[MessagePart]:
         """The parts that `output` decides: all that are left, if it ends the choice."""
         if self._counter is not None:
-            self._counter.feed(output.token_ids)
-        parts = self.feed(output.text) if output.text else []
-        return parts if output.finish_reason is None else parts + self.finish()
+            self._counter.count(output.token_ids)
+        parts = self.feed_text(output.text) if output.text else []
+        return parts if output.finish_reason is None else parts + self.finish_text()
 
-    def feed(self, text: str) -> list[MessagePart]:
+    def feed_text(self, text: str) -> list[MessagePart]:
         """The parts that are decided by `text`."""
         if self._splitter is None:
             return self._answer(text)
-        reasoning, answer = self._splitter.feed(text)
+        reasoning, answer = self._splitter.feed_text(text)
         return self._reasoning(reasoning) + self._answer(answer)
 
-    def finish(self) -> list[MessagePart]:
+    def finish_text(self) -> list[MessagePart]:
         """The text has ended: what was held back."""
         parts: list[MessagePart] = []
         if self._splitter is not None:
-            reasoning, answer = self._splitter.finish()
+            reasoning, answer = self._splitter.finish_text()
             parts = self._reasoning(reasoning) + self._answer(answer)
         if self._tools is not None:
-            parts += self._count(self._tools.finish())
+            parts += self._count(self._tools.finish_text())
         return parts
 
     def _reasoning(self, text: str) -> list[MessagePart]:
@@ -151,7 +151,7 @@ class MessageParser:
     def _answer(self, text: str) -> list[MessagePart]:
         if not text:
             return []
-        return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed(text))
+        return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
 
     def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)

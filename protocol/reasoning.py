@@ -25,7 +25,7 @@ THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
 
 
-class _Place(enum.Enum):
+class _Stage(enum.Enum):
     BEFORE = enum.auto()  # nothing but white space and perhaps a part of the opening tag
     INSIDE_START = enum.auto()  # in the reasoning, of which nothing but white space has come
     INSIDE = enum.auto()
@@ -38,37 +38,37 @@ class ReasoningSplitter:
 
     def __init__(self, tags: ReasoningTags, *, is_open: bool) -> None:
         self._tags = tags
-        self._place = _Place.INSIDE_START if is_open else _Place.BEFORE
+        self._stage = _Stage.INSIDE_START if is_open else _Stage.BEFORE
         self._held = ""  # what may become a tag
         self._padding = Padding()  # white space that the reasoning may end with
 
-    def feed(self, text: str) -> tuple[str, str]:
+    def feed_text(self, text: str) -> tuple[str, str]:
         """What `text` adds to the reasoning and to the answer."""
-        if self._place is _Place.ANSWER:
+        if self._stage is _Stage.ANSWER:
             return "", text
         text, self._held = self._held + text, ""
         reasoning = ""
-        if self._place is _Place.BEFORE:
+        if self._stage is _Stage.BEFORE:
             start = text.lstrip()
             if start.startswith(self._tags.opening):
-                self._place, text = _Place.INSIDE_START, start.removeprefix(self._tags.opening)
+                self._stage, text = _Stage.INSIDE_START, start.removeprefix(self._tags.opening)
             elif self._tags.opening.startswith(start):
                 self._held = text
                 return "", ""
             else:
-                self._place = _Place.ANSWER
-        if self._place in (_Place.INSIDE_START, _Place.INSIDE):
+                self._stage = _Stage.ANSWER
+        if self._stage in (_Stage.INSIDE_START, _Stage.INSIDE):
             reasoning, text = self._inside(text)
-        if self._place is _Place.ANSWER_START and (text := text.lstrip()):
-            self._place = _Place.ANSWER
+        if self._stage is _Stage.ANSWER_START and (text := text.lstrip()):
+            self._stage = _Stage.ANSWER
         return reasoning, text
 
-    def finish(self) -> tuple[str, str]:
+    def finish_text(self) -> tuple[str, str]:
         """What was held back, now that the text has ended."""
         held, self._held = self._held, ""
-        if self._place is _Place.INSIDE:
+        if self._stage is _Stage.INSIDE:
             return self._padding.take() + held, ""
-        return (held.lstrip(), "") if self._place is _Place.INSIDE_START else ("", held)
+        return (held.lstrip(), "") if self._stage is _Stage.INSIDE_START else ("", held)
 
     def _inside(self, text: str) -> tuple[str, str]:
         """The reasoning in `text`, and what comes after its end."""
@@ -78,12 +78,12 @@ class ReasoningSplitter:
             text, answer = text[:end], text[end + len(self._tags.closing) :]
         elif length := unfinished_tag(text, [self._tags.closing]):
             text, self._held = text[:-length], text[-length:]
-        if self._place is _Place.INSIDE_START and (text := text.lstrip()):
-            self._place = _Place.INSIDE
-        text = self._padding.feed(text)
+        if self._stage is _Stage.INSIDE_START and (text := text.lstrip()):
+            self._stage = _Stage.INSIDE
+        text = self._padding.hold_back(text)
         if end >= 0:
             self._padding.take()
-            self._place = _Place.ANSWER_START
+            self._stage = _Stage.ANSWER_START
         return text, answer
 
 
@@ -103,7 +103,7 @@ class ReasoningCounter:
         self._seen = b""  # before the opening: everything; in the reasoning: what the closing tag may begin in
         self._num_seen = 0  # tokens before the reasoning is known to be one
 
-    def feed(self, token_ids: Sequence[int]) -> None:
+    def count(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens of the choice."""
         for token_id in token_ids:
             if self._is_over:

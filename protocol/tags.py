@@ -37,7 +37,7 @@ class Padding:
     def __init__(self) -> None:
         self._held: list[str] = []
 
-    def feed(self, text: str) -> str:
+    def hold_back(self, text: str) -> str:
         """`text` after what was held back, without the white space that it ends with."""
         kept = text.rstrip()
         if not kept:

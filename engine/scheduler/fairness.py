@@ -62,7 +62,7 @@ class TenantShares:
             self._lift(tenant)
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Book what a step did for this tenant, in prompt tokens."""
+        """Account for what a step did for this tenant, in prompt tokens."""
         self._served[tenant] += cost / self._weights[tenant]
 
     def served(self, tenant: str) -> float:
@@ -77,17 +77,17 @@ class TenantShares:
         """Whether the tenant holds as many running slots as it may at all."""
         return 0 < self._limits.get(tenant, 0) <= self.num_running[tenant]
 
-    def is_below_its_share(self, tenant: str, num_seats: int) -> bool:
+    def is_below_its_share(self, tenant: str, num_slots: int) -> bool:
         """Whether the tenant would hold no more than its share of the running slots with one more."""
-        return self.num_running[tenant] + 1 <= self._share(tenant, num_seats)
+        return self.num_running[tenant] + 1 <= self._share(tenant, num_slots)
 
-    def above_their_share(self, num_seats: int) -> set[str]:
+    def above_their_share(self, num_slots: int) -> set[str]:
         """Tenants that hold more than their share of the running slots."""
-        return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_seats)}
+        return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_slots)}
 
-    def _share(self, tenant: str, num_seats: int) -> float:
+    def _share(self, tenant: str, num_slots: int) -> float:
         # One running slot is everybody's due, however many tenants there are and however little weight this one has.
-        return max(1.0, num_seats * self._weights[tenant] / self._total_weight)
+        return max(1.0, num_slots * self._weights[tenant] / self._total_weight)
 
     def _competes(self, tenant: str) -> bool:
         return self.num_living[tenant] > self.num_running[tenant] and not self.is_at_its_limit(tenant)

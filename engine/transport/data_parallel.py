@@ -154,10 +154,10 @@ class DataParallelClient:
                 self._announced = True
                 return [self._measures()]
         elif isinstance(event, EngineDied):
-            return [self._bury(replica, event)]
+            return [self._mark_dead(replica, event)]
         return []
 
-    def _bury(self, replica: Replica, died: EngineDied) -> Event:
+    def _mark_dead(self, replica: Replica, died: EngineDied) -> Event:
         """A replica has died: its requests end here, or everything does."""
         now = time.monotonic()
         self._deaths.append(now)

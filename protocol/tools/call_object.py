@@ -99,7 +99,7 @@ class CallObject:
     def _scan(self, text: str, position: int) -> int:
         scanner = self._scanner
         assert scanner is not None
-        end = scanner.feed(text, position)
+        end = scanner.scan(text, position)
         piece = text[position:end]
         is_streamed = self._key in _ARGUMENTS and (self._read[:1] or [piece])[0][:1] == "{"
         if is_streamed and self._name is not None:
@@ -169,4 +169,4 @@ def _unquoted(literal: str) -> str:
 
 def _is_object(text: str) -> bool:
     scanner = JsonScanner()
-    return text[:1] == "{" and scanner.feed(text) == len(text) and scanner.is_done
+    return text[:1] == "{" and scanner.scan(text) == len(text) and scanner.is_done

@@ -134,11 +134,11 @@ class _FirstCallOnly:
     def __init__(self, reader: ToolReader) -> None:
         self._reader = reader
 
-    def feed(self, text: str) -> list[MessagePart]:
-        return self._kept(self._reader.feed(text))
+    def feed_text(self, text: str) -> list[MessagePart]:
+        return self._kept(self._reader.feed_text(text))
 
-    def finish(self) -> list[MessagePart]:
-        return self._kept(self._reader.finish())
+    def finish_text(self) -> list[MessagePart]:
+        return self._kept(self._reader.finish_text())
 
     @staticmethod
     def _kept(parts: Iterable[MessagePart]) -> list[MessagePart]:

@@ -56,7 +56,7 @@ class JsonScanner:
         """No JSON value goes on like this."""
         return self._expect is _Expect.BROKEN
 
-    def feed(self, text: str, start: int = 0) -> int:
+    def scan(self, text: str, start: int = 0) -> int:
         """Scan `text` from `start`. Returns the end of what belongs to the value: `len(text)` unless it is over."""
         position = start
         while position < len(text) and self._expect not in (_Expect.DONE, _Expect.BROKEN):

@@ -118,7 +118,7 @@ class _NamedCall:
         return found[0]
 
     def _arguments(self, text: str, scanner: JsonScanner) -> int:
-        end = scanner.feed(text)
+        end = scanner.scan(text)
         self._sink.arguments(text[:end])
         if scanner.is_done:
             self._sink.end()

@@ -96,14 +96,14 @@ class BlockReader:
         self._is_after_block = False  # nothing but what is dropped has come since
         self._awaits_closing = False
 
-    def feed(self, text: str) -> list[MessagePart]:
+    def feed_text(self, text: str) -> list[MessagePart]:
         """The parts that are decided by `text`."""
         self._held += text
         while self._held and (self._in_prose() if self._block is None else self._in_block(self._block)):
             pass
         return self._take()
 
-    def finish(self) -> list[MessagePart]:
+    def finish_text(self) -> list[MessagePart]:
         """The text has ended: what was held back."""
         held, self._held = self._held, ""
         if self._block is None:
@@ -150,7 +150,7 @@ class BlockReader:
     def _prose(self, text: str) -> None:
         if text:
             self._may_begin_bare = self._is_after_block = False
-            self._say(self._padding.feed(text))
+            self._say(self._padding.hold_back(text))
 
     def _open_block(self, raw: str, rest: str) -> None:
         self._block = self._new_block(self._sink)
@@ -186,7 +186,7 @@ class BlockReader:
         for tag in self._hidden:
             raw = raw.replace(tag, "")
         if raw.strip(_BETWEEN_CALLS):
-            self._say(self._padding.feed(raw))
+            self._say(self._padding.hold_back(raw))
 
     def _say(self, text: str) -> None:
         if text:

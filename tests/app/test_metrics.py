@@ -145,6 +145,6 @@ def test_a_made_up_method_makes_no_series_of_its_own(metrics: Metrics) -> None:
     assert len(samples(metrics)) == before + 1
 
 
-def test_two_servers_in_a_process_keep_their_own_books(metrics: Metrics) -> None:
+def test_two_servers_in_a_process_count_for_themselves(metrics: Metrics) -> None:
     Metrics("tiny").on_first_token(1.0)
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0

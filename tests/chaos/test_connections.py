@@ -185,8 +185,8 @@ def test_unread_answers_do_not_hold_up_the_end(worker_class: str) -> None:
 
 # --- a full server
 
-SEATS = 4  # connections
-FULL = {"max_connections": SEATS, "max_num_seqs": 2 * SEATS, "send_timeout": 60}
+CONNECTIONS = 4  # connections
+FULL = {"max_connections": CONNECTIONS, "max_num_seqs": 2 * CONNECTIONS, "send_timeout": 60}
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ SMALL_ON_EVERY_LOOP = pytest.mark.parametrize(
 def test_newcomer_takes_the_place_of_the_one_idle_for_longest(small_server: ChaosServer) -> None:
     server = small_server
     server.client.close()
-    clients = [server.connect() for _ in range(SEATS)]
+    clients = [server.connect() for _ in range(CONNECTIONS)]
     for client in reversed(clients):  # the last to open is the one idle for longest
         client.get("/livez")
         assert client.read_head().status_code == 200
@@ -244,7 +244,7 @@ def test_newcomer_is_refused_in_words_when_all_are_being_served(small_server: Ch
     server = small_server
     server.client.close()
     with server.faults.during("slow", seconds=0.05):
-        streams = [server.stream(f"full-{number}", max_tokens=1000).read_some() for number in range(SEATS)]
+        streams = [server.stream(f"full-{number}", max_tokens=1000).read_some() for number in range(CONNECTIONS)]
         with server.connect() as newcomer:
             newcomer.get("/livez")
             head = newcomer.read_head()
@@ -265,7 +265,7 @@ def test_newcomer_takes_the_place_of_a_request_that_waits_for_its_client(small_s
     server = small_server
     server.client.close()
     upload = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{"
-    uploads = [server.connect() for _ in range(SEATS)]
+    uploads = [server.connect() for _ in range(CONNECTIONS)]
     for client in uploads:
         client.send_bytes(upload)
 
@@ -280,7 +280,7 @@ def test_answers_left_unread_after_the_last_request_do_not_keep_a_place(small_se
     """They wait in the transport, on connections that count as idle and are never closed in order."""
     server = small_server
     server.client.close()
-    jams = [server.connect(receive_buffer=2304) for _ in range(3 * SEATS)]
+    jams = [server.connect(receive_buffer=2304) for _ in range(3 * CONNECTIONS)]
     for client in jams:
         with suppress(ConnectionError):
             client.send_bytes(REFUSED["unknown path"] * 700)

@@ -44,7 +44,7 @@ def check_neighbours(neighbours: list[Stream], texts: dict[str, str]) -> None:
     assert {neighbour.name: neighbour.text for neighbour in neighbours} == texts
 
 
-def check_books(server: ChaosServer, before: Metrics, *, errors: int, others: int) -> None:
+def check_accounting(server: ChaosServer, before: Metrics, *, errors: int, others: int) -> None:
     """Nothing is left over, and every end was counted as what it was."""
     after = server.wait_idle()
     counted = {reason: count - before.finished[reason] for reason, count in after.finished.items()}
@@ -75,7 +75,7 @@ class TestOneRequestAtFault:
         assert server.complete(prompt_of("next"), max_tokens=1), "the next request is served"
 
         check_neighbours(neighbours, texts)
-        check_books(server, before, errors=2, others=len(neighbours) + 1)
+        check_accounting(server, before, errors=2, others=len(neighbours) + 1)
         check_failed(server, name)
 
     def test_after_its_first_byte_it_gets_an_error_frame(
@@ -92,7 +92,7 @@ class TestOneRequestAtFault:
         assert victim.error["code"] == "request_failed"
 
         check_neighbours(neighbours, texts)
-        check_books(server, before, errors=1, others=len(neighbours))
+        check_accounting(server, before, errors=1, others=len(neighbours))
         check_failed(server, name)
 
     def test_several_at_fault_are_all_found(
@@ -105,7 +105,7 @@ class TestOneRequestAtFault:
         for victim in victims:
             assert victim.read().error is not None
         check_neighbours(neighbours, texts)
-        check_books(server, before, errors=3, others=len(neighbours))
+        check_accounting(server, before, errors=3, others=len(neighbours))
         for victim in victims:
             check_failed(server, victim.name)
 
@@ -118,7 +118,7 @@ def test_step_that_fails_once_ends_nobody(
     neighbours[0].read_some()
     server.faults.order(kind, times=1)
     check_neighbours(neighbours, texts)
-    check_books(server, before, errors=0, others=len(neighbours))
+    check_accounting(server, before, errors=0, others=len(neighbours))
 
 
 def test_memory_that_suffices_for_three_serves_seven(
@@ -126,7 +126,7 @@ def test_memory_that_suffices_for_three_serves_seven(
 ) -> None:
     server.faults.order("memory", more_than=3)
     check_neighbours(start_neighbours(server), texts)
-    check_books(server, before, errors=0, others=len(NEIGHBOURS))
+    check_accounting(server, before, errors=0, others=len(NEIGHBOURS))
 
 
 def test_one_choice_at_fault_ends_its_request_and_no_other(
@@ -140,4 +140,4 @@ def test_one_choice_at_fault_ends_its_request_and_no_other(
     assert victim.done
     assert victim.error is not None
     check_neighbours(neighbours, texts)
-    check_books(server, before, errors=1, others=len(neighbours))
+    check_accounting(server, before, errors=1, others=len(neighbours))

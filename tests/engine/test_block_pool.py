@@ -68,8 +68,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.find(content) == block_id
 
 
-TestBlockPoolKeepsItsBooks = BlockPoolMachine.TestCase
-TestBlockPoolKeepsItsBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBlockPoolAccounting = BlockPoolMachine.TestCase
+TestBlockPoolAccounting.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_worthless_blocks_are_taken_before_cached_ones() -> None:

@@ -94,9 +94,9 @@ def test_a_newcomer_gets_blocks_that_a_flood_has_filled() -> None:
     assert steps_to_first_token(core, "newcomer") <= 2
 
 
-@pytest.mark.parametrize("num_seats", [1, 3, 8])
-def test_of_more_tenants_than_seats_nobody_waits_for_the_flood_to_end(num_seats: int) -> None:
-    core = flooded(max_num_seqs=num_seats, requests=50, num_blocks=256)
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_of_more_tenants_than_running_slots_nobody_waits_for_the_flood_to_end(num_slots: int) -> None:
+    core = flooded(max_num_seqs=num_slots, requests=50, num_blocks=256)
     names = [f"tenant-{number}" for number in range(10)]
     for name in names:
         core.add(request_of(name, max_tokens=3, request_id=name))
@@ -106,7 +106,7 @@ def test_of_more_tenants_than_seats_nobody_waits_for_the_flood_to_end(num_seats:
         num_steps += 1
         # One generation of the flood can hold the only running slot until its end; after that it is everybody else's
         # turn.
-        assert num_steps <= (100 if num_seats == 1 else 0) + 5 * len(names)
+        assert num_steps <= (100 if num_slots == 1 else 0) + 5 * len(names)
     assert core.scheduler.shares.num_living["flood"] > 10
 
 
@@ -167,11 +167,11 @@ def test_a_flood_that_never_ends_keeps_nobody_from_finishing() -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_seats=st.integers(1, 4),
+    num_slots=st.integers(1, 4),
     weights=st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=2, max_size=3),
 )
 def test_while_tenants_are_backlogged_they_are_served_by_their_weights(
-    seed: int, num_seats: int, weights: list[float]
+    seed: int, num_slots: int, weights: list[float]
 ) -> None:
     """Between any two moments of a backlog, what two tenants were served by weight differs by a bounded amount.
 
@@ -179,8 +179,8 @@ def test_while_tenants_are_backlogged_they_are_served_by_their_weights(
     """
     draw = random.Random(seed)
     max_prompt, max_output = 12, 12
-    bound = 2 * num_seats * (max_prompt + OUTPUT_TOKEN_COST * max_output) / min(weights)
-    core = make_core(max_num_seqs=num_seats, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=128)
+    bound = 2 * num_slots * (max_prompt + OUTPUT_TOKEN_COST * max_output) / min(weights)
+    core = make_core(max_num_seqs=num_slots, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=128)
     tenants = {f"tenant-{number}": weight for number, weight in enumerate(weights)}
     owner: dict[str, str] = {}
     served: Counter[str] = Counter()
@@ -347,14 +347,14 @@ _seen: Counter[str] = Counter()
 class TenantsMachine(RuleBasedStateMachine):
     """Tenants with weights, limits and priorities, in floods and trickles; clients leave as they like."""
 
-    @initialize(num_seats=st.integers(1, 5), num_blocks=st.integers(12, 30), spare_budget=st.sampled_from([0, 4, 16]))
-    def start(self, num_seats: int, num_blocks: int, spare_budget: int) -> None:
+    @initialize(num_slots=st.integers(1, 5), num_blocks=st.integers(12, 30), spare_budget=st.sampled_from([0, 4, 16]))
+    def start(self, num_slots: int, num_blocks: int, spare_budget: int) -> None:
         self.core = make_core(
             num_blocks=num_blocks,
             block_size=4,
             max_model_len=40,
-            max_num_seqs=num_seats,
-            max_num_batched_tokens=num_seats + spare_budget,
+            max_num_seqs=num_slots,
+            max_num_batched_tokens=num_slots + spare_budget,
         )
         self.limits = {"flood": 0, "heavy": 0, "limited": 1, "poor": 2}
         self.weights = {"flood": 1.0, "heavy": 5.0, "limited": 2.0, "poor": 0.01}

@@ -158,11 +158,11 @@ def test_of_two_tenants_the_one_of_less_precedence_gives_way_when_blocks_run_out
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_seats=st.integers(1, 5),
+    num_slots=st.integers(1, 5),
     kinds=st.lists(st.sampled_from(["none", "urgent", "patient", "any"]), min_size=2, max_size=4),
 )
 def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_alike(
-    seed: int, num_seats: int, kinds: list[str]
+    seed: int, num_slots: int, kinds: list[str]
 ) -> None:
     """What two tenants of equal weight were served differs by what the running slots can hold, for each of the two, and
     no more however long it lasts. And of each tenant's requests the first by priority and arrival starts first."""
@@ -174,8 +174,8 @@ def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_
         "any": lambda: draw.choice([-(2**31) + 1, -1000, -1, 0, 0, 1, 2**31 - 1]),
     }
     max_prompt, max_output = 12, 12
-    bound = 2 * num_seats * (max_prompt + OUTPUT_TOKEN_COST * max_output)
-    core = make_core(max_num_seqs=num_seats, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=256)
+    bound = 2 * num_slots * (max_prompt + OUTPUT_TOKEN_COST * max_output)
+    core = make_core(max_num_seqs=num_slots, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=256)
     tenants = {f"tenant-{number}": priority_of[kind] for number, kind in enumerate(kinds)}
     owner: dict[str, str] = {}
     served: Counter[str] = Counter(dict.fromkeys(tenants, 0))

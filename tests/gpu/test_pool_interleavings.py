@@ -26,7 +26,7 @@ from tests.gpu.interleavings import (
     wait,
 )
 
-# --- what is promised, whatever the protocol: memory["ran"] and memory["over"] are books, and no part of it
+# --- what is promised, whatever the protocol: memory["ran"] and memory["over"] are accounting, and no part of it
 
 
 def body(loop: int, index: int) -> Thread:
@@ -54,7 +54,7 @@ def returns(loop: int, count: int) -> Op:
     return Op(act)
 
 
-BOOKS: Memory = {"ran": frozenset(), "inside": frozenset(), "over": frozenset()}
+ACCOUNTING: Memory = {"ran": frozenset(), "inside": frozenset(), "over": frozenset()}
 SLEEP: Memory = {"mutex": False, "asleep": frozenset(), "sleeping": 0, "ending": False}
 
 
@@ -63,7 +63,7 @@ SLEEP: Memory = {"mutex": False, "asleep": frozenset(), "sleeping": 0, "ending":
 
 class Pool:
     memory: ClassVar[Memory] = {"left": 0, "loop": None, "count": 0, "done": 0, "busy": False, "woken": False}
-    memory |= SLEEP | BOOKS
+    memory |= SLEEP | ACCOUNTING
 
     @staticmethod
     def run(loop: int, count: int) -> Thread:
@@ -129,7 +129,7 @@ class Pool:
 
 
 class TicketAndCount:
-    memory: ClassVar[Memory] = {"ticket": (0, 0), "count": 0, "done": 0, "loop": None, **SLEEP, **BOOKS}
+    memory: ClassVar[Memory] = {"ticket": (0, 0), "count": 0, "done": 0, "loop": None, **SLEEP, **ACCOUNTING}
 
     @staticmethod
     def run(loop: int, count: int) -> Thread:

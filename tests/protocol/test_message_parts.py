@@ -24,7 +24,7 @@ THINKS_FROM_THE_PROMPT = MessageFormat(reasoning=THINK, reasoning_is_open=True)
 
 def parts_of(message_format, *texts):
     parser = message_format.parser(token_bytes)
-    return join([part for text in texts for part in parser.feed(text)] + parser.finish())
+    return join([part for text in texts for part in parser.feed_text(text)] + parser.finish_text())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_parts_do_not_depend_on_the_pieces(data):
 
 def test_text_goes_out_as_soon_as_it_is_decided():
     parser = THINKS.parser(token_bytes)
-    fed = [parser.feed(text) for text in ("<think>", "Hm", " ", "so", " </", "think>", "\n", "Yes", "\n")]
+    fed = [parser.feed_text(text) for text in ("<think>", "Hm", " ", "so", " </", "think>", "\n", "Yes", "\n")]
     assert fed == [
         [],
         [ReasoningDelta("Hm")],
@@ -75,7 +75,7 @@ def test_text_goes_out_as_soon_as_it_is_decided():
         [ContentDelta("Yes")],
         [ContentDelta("\n")],
     ]
-    assert parser.finish() == []
+    assert parser.finish_text() == []
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def syntax_of(template, special_tokens=(), **parsers):
 
 def read(syntax, text, tools, **options):
     parser = syntax.message_format(tools, prompt_end=b"", **options).parser(token_bytes)
-    parts = join([*parser.feed(text), *parser.finish()])
+    parts = join([*parser.feed_text(text), *parser.finish_text()])
     return [(part.index, part.name) if isinstance(part, ToolCallStart) else part for part in parts]
 
 
@@ -152,7 +152,7 @@ def test_ids_have_the_form_that_the_familys_templates_ask_for():
     tools = ToolUse(functions=(WEATHER,))
     for template, family, length in ((QWEN, "hermes", 29), (MISTRAL, "mistral", 9)):
         parser = syntax_of(template).message_format(tools, prompt_end=b"").parser(token_bytes)
-        ids = [part.call_id for part in parser.feed(WRITTEN[family] * 2) if isinstance(part, ToolCallStart)]
+        ids = [part.call_id for part in parser.feed_text(WRITTEN[family] * 2) if isinstance(part, ToolCallStart)]
         assert len(set(ids)) == 2
         assert {len(call_id) for call_id in ids} == {length}
 
@@ -211,6 +211,6 @@ def test_reasoning_is_looked_for_where_the_template_or_the_operator_says(templat
 def test_reasoning_that_the_prompt_has_opened_needs_no_tag():
     syntax = syntax_of(QWEN)
     opened = syntax.message_format(None, prompt_end=b"assistant\n<think>\n").parser(token_bytes)
-    assert join(opened.feed("a</think>b")) == [ReasoningDelta("a"), ContentDelta("b")]
+    assert join(opened.feed_text("a</think>b")) == [ReasoningDelta("a"), ContentDelta("b")]
     closed = syntax.message_format(None, prompt_end=b"<think>\n\n</think>\n\n").parser(token_bytes)
-    assert join(closed.feed("a")) == [ContentDelta("a")]
+    assert join(closed.feed_text("a")) == [ContentDelta("a")]

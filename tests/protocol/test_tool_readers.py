@@ -36,7 +36,7 @@ def parts_of(family, *texts, reasoning=None):
     ids = map("id{}".format, count())
     new_reader = partial(module.new_reader, lambda: next(ids), NAMES, hidden)
     parser = MessageFormat(reasoning=reasoning, new_tool_reader=new_reader).parser(token_bytes)
-    parts = join([part for text in texts for part in parser.feed(text)] + parser.finish())
+    parts = join([part for text in texts for part in parser.feed_text(text)] + parser.finish_text())
     assert parser.num_tool_calls == sum(isinstance(part, ToolCallStart) for part in parts)
     return parts
 
@@ -200,7 +200,7 @@ def test_the_scanner_agrees_with_the_json_module(data, text):
     scanner, end = JsonScanner(), 0
     for piece in data.draw(pieces_of(text + " ")):  # the blank ends a number
         if not scanner.is_done and not scanner.is_broken:
-            end += scanner.feed(piece)
+            end += scanner.scan(piece)
     try:
         json.loads(text, parse_constant=lambda name: pytest.fail(name) if scanner.is_done else None)
     except ValueError:
@@ -212,7 +212,7 @@ def test_the_scanner_agrees_with_the_json_module(data, text):
 
 def test_the_scanner_refuses_brackets_without_end():
     scanner = JsonScanner()
-    assert scanner.feed("[" * 1000) == 256
+    assert scanner.scan("[" * 1000) == 256
     assert scanner.is_broken
 
 
@@ -220,7 +220,7 @@ def test_arguments_are_sent_while_they_are_written():
     ids = iter(["id0"])
     reader = hermes.new_reader(lambda: next(ids), NAMES)
     fed = [
-        reader.feed(piece)
+        reader.feed_text(piece)
         for piece in (
             "I look. <tool",
             '_call>{"name": ',

@@ -26,7 +26,7 @@ COMPLETIONS = "/v1/completions"
 KINDS = ("length", "crowd", "stop", "left", "expired", "doomed", "invalid", "too long")
 STORM = 150
 AT_ONCE = 12
-SEATS, PLACES = 4, 24
+SLOTS, PLACES = 4, 24
 ENDLESS = 4000  # tokens: seconds, which no request of the storm is given
 
 
@@ -60,7 +60,7 @@ class Storm:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ChaosServer]:
-    with ChaosServer(max_num_seqs=SEATS, max_num_batched_tokens=64, max_queued_requests=PLACES) as running:
+    with ChaosServer(max_num_seqs=SLOTS, max_num_batched_tokens=64, max_queued_requests=PLACES) as running:
         yield running.wait_ready()
 
 

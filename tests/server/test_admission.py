@@ -15,14 +15,14 @@ from tests.server.raw_client import RawClient
 from tests.server.tiny_model import CONTEXT, tiny_server
 
 COMPLETIONS = "/v1/completions"
-SEATS, PLACES, TOKENS = 2, 6, 1000
+SLOTS, PLACES, TOKENS = 2, 6, 1000
 FOR_EVER = {"prompt": "Hold", "max_tokens": CONTEXT - 10, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "Short", "max_tokens": 2, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with tiny_server(max_num_seqs=SEATS, max_queued_requests=PLACES, max_queued_tokens=TOKENS) as running:
+    with tiny_server(max_num_seqs=SLOTS, max_queued_requests=PLACES, max_queued_tokens=TOKENS) as running:
         yield running.wait_ready()
 
 
@@ -31,7 +31,7 @@ def all_seats_taken(server: Server) -> Iterator[None]:
     """Whoever comes now has to wait until this block is left. The queue itself is empty."""
     server.wait_idle()
     with ExitStack() as stack:
-        holders = [stack.enter_context(server.connect()) for _ in range(SEATS)]
+        holders = [stack.enter_context(server.connect()) for _ in range(SLOTS)]
         for holder in holders:
             holder.post(COMPLETIONS, FOR_EVER)
             assert holder.read_head().status_code == 200

@@ -11,7 +11,7 @@ import pytest
 from tests.server.harness import Server
 from tests.server.nginx import IMPATIENT_TIMEOUT, Nginx
 from tests.server.raw_client import sse_events
-from tests.server.test_client_gone import LEAVING, PHASES, SEATS
+from tests.server.test_client_gone import LEAVING, PHASES, SLOTS
 from tests.server.victims import LONG, PATH, SHORT, endless
 
 HYPERCORNS_OWN_KEEP_ALIVE = 5  # seconds, where nobody configures it; nginx keeps its pool for 60
@@ -43,8 +43,8 @@ def test_client_gone_behind_the_proxy_is_aborted(
     before = server.wait_idle()
     with server.connect() as crowd:
         if phase == "queued":
-            crowd.post(PATH, endless(stream=True, n=SEATS))
-            server.wait_until(lambda now: now.running == SEATS)
+            crowd.post(PATH, endless(stream=True, n=SLOTS))
+            server.wait_until(lambda now: now.running == SLOTS)
         start = server.metrics()
         victim = nginx.connect()
         victim.post(PATH, endless(LONG if phase == "prefilling" else SHORT, stream=stream, n=n))
@@ -84,8 +84,8 @@ def test_headers_and_comments_keep_a_queued_stream_alive_and_are_not_buffered(
     """It waits for twice as long as the proxy lets an answer be silent, and is answered all the same."""
     server = narrow_tiny_server
     with server.connect() as crowd, nginx.connect_impatient() as client, nginx.connect_impatient() as silent:
-        crowd.post(PATH, endless(stream=True, n=SEATS))
-        server.wait_until(lambda now: now.running == SEATS)
+        crowd.post(PATH, endless(stream=True, n=SLOTS))
+        server.wait_until(lambda now: now.running == SLOTS)
         body = {"prompt": "A headrace is", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         silent.post(PATH, body)
         client.post(PATH, {**body, "stream": True})
@@ -97,7 +97,7 @@ def test_headers_and_comments_keep_a_queued_stream_alive_and_are_not_buffered(
             assert comment.startswith(b":"), "a comment, and by itself: nothing holds it back"
         now = server.metrics()
         assert now.waiting == 1, "the one that was not a stream has been given up by the proxy, and aborted"
-        assert now.running == SEATS
+        assert now.running == SLOTS
         assert silent.read_head().status_code == 504
         crowd.leave_with_rst()
         *events, done = sse_events(chunks)

@@ -16,7 +16,7 @@ import pytest
 from tests.server.harness import Metrics, Server
 from tests.server.raw_client import RawClient, sse_events
 
-SEATS = 5  # of `narrow_server`
+SLOTS = 5  # of `narrow_server`
 LONG_PROMPT = 1500  # tokens: 47 steps
 NEIGHBOUR_PROMPT = "A headrace is a channel that"
 
@@ -128,7 +128,7 @@ def test_client_gone_is_aborted_on_every_event_loop(
 def check_client_gone(server: Server, phase: str, stream: bool, how: str, n: int) -> None:
     before = server.wait_idle()
 
-    with Neighbour(server, n=SEATS if phase == "queued" else 1) as neighbour:
+    with Neighbour(server, n=SLOTS if phase == "queued" else 1) as neighbour:
         start = server.metrics()
         victim = server.connect()
         prompt = _fresh_prompt(LONG_PROMPT if phase == "prefilling" else 20)

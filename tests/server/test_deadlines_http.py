@@ -19,7 +19,7 @@ from tests.server.raw_client import sse_events
 from tests.server.tiny_model import CONTEXT, tiny_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SEATS = 2
+SLOTS = 2
 PROMPT = [5, 6, 7, 8, 9]
 ENDLESS = {"prompt": PROMPT, "max_tokens": CONTEXT - 10, "ignore_eos": True}
 DEFAULT, LONGEST = 0.5, 1.2  # seconds
@@ -27,7 +27,7 @@ DEFAULT, LONGEST = 0.5, 1.2  # seconds
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with tiny_server(max_num_seqs=SEATS, max_num_batched_tokens=16) as running:
+    with tiny_server(max_num_seqs=SLOTS, max_num_batched_tokens=16) as running:
         yield running.wait_ready()
 
 
@@ -42,7 +42,7 @@ def impatient_server() -> Iterator[Server]:
 def all_seats_taken(server: Server) -> Iterator[None]:
     server.wait_idle()
     with ExitStack() as stack:
-        holders = [stack.enter_context(server.connect()) for _ in range(SEATS)]
+        holders = [stack.enter_context(server.connect()) for _ in range(SLOTS)]
         for holder in holders:
             holder.post(COMPLETIONS, ENDLESS | {"prompt": [3], "stream": True})
             assert holder.read_head().status_code == 200
@@ -94,7 +94,7 @@ def test_a_request_that_expires_in_the_queue_is_never_prefilled(
         after = server.wait_until(lambda now: now.waiting == 0)
         assert after.computed_tokens == before.computed_tokens
         assert after.finished == before.finished | {"timeout": before.finished["timeout"] + 1}
-        assert after.running == SEATS
+        assert after.running == SLOTS
     story = timeline(server, answer)
     assert story["finish_reason"] == "timeout"
     assert story["events"] == []

@@ -16,7 +16,7 @@ from tests.server.raw_client import RawClient
 from tests.server.tiny_model import CONTEXT, tiny_server
 
 COMPLETIONS = "/v1/completions"
-SEATS, PLACES, TIMELINES = 2, 12, 10
+SLOTS, PLACES, TIMELINES = 2, 12, 10
 RESERVE = 2  # of the places, for each of three tenants
 FILE = """
 [tenants.flood]
@@ -35,7 +35,7 @@ priority_over_others = true
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("fair") / "tenants.toml"
     path.write_text(FILE)
-    settings = {"max_num_seqs": SEATS, "max_queued_requests": PLACES, "timeline_size": TIMELINES}
+    settings = {"max_num_seqs": SLOTS, "max_queued_requests": PLACES, "timeline_size": TIMELINES}
     with tiny_server(api_keys_file=path, **settings) as running:
         running.client.headers["authorization"] = "Bearer guest"
         yield running.wait_ready()
@@ -90,9 +90,9 @@ def test_a_tenant_with_the_right_goes_first_across_tenants(server: Server) -> No
 def test_a_tenant_that_floods_the_queue_leaves_others_their_places(server: Server) -> None:
     server.wait_idle()
     with ExitStack() as stack:
-        for _ in range(SEATS):
+        for _ in range(SLOTS):
             connect(server, stack, "flood", max_tokens=CONTEXT - 10)
-        server.wait_until(lambda now: now.running == SEATS and now.generation_tokens > 0)
+        server.wait_until(lambda now: now.running == SLOTS and now.generation_tokens > 0)
         for _ in range(PLACES):
             connect(server, stack, "flood", max_tokens=CONTEXT - 10)
         server.wait_until(lambda now: now.waiting == PLACES - 2 * RESERVE)
@@ -114,8 +114,8 @@ def test_choices_hold_their_places_until_they_begin_themselves(server: Server) -
         many = connect(server, stack, "flood", n=PLACES - 2 * RESERVE, max_tokens=CONTEXT - 10, stream=True)
         many.read_head()
         next(many.chunks())
-        server.wait_until(lambda now: now.running == SEATS and now.waiting == PLACES - 2 * RESERVE - SEATS)
-        more = connect(server, stack, "flood", n=SEATS + 1)
+        server.wait_until(lambda now: now.running == SLOTS and now.waiting == PLACES - 2 * RESERVE - SLOTS)
+        more = connect(server, stack, "flood", n=SLOTS + 1)
         assert more.read_head().status_code == 429
     server.wait_idle()
 

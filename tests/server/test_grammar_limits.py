@@ -1,4 +1,4 @@
-"""Grammars of strangers: slow ones delay nobody for long, and one that cannot be followed is its client's to mend."""
+"""Grammars of strangers: slow ones delay nobody for long, and the client corrects one that cannot be followed."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
-from tests.server.test_client_gone import PHASES, SEATS
+from tests.server.test_client_gone import PHASES, SLOTS
 from tests.server.tiny_model import tiny_server
 from tests.server.victims import LONG, PATH, SHORT, endless
 
@@ -67,8 +67,8 @@ def check_stream_reset(server: Server, phase: str, stream: bool, n: int) -> None
     before = server.wait_idle()
     with connect(server) as client, server.connect() as crowd:
         if phase == "queued":
-            crowd.post(PATH, endless(stream=True, n=SEATS))
-            server.wait_until(lambda now: now.running == SEATS)
+            crowd.post(PATH, endless(stream=True, n=SLOTS))
+            server.wait_until(lambda now: now.running == SLOTS)
         else:
             streamed = client.post(PATH, {**STORY, "stream": True})
             client.read_head(streamed)  # it is generated from here on, beside the victim

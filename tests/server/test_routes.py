@@ -93,9 +93,9 @@ def test_request_id_that_could_do_harm_is_replaced(server: Server, given: str) -
 def test_two_requests_of_one_id_are_two_requests(server: Server) -> None:
     body = {"prompt": "a", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
     with ThreadPoolExecutor(2) as pool:
-        twins = [pool.submit(server.post, "/v1/completions", body, **{"X-Request-Id": "twin"}) for _ in range(2)]
-    first, second = (twin.result().json() for twin in twins)
-    assert first["id"] == second["id"] == "cmpl-twin"
+        both = [pool.submit(server.post, "/v1/completions", body, **{"X-Request-Id": "same"}) for _ in range(2)]
+    first, second = (each.result().json() for each in both)
+    assert first["id"] == second["id"] == "cmpl-same"
     assert first["choices"] == second["choices"]
 
 

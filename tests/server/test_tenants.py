@@ -32,14 +32,14 @@ max_running = 1
 max_queued_requests = 2
 """
 SECRETS = ("flood-secret-1", "flood-secret-2", "guest-secret", "small-secret", "environment-secret")
-SEATS = 3
+SLOTS = 3
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
     path.write_text(FILE)
-    with tiny_server(api_keys_file=path, api_keys="environment-secret", max_num_seqs=SEATS) as running:
+    with tiny_server(api_keys_file=path, api_keys="environment-secret", max_num_seqs=SLOTS) as running:
         running.client.headers["authorization"] = "Bearer environment-secret"
         yield running.wait_ready()
 
@@ -119,7 +119,7 @@ def test_max_running_leaves_seats_to_others(server: Server) -> None:
         for _ in range(2):
             connect(server, stack, "small-secret", max_tokens=CONTEXT - 10)
         now = server.wait_until(lambda now: now.running == 1 and now.waiting == 1)
-        assert now.running < SEATS
+        assert now.running < SLOTS
         assert ask(server, "guest-secret").status_code == 200, "nobody waits behind the one that may not run"
     server.wait_idle()
 
@@ -151,14 +151,14 @@ def test_a_flood_of_one_tenant_does_not_stop_another(server: Server) -> None:
     with ExitStack() as stack:
         for number in range(40):
             connect(server, stack, f"flood-secret-{1 + number % 2}", max_tokens=2000)
-        server.wait_until(lambda now: now.running == SEATS and now.waiting == 40 - SEATS)
+        server.wait_until(lambda now: now.running == SLOTS and now.waiting == 40 - SLOTS)
         before = server.metrics()
         for seed, expected in enumerate(alone):
             answer = ask(server, "guest-secret", max_tokens=20, seed=seed)
             assert answer.json()["choices"] == expected
-            assert server.metrics().waiting >= 40 - 2 * SEATS, "the flood is still there"
+            assert server.metrics().waiting >= 40 - 2 * SLOTS, "the flood is still there"
         after = server.metrics()
-        assert after.finished["length"] - before.finished["length"] <= len(alone) + SEATS, "nobody else's turn came"
+        assert after.finished["length"] - before.finished["length"] <= len(alone) + SLOTS, "nobody else's turn came"
         assert after.generation_tokens - before.generation_tokens > 20 * len(alone), "the flood got its share meanwhile"
     server.wait_idle()
 

@@ -232,9 +232,9 @@ def test_crowd_from_one_address_takes_its_own_places(small_server: ChaosServer) 
         for _ in range(2):
             alone.sendall(question)
             assert alone.recv(65536).startswith(b"HTTP/1.1 200")
-            for _ in range(2 * SEATS):  # each of which is younger
+            for _ in range(2 * CONNECTIONS):  # each of which is younger
                 server.poll(lambda: ask_once(server), lambda status: status == 200)
-            crowd = [server.connect() for _ in range(2 * SEATS)]
+            crowd = [server.connect() for _ in range(2 * CONNECTIONS)]
             for client in crowd:
                 client.leave_with_rst()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from gpu.cpu import CPUCausalLM, load_library
 from gpu.host import available_memory, has_bfloat16_instructions
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.model_runner import LanguageModel
-from gpu.models import build_model
+from gpu.models import CausalLM
 from gpu.weights import Weight, dequantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -100,15 +101,8 @@ def load_model(
         )
     dtype = resolve_dtype(options.dtype, config, device)
     backend = TritonAttention if device.type == "cuda" else TorchAttention
-    attention = backend(
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        block_size=options.block_size,
-        sliding_window=config.sliding_window,
-    )
-    model = build_model(config, dtype=dtype, device=device, max_model_len=longest, attention=attention)
+    attention = partial(backend, block_size=options.block_size)
+    model = CausalLM(config, dtype=dtype, device=device, max_model_len=longest, attention=attention)
     model.load_weights(dequantized(weights))
     return LoadedModel(
         model=model,

@@ -36,10 +36,10 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Stateless but for configuration; one object serves all layers."""
+    """Attention with heads of one kind (`gpu.checkpoint.architecture.Heads`); one object serves all layers of it."""
 
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every layer, in the layout of this backend."""
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The zeroed cache of one layer, in the layout of this backend."""
         ...
 
     def forward(

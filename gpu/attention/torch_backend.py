@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu.attention import AttentionMetadata
+from gpu.checkpoint.architecture import Heads
 
 # Decodes of unequal length share one call as long as padding adds no more than a quarter to what is gathered, or no
 # more than one call costs by itself: about as much as 256 tokens of a small model on a CPU.
@@ -35,35 +36,17 @@ TILE = 256
 
 
 class TorchAttention:
-    """An `AttentionBackend`. One layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first.
+    """An `AttentionBackend`. A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first."""
 
-    `sliding_window` is how many tokens a query sees, itself included; None is all. `scale` multiplies the scores,
-    1 / sqrt(head_dim) by default.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        sliding_window: int | None = None,
-        scale: float | None = None,
-    ) -> None:
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.group_size = num_heads // num_kv_heads
-        self.head_dim = head_dim
+    def __init__(self, heads: Heads, block_size: int) -> None:
+        self.heads = heads
         self.block_size = block_size
-        self.sliding_window = sliding_window
-        self.scale = head_dim**-0.5 if scale is None else scale
+        self.group_size = heads.query // heads.kv
         # What the layers of one step share, and the metadata it was made from (held, so that its id stays its own).
         self._plan: tuple[AttentionMetadata, _Plan] | None = None
 
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        shape = (num_blocks, self.block_size, 2, self.num_kv_heads, self.head_dim)
-        return [_zeros(shape, dtype, device) for _ in range(self.num_layers)]
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return _zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
 
     def forward(
         self,
@@ -89,8 +72,8 @@ class TorchAttention:
         batch = group.rows.shape[0]
         kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
         key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
-        rows = query.index_select(0, group.rows).unflatten(1, (self.num_kv_heads, self.group_size))
-        attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=self.scale)
+        rows = query.index_select(0, group.rows).unflatten(1, (self.heads.kv, self.group_size))
+        attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=self.heads.scale)
         output.index_copy_(0, group.rows, attended.flatten(1, 2))
 
     def _prefill(self, query: torch.Tensor, slots: torch.Tensor, chunk: _Chunk, output: torch.Tensor) -> None:
@@ -98,20 +81,20 @@ class TorchAttention:
         of them read its keys through a stride of zero."""
         kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
         key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
-        heads = (self.num_kv_heads, self.group_size)
+        heads = (self.heads.kv, self.group_size)
         for tile in chunk.tiles:
             attended = F.scaled_dot_product_attention(
                 query[tile.rows].unflatten(1, heads).permute(1, 2, 0, 3),  # [kv_heads, group_size, rows, head_dim]
                 key[:, :, tile.keys],
                 value[:, :, tile.keys],
                 attn_mask=tile.mask,
-                scale=self.scale,
+                scale=self.heads.scale,
             )
             output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
 
     def _plan_for(self, metadata: AttentionMetadata, dtype: torch.dtype) -> _Plan:
         if self._plan is None or self._plan[0] is not metadata:
-            self._plan = metadata, _make_plan(metadata, self.block_size, self.sliding_window, dtype)
+            self._plan = metadata, _make_plan(metadata, self.block_size, self.heads.window, dtype)
         return self._plan[1]
 
 

@@ -8,6 +8,8 @@ In reading order:
 resolve             from what the operator typed to an opened model
 model_files         a model as it lies on disk: described at once, read when asked
 config              the shape of a model, whatever kind of file it came from
+architecture        what a model is made of: its parts, and what computes with them
+families            the families of models that are served
 tensors             which tensors a model consists of, and the check that a file holds just these
 embedded            fetches the embedded model
 hub                 fetches a repository of the Hugging Face hub
@@ -30,7 +32,6 @@ errors              what is wrong with a model that was asked for
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.progress import Progress
 from gpu.checkpoint.quantized_rows import QuantizedRows
@@ -40,7 +41,6 @@ from gpu.checkpoint.tokenizer_steps import is_known as is_known_tokenizer
 __all__ = [
     "EMBEDDED_MODEL",
     "LOAD_FORMATS",
-    "GGUFFile",
     "ModelConfig",
     "ModelError",
     "ModelFiles",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-# The names a checkpoint may carry in `architectures`. gpu.weights refuses others before anything heavy is loaded; the
-# registry of gpu.models has one entry for each.
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,7 @@ class RopeScaling:
 class ModelConfig:
     """A decoder-only transformer. Field names are those of a Hugging Face `config.json`."""
 
-    architecture: str  # one of SUPPORTED_ARCHITECTURES: the key into gpu.models.registry
+    architecture: str  # a key of `gpu.checkpoint.families.FAMILIES`
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -43,6 +40,7 @@ class ModelConfig:
     torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
+    numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # those that only its family has
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""

@@ -8,12 +8,12 @@ import numpy as np
 
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.families import FAMILIES
 from gpu.checkpoint.gguf_file import GGUFFile
-from gpu.checkpoint.header_fields import FIELDS, check_integer, check_number, shown
+from gpu.checkpoint.header_fields import FIELDS, check_field, check_integer, check_number, shown
 from gpu.checkpoint.hf_config import check_config
 
-# `general.architecture` to the Hugging Face name. Mistral's files call themselves llama.
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -22,14 +22,17 @@ _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "toke
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
     """The configuration of the model in `file`. Raises `ModelError` if it is incomplete or cannot be run."""
     architecture = file.require("general.architecture", str)
-    if architecture not in GGUF_ARCHITECTURES:
+    if architecture not in GGUF_FAMILIES:
         raise ModelError(
             f"{file.path.name} holds a model of architecture {shown(architecture)}; supported in GGUF files are "
-            f"{', '.join(GGUF_ARCHITECTURES)}."
+            f"{', '.join(GGUF_FAMILIES)}."
         )
     if file.get("split.count", int, 1) != 1:
         raise ModelError(f"{file.path.name} is one of several parts. Join them with `llama-gguf-split --merge` first.")
-    if file.get(f"{architecture}.expert_count", int, 0):
+    family = GGUF_FAMILIES[architecture]
+    own_keys = {name: f"{architecture}.{field.gguf}" for name, field in family.numbers.items()}
+    expert_count = f"{architecture}.expert_count"
+    if expert_count not in own_keys.values() and file.get(expert_count, int, 0) != 0:
         raise ModelError(f"{file.path.name} holds a mixture of experts, which is not supported; serve a dense model.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
@@ -48,7 +51,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
-        architecture=GGUF_ARCHITECTURES[architecture],
+        architecture=family.name,
         vocab_size=check_integer(
             "vocab_size", vocab_size, key="the number of rows of token_embd.weight", source=file.path.name
         ),
@@ -68,6 +71,12 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         sliding_window=numbers.integer("sliding_window") if has_window else None,
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
+        numbers={
+            name: check_field(
+                family.numbers[name], file.metadata.get(key), key=f"metadata {key}", source=file.path.name
+            )
+            for name, key in own_keys.items()
+        },
     )
     check_config(config, source=file.path.name)
     return config

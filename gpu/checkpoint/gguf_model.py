@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_config import config_from_gguf
-from gpu.checkpoint.gguf_file import UNQUANTIZED_TYPES, GGUFFile
+from gpu.checkpoint.gguf_file import UNQUANTIZED_TYPES, GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
 from gpu.checkpoint.header_fields import check_chat_template
 from gpu.checkpoint.model_files import ModelFiles
@@ -22,23 +23,6 @@ from gpu.checkpoint.tensors import check_shapes
 
 T = TypeVar("T", bound=np.generic)
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<kind>\w+)", re.ASCII)
 _IN_THE_CONFIG = "rope_freqs.weight"  # a tensor that gguf_config reads
 
 
@@ -46,8 +30,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     """Open a GGUF file. Raises `ModelError` if it is damaged or holds what cannot be run."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
-    shapes = ((hf_tensor_name(name), tensor.shape) for name, tensor in file.tensors.items() if name != _IN_THE_CONFIG)
-    check_shapes(shapes, config, source=path.name)
+    check_shapes(((name, tensor.shape) for name, tensor, _ in _named(file, config)), config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
     return ModelFiles(
         name=name,
@@ -57,15 +40,6 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
     )
-
-
-def hf_tensor_name(gguf_name: str) -> str:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. A name that is not known comes back as it is."""
-    parts = _GGUF_NAME.fullmatch(gguf_name)
-    if parts is None or parts["stem"] not in _NAMES:
-        return gguf_name
-    prefix = "" if parts["layer"] is None else f"model.layers.{parts['layer']}."
-    return f"{prefix}{_NAMES[parts['stem']]}.{parts['kind']}"
 
 
 def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
@@ -82,18 +56,24 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
 def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[np.float32] | QuantizedRows]]:
     """Yield the tensors of an opened file, matrices as they are quantized there. Of the file nothing stays in this
     process's memory after the last one."""
-    permuted_heads: dict[str, int] = {}
-    if config.architecture == "LlamaForCausalLM":
-        permuted_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, tensor in file.tensors.items():
-        if name == _IN_THE_CONFIG:
-            continue
-        num_heads = permuted_heads.get(name.split(".")[-2])  # names and shapes have been checked
+    for name, tensor, num_heads in _named(file, config):
         if tensor.type not in UNQUANTIZED_TYPES and len(tensor.shape) == 2:
-            packed = file.packed(name) if num_heads is None else unpermute_rows(file.packed(name), num_heads)
+            packed = file.packed(tensor.name) if not num_heads else unpermute_rows(file.packed(tensor.name), num_heads)
             rows, columns = tensor.shape
-            yield hf_tensor_name(name), QuantizedRows(tensor.type.name, (rows, columns), packed)
+            yield name, QuantizedRows(tensor.type.name, (rows, columns), packed)
             continue
-        values = file.read(name)
-        yield hf_tensor_name(name), values if num_heads is None else unpermute_rows(values, num_heads)
+        values = file.read(tensor.name)
+        yield name, values if not num_heads else unpermute_rows(values, num_heads)
     file.release_pages()
+
+
+def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int]]:
+    """Each tensor with its Hugging Face name, blk.3.attn_q.weight as model.layers.3.self_attn.q_proj.weight, and how
+    many heads' rows lie in ggml's order. One that the model does not have keeps its name."""
+    parts = {part.gguf: part for part in parts_of(spec_of(config))}
+    for name, tensor in file.tensors.items():
+        stem, _, kind = name.rpartition(".")
+        if stem in parts:
+            yield f"{parts[stem].name}.{kind}", tensor, parts[stem].gguf_heads
+        elif name != _IN_THE_CONFIG:
+            yield name, tensor, 0

@@ -9,6 +9,7 @@ told apart in float32, where the angles of RoPE are computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gpu.checkpoint.errors import ModelError
 
@@ -48,20 +49,27 @@ FIELDS: dict[str, HeaderField] = {
 MAX_CHAT_TEMPLATE = 2**20  # characters; the longest there are have some 20,000
 
 
+def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any:
+    """`value` as `field.kind` if the field may be it. Raises `ModelError` that names `source`, `key`, value and bounds.
+
+    Infinity and NaN are never allowed.
+    """
+    is_kind = isinstance(value, int | field.kind) and not isinstance(value, bool)
+    if is_kind and field.low <= value <= field.high:
+        return field.kind(value)
+    low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (field.low, field.high))
+    allowed = f"{'an integer' if field.kind is int else 'a number'} from {low} to {high} {field.unit}".rstrip()
+    raise ModelError(f"{source}: {key} must be {allowed}, got {shown(value)}.")
+
+
 def check_integer(name: str, value: object, *, key: str, source: str) -> int:
-    """`value` if the field `name` may be it. Raises `ModelError` that names `source`, `key`, value and bounds."""
-    field = FIELDS[name]
-    if type(value) is int and field.low <= value <= field.high:
-        return value
-    raise _refused(field, "an integer", value, key, source)
+    """As `check_field`, for the field `name` of the table."""
+    return check_field(FIELDS[name], value, key=key, source=source)
 
 
 def check_number(name: str, value: object, *, key: str, source: str) -> float:
-    """As `check_integer`, for a field that may have a fraction. Infinity and NaN are never allowed."""
-    field = FIELDS[name]
-    if type(value) in (int, float) and field.low <= value <= field.high:  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
-    raise _refused(field, "a number", value, key, source)
+    """As `check_integer`, for a field that may have a fraction."""
+    return check_field(FIELDS[name], value, key=key, source=source)
 
 
 def check_chat_template(value: object, *, key: str, source: str) -> str | None:
@@ -84,9 +92,3 @@ def shown(value: object) -> str:
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"an integer of {value.bit_length():,} bits"
     return repr(value)
-
-
-def _refused(field: HeaderField, named: str, value: object, key: str, source: str) -> ModelError:
-    low, high = (f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (field.low, field.high))
-    allowed = f"{named} from {low} to {high} {field.unit}".rstrip()
-    return ModelError(f"{source}: {key} must be {allowed}, got {shown(value)}.")

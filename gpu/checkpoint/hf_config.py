@@ -9,20 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpu.checkpoint.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.checkpoint.architecture import Architecture
+from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.header_fields import check_integer, check_number, shown
+from gpu.checkpoint.families import FAMILIES
+from gpu.checkpoint.header_fields import check_field, check_integer, check_number, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_QWEN3_HEAD_DIM = 128  # what transformers assumes where a Qwen3 config.json is silent
-# Keys that change the computation, with the only values that are implemented.
-_ONLY_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-}
 
 
 def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
@@ -31,27 +25,26 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     `eos_token_ids` are those that the model's other files name; they come before config.json's own. `source` names
     the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
-    fields = _Fields(values, source)
-    architecture = _architecture(values, source)
+    family = _family(values, source)
+    fields = _Fields(values, source, family.defaults)
     rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
-    for key, allowed in _ONLY_VALUES.items():
+    for key, allowed in family.allowed_values.items():
         value = values.get(key, rope.get(key))
         if value not in allowed:
             named = f"{value!r:.80}" if key == "quantization_config" and isinstance(value, dict) else shown(value)
             raise ModelError(f"{source}: {key}={named} in config.json is not supported; it must be {allowed[0]!r}.")
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    if fields.flag("attention_bias", False) and not qwen2:
+    if fields.flag("attention_bias", False) and not family.attention_bias:
         raise ModelError(
-            f"{source}: attention_bias=true in config.json is not supported for {architecture}: it adds a bias to the "
+            f"{source}: attention_bias=true in config.json is not supported for {family.name}: it adds a bias to the "
             f"output projection too. Qwen2's biases are supported."
         )
 
     hidden_size = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", _QWEN3_HEAD_DIM if qwen3 else hidden_size // heads)
+    head_dim = fields.integer("head_dim", hidden_size // heads)
     num_layers = fields.integer("num_hidden_layers")
     config = ModelConfig(
-        architecture=architecture,
+        architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
@@ -64,14 +57,18 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         rope_theta=_Fields(rope, source).number("rope_theta", fields.number("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(rope, source),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=qwen2,
-        qk_norm=qwen3,
-        sliding_window=_sliding_window(values, architecture, num_layers, source),
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
+        sliding_window=_sliding_window(values, fields, num_layers, source),
         torch_dtype=_dtype(values, source),
         eos_token_ids=tuple(
             dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
         ),
         bos_token_id=next(iter(token_ids(values, "bos_token_id", source=f"{source}, config.json")), None),
+        numbers={
+            name: check_field(field, values.get(name), key=f"{name} in config.json", source=source)
+            for name, field in family.numbers.items()
+        },
     )
     check_config(config, source=source)
     return config
@@ -115,9 +112,10 @@ def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
 class _Fields:
     """Typed access to parsed JSON; every error names the field."""
 
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+    def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> None:
         self._values = values
         self._source = source
+        self._defaults = defaults or {}
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Within the bounds of `header_fields`."""
@@ -141,17 +139,16 @@ class _Fields:
 
     def _find(self, name: str, default: object) -> object:
         value = self._values.get(name)
-        return default if value is None else value
+        return self._defaults.get(name, default) if value is None else value
 
 
-def _architecture(values: Mapping[str, Any], source: str) -> str:
+def _family(values: Mapping[str, Any], source: str) -> Architecture:
     named = values.get("architectures")
     for architecture in named if isinstance(named, list) else []:
-        if architecture in SUPPORTED_ARCHITECTURES:
-            return str(architecture)
+        if isinstance(architecture, str) and architecture in FAMILIES:
+            return FAMILIES[architecture]
     raise ModelError(
-        f"{source} is of architecture {named!r:.200}, which is not supported; supported are "
-        f"{', '.join(SUPPORTED_ARCHITECTURES)}."
+        f"{source} is of architecture {named!r:.200}, which is not supported; supported are {', '.join(FAMILIES)}."
     )
 
 
@@ -176,11 +173,10 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
     )
 
 
-def _sliding_window(values: Mapping[str, Any], architecture: str, num_layers: int, source: str) -> int | None:
+def _sliding_window(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> int | None:
     """The window of all layers. Qwen switches windows on by `use_sliding_window`, from layer `max_window_layers` on."""
     window = values.get("sliding_window")
-    switched_on = _Fields(values, source).flag("use_sliding_window", architecture == "MistralForCausalLM")
-    if window is None or not switched_on:
+    if not fields.flag("use_sliding_window", False) or window is None:
         return None
     kinds = values.get("layer_types")
     if kinds is not None:
@@ -191,14 +187,14 @@ def _sliding_window(values: Mapping[str, Any], architecture: str, num_layers: in
             )
         sliding = kinds.count("sliding_attention")
     else:
-        sliding = num_layers - min(_Fields(values, source).integer("max_window_layers", 0), num_layers)
+        sliding = num_layers - min(fields.integer("max_window_layers", 0), num_layers)
     if sliding == 0:
         return None
     if sliding < num_layers:
         raise ModelError(
             f"{source}: a sliding window in {sliding} of {num_layers} layers is not supported; it must be all or none."
         )
-    return _Fields(values, source).integer("sliding_window")
+    return fields.integer("sliding_window")
 
 
 def _dtype(values: Mapping[str, Any], source: str) -> str:

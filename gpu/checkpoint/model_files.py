@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from gpu.checkpoint.config import ModelConfig
-from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from gpu.checkpoint.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True, kw_only=True)

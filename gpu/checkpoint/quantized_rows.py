@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 
@@ -20,5 +18,8 @@ class QuantizedRows:
 
     def dequantize(self) -> NDArray[np.float32]:
         """float32 [rows, columns], its own memory"""
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
         values: NDArray[np.float32] = dequantize(self.data, GGMLQuantizationType[self.type])
         return values

@@ -8,9 +8,6 @@ from pathlib import Path
 
 from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir, fetch_embedded_model
 from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.gguf_model import open_gguf
-from gpu.checkpoint.hf_directory import open_hf_directory
-from gpu.checkpoint.hub import fetch_from_hub
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.progress import Progress, no_progress
 
@@ -50,6 +47,11 @@ def open_model(
 
 
 def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:
+    # Here, because the server answers before it needs them: the gguf library alone takes 0.05 s to import.
+    from gpu.checkpoint.gguf_model import open_gguf
+    from gpu.checkpoint.hf_directory import open_hf_directory
+    from gpu.checkpoint.hub import fetch_from_hub
+
     if model in _EMBEDDED_NAMES:
         return open_gguf(fetch_embedded_model(cache_dir, progress), name=EMBEDDED_MODEL)
     path = Path(model).expanduser()

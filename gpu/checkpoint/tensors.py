@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.header_fields import shown
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
@@ -18,35 +20,11 @@ _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight of a model, linear weights as [out_features, in_features]."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
-
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, q_size),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if config.attention_bias:
-        layer["self_attn.q_proj.bias"] = (q_size,)
-        layer["self_attn.k_proj.bias"] = (kv_size,)
-        layer["self_attn.v_proj.bias"] = (kv_size,)
-    if config.qk_norm:
-        layer["self_attn.q_norm.weight"] = (config.head_dim,)
-        layer["self_attn.k_norm.weight"] = (config.head_dim,)
-
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts_of(spec_of(config)):
+        shapes[f"{part.name}.weight"] = part.shape
+        if part.bias:
+            shapes[f"{part.name}.bias"] = part.shape[:1]
     return shapes
 
 

@@ -20,6 +20,18 @@ from numpy.typing import NDArray
 
 from gpu.attention import AttentionMetadata
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import (
+    AttentionSpec,
+    DecoderSpec,
+    Heads,
+    LayerSpec,
+    Part,
+    RMSNormSpec,
+    SwiGLUSpec,
+    parts_of,
+    records_of,
+)
+from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.library import (
     STOP_INTERVAL,
@@ -42,19 +54,8 @@ from gpu.weights import Weight
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 24  # query heads over one KV head: `kMaxRows` of csrc/attention.cpp
 
-# What is packed together: the name of the matrix, the parts below each other, whether their tiles take turns.
-_MATRICES = (
-    ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), False),
-    ("out", ("self_attn.o_proj",), False),
-    ("gate_up", ("mlp.gate_proj", "mlp.up_proj"), True),
-    ("down", ("mlp.down_proj",), False),
-)
-_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_norm": "q_norm",
-    "self_attn.k_norm": "k_norm",
-}
+# What `forward` computes; a model with a part of any other kind is torch's.
+_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, SwiGLUSpec, RMSNormSpec, Part}
 
 
 class CPUCausalLM:
@@ -79,36 +80,50 @@ class CPUCausalLM:
         self._weight_buffer = WeightBuffer()
         self._tensors: list[torch.Tensor] = []  # what the structs point to
         self._matrices: list[PackedMatrix] = []
-        self._layers = (LayerStruct * config.num_hidden_layers)()
+        spec = spec_of(config)
+        self._layers = (LayerStruct * len(spec.layers))()
+        heads = spec.layers[0].attention.heads
         self._model = ModelStruct(
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
-            num_layers=config.num_hidden_layers,
+            num_layers=len(spec.layers),
             hidden=config.hidden_size,
             inner=config.intermediate_size,
-            epsilon=config.rms_norm_eps,
+            epsilon=spec.norm.eps,
             heads=HeadsStruct(
-                query=config.num_attention_heads,
-                kv=config.num_key_value_heads,
-                dim=config.head_dim,
+                query=heads.query,
+                kv=heads.kv,
+                dim=heads.dim,
                 block_size=block_size,
-                window=config.sliding_window or 0,
-                scale=config.head_dim**-0.5,
+                window=heads.window or 0,
+                scale=heads.scale,
             ),
         )
         self.set_max_model_len(max_model_len)
-        self._load(weights, quantized)
-        self._head: MatrixStruct = self._model.embedding if config.tie_word_embeddings else self._model.head
+        self._load(weights, self._groups(spec, quantized))
+        self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
         self._logits = torch.empty(0)
         self._stopped_by: BaseException | None = None
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
-        """Whether the library has a way for this shape; all that it lacks are sizes that no published model has."""
+        """Whether the library has a way for all that this model is made of, and for its sizes; of those it lacks only
+        some that no published model has."""
+        spec = spec_of(config)
+        records = list(records_of(spec))
+        if not {type(record) for record in records} <= _KINDS:
+            return False
+        heads = spec.layers[0].attention.heads
+        merged = [layer.attention.qkv for layer in spec.layers]  # whose biases are one vector, or none
+        unmerged = set(parts_of(spec)).difference(*merged)
         return (
-            config.hidden_size % LANES == 0
+            heads.dim % 16 == 0
+            and heads.query // heads.kv <= MAX_GROUP
+            and config.hidden_size % LANES == 0
             and config.intermediate_size % LANES == 0
-            and config.head_dim % 16 == 0
-            and config.num_attention_heads // config.num_key_value_heads <= MAX_GROUP
+            and all(record == heads for record in records if type(record) is Heads)
+            and all(record.eps == spec.norm.eps for record in records if type(record) is RMSNormSpec)
+            and all(len({part.bias for part in parts}) == 1 for parts in merged)
+            and not any(part.bias for part in unmerged)
         )
 
     @property
@@ -213,11 +228,10 @@ class CPUCausalLM:
 
         return StopFunction(stop)
 
-    def _load(self, weights: Iterable[tuple[str, Weight]], quantized: bool) -> None:
+    def _load(self, weights: Iterable[tuple[str, Weight]], groups: dict[str, _Group]) -> None:
         """Pack every matrix as soon as its parts are there, so that little more than the model is in memory."""
         expected = tensor_shapes(self.config)
         waiting: dict[str, Weight] = {}
-        groups = self._groups(quantized)
         for name, weight in weights:
             if expected.pop(name, None) != tuple(weight.shape):
                 raise WeightsMismatch(f"Tensor {name} of shape {list(weight.shape)} has no place in this model.")
@@ -228,23 +242,36 @@ class CPUCausalLM:
         if expected:
             raise WeightsMismatch(f"{len(expected)} tensors are missing, among them {next(iter(expected))}.")
 
-    def _groups(self, quantized: bool) -> dict[str, _Group]:
+    def _groups(self, spec: DecoderSpec, quantized: bool) -> dict[str, _Group]:
         """What becomes of each tensor, by its name."""
         groups: list[_Group] = []
-        for index in range(self.config.num_hidden_layers):
-            layer, prefix = self._layers[index], f"model.layers.{index}."
-            for field, modules, interleave in _MATRICES:
-                members = [f"{prefix}{module}.weight" for module in modules]
-                groups.append(_Group(members, partial(self._set_matrix, layer, field, quantized, interleave)))
-            for module, field in _NORMS.items():
-                groups.append(_Group([f"{prefix}{module}.weight"], partial(self._set_vector, layer, field)))
-            biases = [f"{prefix}{module}.bias" for module in _MATRICES[0][1]]
-            groups.append(_Group(biases, partial(self._set_vector, layer, "qkv_bias")))
-        groups.append(_Group(["model.norm.weight"], partial(self._set_vector, self._model, "final_norm")))
-        groups.append(
-            _Group(["model.embed_tokens.weight"], partial(self._set_matrix, self._model, "embedding", quantized, False))
-        )
-        groups.append(_Group(["lm_head.weight"], partial(self._set_matrix, self._model, "head", quantized, False)))
+
+        def matrix(owner: object, field: str, *parts: Part, interleave: bool = False) -> None:
+            take = partial(self._set_matrix, owner, field, quantized, interleave)
+            groups.append(_Group([f"{part.name}.weight" for part in parts], take))
+
+        def vector(owner: object, field: str, *names: str) -> None:
+            groups.append(_Group(list(names), partial(self._set_vector, owner, field)))
+
+        def norm(owner: object, field: str, spec: RMSNormSpec) -> None:
+            vector(owner, field, f"{spec.weight.name}.weight")
+
+        for struct, layer in zip(self._layers, spec.layers, strict=True):
+            attention, network = layer.attention, layer.feed_forward
+            norm(struct, "attention_norm", layer.attention_norm)
+            matrix(struct, "qkv", *attention.qkv)
+            if attention.qkv[0].bias:
+                vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
+            for field, qk_norm in zip(("q_norm", "k_norm"), attention.qk_norm or (), strict=False):
+                norm(struct, field, qk_norm)
+            matrix(struct, "out", attention.out)
+            norm(struct, "mlp_norm", layer.feed_forward_norm)
+            matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
+            matrix(struct, "down", network.down)
+        norm(self._model, "final_norm", spec.norm)
+        matrix(self._model, "embedding", spec.embedding)
+        if spec.head is not None:
+            matrix(self._model, "head", spec.head)
         return {member: group for group in groups for member in group.members}
 
     def _set_matrix(

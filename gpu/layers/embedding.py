@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.checkpoint.architecture import Part
 from gpu.kernels import gather_rows
 from gpu.kernels.dispatch import on_triton
 from gpu.layers.packed import pack, packed_linear
@@ -17,9 +18,10 @@ from gpu.layers.weights import WeightSlot, empty_parameter
 class Embedding(nn.Module):
     """One row per token of the vocabulary."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, part: Part, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.part = part
+        self.weight = empty_parameter(*part.shape, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
@@ -27,28 +29,19 @@ class Embedding(nn.Module):
             return gather_rows(self.weight, input_ids)
         return F.embedding(input_ids, self.weight)
 
-    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{path}.weight", WeightSlot.into(self.weight)
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield f"{self.part.name}.weight", WeightSlot.into(self.weight)
 
 
 class LMHead(nn.Module):
-    """Scores each token of the vocabulary; with its own matrix, or with the embedding's if `tied_to` is given."""
+    """Scores each token of the vocabulary; with its own matrix, or with the embedding's where it has no `part`."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tied_to: Embedding | None = None,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, part: Part | None, embedding: Embedding, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.tied = tied_to is not None
-        self.weight = (
-            tied_to.weight if tied_to else empty_parameter(vocab_size, hidden_size, dtype=dtype, device=device)
-        )
-
+        self.part = part
+        self.weight = embedding.weight if part is None else empty_parameter(*part.shape, dtype=dtype, device=device)
         self._packed: torch.Tensor | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -59,9 +52,9 @@ class LMHead(nn.Module):
 
     def pack(self) -> None:
         self._packed = pack(self.weight)
-        if self._packed is not None and not self.tied:
+        if self._packed is not None and self.part is not None:
             del self.weight
 
-    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        if not self.tied:
-            yield f"{path}.weight", WeightSlot.into(self.weight)
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        if self.part is not None:
+            yield f"{self.part.name}.weight", WeightSlot.into(self.weight)

@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpu.checkpoint.architecture import Heads, RMSNormSpec
 from gpu.kernels import add_rms_norm
 from gpu.kernels.dispatch import on_triton
-from gpu.layers.weights import WeightSlot, empty_parameter, sibling
+from gpu.layers.weights import WeightSlot, empty_parameter
 
 
 class RMSNorm(nn.Module):
     """Normalizes the residual stream, and first adds to it what the last sublayer contributed."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, spec: RMSNormSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.shape = (size,)
-        self.eps = eps
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.spec = spec
+        self.shape, self.eps = spec.weight.shape, spec.eps
+        self.weight = empty_parameter(*self.shape, dtype=dtype, device=device)
 
     def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
@@ -33,8 +34,8 @@ class RMSNorm(nn.Module):
             residual.add_(delta)
         return F.rms_norm(residual, self.shape, self.weight, self.eps)
 
-    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{path}.weight", WeightSlot.into(self.weight)
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield f"{self.spec.weight.name}.weight", WeightSlot.into(self.weight)
 
 
 class QKNorm(nn.Module):
@@ -47,25 +48,23 @@ class QKNorm(nn.Module):
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
+        specs: tuple[RMSNormSpec, RMSNormSpec],
+        heads: Heads,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.shape = (head_dim,)
-        self.eps = eps
-        self.weight = empty_parameter(2, head_dim, dtype=dtype, device=device)  # of the queries, of the keys
-        rows = [0] * num_heads + [1] * num_kv_heads
+        self.specs = specs
+        self.shape, self.eps = specs[0].weight.shape, specs[0].eps
+        self.weight = empty_parameter(2, heads.dim, dtype=dtype, device=device)  # of the queries, of the keys
+        rows = [0] * heads.query + [1] * heads.kv
         self.register_buffer("head_index", torch.tensor(rows, device=device), persistent=False)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[T, num_heads + num_kv_heads, head_dim], queries first -> the same, normalized and contiguous"""
         return F.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight.index_select(0, self.head_index))
 
-    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        yield sibling(path, "q_norm.weight"), WeightSlot.into(self.weight[0])
-        yield sibling(path, "k_norm.weight"), WeightSlot.into(self.weight[1])
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        for spec, weight in zip(self.specs, self.weight, strict=True):
+            yield f"{spec.weight.name}.weight", WeightSlot.into(weight)

@@ -30,9 +30,8 @@ class WeightSlot:
 class HoldsWeights(Protocol):
     """A layer that takes tensors from a checkpoint."""
 
-    def weight_slots(self, path: str) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint names of everything this layer holds. `path` is where it is in the model, such as
-        ``"model.layers.0.self_attn.qkv_proj"``; a merged layer replaces the last part of it."""
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        """Everything that this layer holds, by the checkpoint's names."""
         ...
 
 
@@ -43,12 +42,6 @@ class Packs(Protocol):
     def pack(self) -> None:
         """Called once, when all weights of the model are loaded."""
         ...
-
-
-def sibling(path: str, name: str) -> str:
-    """`path` with its last part replaced by `name`."""
-    parent, dot, _ = path.rpartition(".")
-    return parent + dot + name
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Parameter:

@@ -1,14 +1,14 @@
-"""The models. `build_model` is the only way in; the model runner imports it, loads weights and calls `forward`.
+"""The models. `CausalLM` is the only way in: make one for a configuration, load its weights and call `forward`.
 
 In reading order:
 
-registry  which class builds which architecture
-decoder   the decoder-only transformer of Llama, Mistral, Qwen2 and Qwen3
-loading   fills a model from checkpoint tensors, and proves that nothing was left out
+decoder       the decoder-only transformer, wired from what a family's record says
+attention     how tokens see each other: a layer for each kind there is
+feed_forward  what a layer does with each token by itself: a layer for each kind there is
+loading       fills a model from checkpoint tensors, and proves that nothing was left out
 """
 
 from gpu.models.decoder import CausalLM
 from gpu.models.loading import WeightsMismatch
-from gpu.models.registry import build_model
 
-__all__ = ["CausalLM", "WeightsMismatch", "build_model"]
+__all__ = ["CausalLM", "WeightsMismatch"]

@@ -22,9 +22,9 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
     """Every tensor that the model needs, by its checkpoint name."""
     return {
         name: slot
-        for path, layer in model.named_modules()
+        for layer in model.modules()
         if isinstance(layer, HoldsWeights)
-        for name, slot in layer.weight_slots(path)
+        for name, slot in layer.weight_slots()
     }
 
 

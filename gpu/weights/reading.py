@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpu.checkpoint import GGUFFile, ModelError, ModelFiles, QuantizedRows
+from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
+from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.tensors import TensorCheck
 from gpu.weights.dummy import dummy_weights

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpu.attention.torch_backend import FREE_PADDING, PADDING_SHARE, TILE, TorchAttention, group_by_length
+from gpu.checkpoint.architecture import Heads
 from tests.gpu.paging import Span, make_metadata
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -46,7 +47,7 @@ class Step:
 
     def oracle(self, index: int) -> torch.Tensor:
         query, key, value = (x[index].double() for x in (self.queries, self.keys, self.values))
-        window = self.attention.sliding_window or math.inf
+        window = self.attention.heads.window or math.inf
         group = self.attention.group_size
         output = torch.empty_like(query)
         for i in range(len(query)):
@@ -54,7 +55,7 @@ class Step:
             first = max(0, position + 1 - window)
             for head in range(query.shape[1]):
                 seen = slice(int(first), position + 1)
-                scores = key[seen, head // group] @ query[i, head] * self.attention.scale
+                scores = key[seen, head // group] @ query[i, head] * self.attention.heads.scale
                 output[i, head] = scores.softmax(0) @ value[seen, head // group]
         return output
 
@@ -73,11 +74,12 @@ def make_step(
 ) -> Step:
     """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
     generator = torch.Generator().manual_seed(seed)
-    attention = TorchAttention(1, kv_heads * group_size, kv_heads, head_dim, block_size, window, scale)
+    scale = head_dim**-0.5 if scale is None else scale
+    attention = TorchAttention(Heads(kv_heads * group_size, kv_heads, head_dim, scale, window), block_size)
     needed = [-(-seq_len // block_size) for _, seq_len in lengths]
     pool = list(range(sum(needed) + 3))
     random.Random(seed).shuffle(pool)
-    (cache,) = attention.allocate_kv_cache(len(pool), dtype, torch.device("cpu"))
+    cache = attention.allocate_kv_cache(len(pool), dtype, torch.device("cpu"))
     cache.fill_(float("nan"))
     step = Step(attention, [], [], [], [], cache)
     for (query_len, seq_len), count in zip(lengths, needed, strict=True):
@@ -159,11 +161,12 @@ def test_a_request_gets_the_same_result_alone_and_in_a_batch():
         torch.testing.assert_close(output, alone, atol=1e-6, rtol=0)
 
 
-def test_every_layer_has_a_zeroed_cache_of_the_asked_size():
-    caches = TorchAttention(3, 4, 2, 8, block_size=16).allocate_kv_cache(5, torch.bfloat16, torch.device("cpu"))
-    assert len(caches) == 3
-    assert sum(c.numel() for c in caches) == 3 * 5 * 16 * 2 * 2 * 8
-    assert all(c.dtype == torch.bfloat16 and not c.any() for c in caches)
+def test_a_layer_has_a_zeroed_cache_of_the_asked_size():
+    attention = TorchAttention(Heads(4, 2, 8, 0.5), block_size=16)
+    cache = attention.allocate_kv_cache(5, torch.bfloat16, torch.device("cpu"))
+    assert cache.numel() == 5 * 16 * 2 * 2 * 8
+    assert cache.dtype == torch.bfloat16
+    assert not cache.any()
 
 
 @given(st.lists(st.integers(1, 5000), max_size=64))

@@ -1,6 +1,7 @@
 """The library's decoder against the torch model on the same weights, and the bits it promises."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gpu.checkpoint import ModelConfig
 from gpu.cpu import CPUCausalLM
 from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
 from gpu.host import processor_flags
-from gpu.models import WeightsMismatch, build_model
+from gpu.models import CausalLM, WeightsMismatch
 from gpu.weights.dummy import dummy_weights
 from tests.gpu.paging import Span, make_metadata, positions_of
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
@@ -57,15 +58,8 @@ class Model:
         self.fast = CPUCausalLM(
             library, self.config, weights, block_size=block_size, max_model_len=600, num_threads=2, quantized=False
         )
-        attention = TorchAttention(
-            self.config.num_hidden_layers,
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-            block_size,
-            self.config.sliding_window,
-        )
-        self.slow = build_model(self.config, dtype=torch.float32, device="cpu", max_model_len=600, attention=attention)
+        attention = partial(TorchAttention, block_size=block_size)
+        self.slow = CausalLM(self.config, dtype=torch.float32, device="cpu", max_model_len=600, attention=attention)
         self.slow.load_weights(weights)
         self.new_cache()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
 from gpu.kernels.dispatch import interpreted
 from gpu.model_runner import ModelRunner
-from gpu.models import build_model
+from gpu.models import CausalLM
 from gpu.worker import FinishedStep
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import CONFIG, random_weights
@@ -80,16 +81,10 @@ class RunnerExecutor:
 
 def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
     backend = TorchAttention if graphs is None else TritonAttention
-    attention = backend(
-        num_layers=CONFIG.num_hidden_layers,
-        num_heads=CONFIG.num_attention_heads,
-        num_kv_heads=CONFIG.num_key_value_heads,
-        head_dim=CONFIG.head_dim,
-        block_size=BLOCK_SIZE,
-    )
-    model = build_model(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
+    attention = partial(backend, block_size=BLOCK_SIZE)
+    model = CausalLM(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
     model.load_weights(random_weights())
-    kv_caches = attention.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
+    kv_caches = model.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
     limits = {"device": CPU, "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE}
     if kind == "host":
         return RunnerExecutor(ModelRunner(model, kv_caches, **limits))

@@ -1,5 +1,7 @@
 """Published models of 0.6 to 8 billion parameters, on the meta device: every tensor, and no memory."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -7,7 +9,7 @@ from transformers import AutoConfig
 
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.models import build_model
+from gpu.models import CausalLM
 from gpu.models.loading import weight_slots
 from loadtest.gpu_parts.models import PUBLISHED, load_shape
 
@@ -41,15 +43,13 @@ def oracle_shapes(name: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_a_published_model_has_the_tensors_that_transformers_gives_it(name):
     config = load_shape(name)
-    attention = TritonAttention(
-        config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim, 16
-    )
-    model = build_model(config, dtype=torch.bfloat16, device="meta", max_model_len=4096, attention=attention)
+    attention = partial(TritonAttention, block_size=16)
+    model = CausalLM(config, dtype=torch.bfloat16, device="meta", max_model_len=4096, attention=attention)
     wanted = oracle_shapes(name)
     assert {name: slot.shape for name, slot in weight_slots(model).items()} == wanted
     assert tensor_shapes(config) == wanted
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    caches = attention.allocate_kv_cache(10, torch.bfloat16, torch.device("meta"))
+    caches = model.allocate_kv_cache(10, torch.bfloat16, torch.device("meta"))
     assert sum(cache.nbytes for cache in caches) == 10 * 16 * config.kv_bytes_per_token(2)
 
 

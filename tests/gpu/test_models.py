@@ -1,6 +1,7 @@
 """Models against transformers (their definition), their published sizes, and checkpoints that do not fit."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ import transformers
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from gpu.attention.torch_backend import TorchAttention
-from gpu.checkpoint import ModelError
-from gpu.checkpoint.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeScaling
+from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
+from gpu.checkpoint.architecture import Part
 from gpu.layers.linear import Linear
 from gpu.layers.rotary import inverse_frequencies
-from gpu.models import CausalLM, WeightsMismatch, build_model
-from gpu.models.registry import MODELS
+from gpu.models import CausalLM, WeightsMismatch
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 SMALL = {
@@ -83,15 +83,8 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
 
 
 def build(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> CausalLM:
-    attention = TorchAttention(
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        BLOCK_SIZE,
-        config.sliding_window,
-    )
-    return build_model(config, dtype=dtype, device=device, max_model_len=128, attention=attention)
+    attention = partial(TorchAttention, block_size=BLOCK_SIZE)
+    return CausalLM(config, dtype=dtype, device=device, max_model_len=128, attention=attention)
 
 
 class Runner:
@@ -99,8 +92,7 @@ class Runner:
 
     def __init__(self, model: CausalLM, num_blocks: int = 64) -> None:
         self.model = model
-        attention = model.model.layers[0].self_attn.attention
-        self.caches = attention.allocate_kv_cache(num_blocks, torch.float32, torch.device("cpu"))
+        self.caches = model.allocate_kv_cache(num_blocks, torch.float32, torch.device("cpu"))
         for cache in self.caches:
             cache.fill_(float("nan"))
 
@@ -261,10 +253,6 @@ def test_published_models_have_their_published_number_of_parameters(config, para
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_every_supported_architecture_can_be_built():
-    assert tuple(MODELS) == SUPPORTED_ARCHITECTURES
-
-
 def test_an_unknown_architecture_names_itself_and_what_is_supported():
     config = shape("GPT2LMHeadModel", 10, 8, 8, 1, 1, 1)
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
@@ -293,7 +281,7 @@ def test_llama3_frequencies_are_those_of_transformers():
 
 def test_rotary_memory_follows_the_served_length_not_the_checkpoints():
     model = build(shape("LlamaForCausalLM", 16, 32, 16, 1, 4, 2, head_dim=8))
-    assert model.model.rotary.table.numel() == 2 * 128 * 8
+    assert model.rotary.table.numel() == 2 * 128 * 8
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -356,7 +344,7 @@ def test_rotary_frequencies_and_a_tied_head_in_the_checkpoint_are_ignored():
 def test_weights_are_converted_to_the_dtype_of_the_model(checkpoint):
     model = build(model_config(ORACLES["qwen2"]), dtype=torch.float16)
     model.load_weights((name, tensor.double()) for name, tensor in checkpoint.items())
-    merged = model.model.layers[2].mlp.gate_up_proj.weight
+    merged = model.layers[2].feed_forward.gate_up.weight
     assert merged.dtype == torch.float16
     assert torch.equal(merged[80:], checkpoint["model.layers.2.mlp.up_proj.weight"].half())
 
@@ -365,9 +353,10 @@ def test_weights_are_converted_to_the_dtype_of_the_model(checkpoint):
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 200])
 def test_a_packed_matrix_gives_what_the_plain_one_gives(num_rows, bias):
     generator = torch.Generator().manual_seed(num_rows)
-    layer = Linear(72, {"a": 40, "b": 93}, bias=bias, dtype=torch.bfloat16, device="cpu")
+    parts = Part("a", "a", (40, 72), bias), Part("b", "b", (93, 72), bias)
+    layer = Linear(*parts, dtype=torch.bfloat16, device="cpu")
     with torch.inference_mode():
-        for _, slot in layer.weight_slots("layer"):
+        for _, slot in layer.weight_slots():
             slot.load(torch.randn(slot.shape, generator=generator))
         x = torch.randn(num_rows, 72, generator=generator).bfloat16()
         plain = layer(x)

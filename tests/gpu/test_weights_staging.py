@@ -1,11 +1,14 @@
 """What goes to the device through two small buffers arrives whole, whatever its size and type."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import open_model
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.models import build_model
+from gpu.models import CausalLM
 from gpu.weights import weights_of
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.staging import _Buffers, to_device
@@ -64,7 +67,8 @@ def test_a_file_is_read_to_another_device_with_progress(tmp_path) -> None:
 
 def test_a_model_loads_what_was_staged() -> None:
     def model():
-        return build_model(CONFIG, dtype=torch.float32, device=CPU, max_model_len=8, attention=None)
+        attention = partial(TorchAttention, block_size=4)
+        return CausalLM(CONFIG, dtype=torch.float32, device=CPU, max_model_len=8, attention=attention)
 
     buffers = _Buffers(CPU, 100)
     plain, staged = model(), model()

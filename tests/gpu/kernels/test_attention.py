@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu.attention.triton_backend import TritonAttention
+from gpu.checkpoint.architecture import Heads
 from gpu.kernels import paged_decode, paged_prefill
 from tests.gpu.paging import Span, make_metadata
 
@@ -168,5 +169,5 @@ def test_the_backend_writes_its_cache_and_attends_in_a_step_of_decodes_and_chunk
         torch.cat([kv[i, :, -span.query_len :].transpose(0, 1) for kv, span in zip(case.kv, case.spans, strict=True)])
         for i in range(2)
     )
-    attention = TritonAttention(1, 6, 2, 64, 16, window, case.scale)
+    attention = TritonAttention(Heads(6, 2, 64, case.scale, window), 16)
     case.assert_right(attention.forward(torch.cat(case.queries), key, value, case.cache, metadata))

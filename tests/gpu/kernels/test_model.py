@@ -1,5 +1,7 @@
 """A whole model on the kernels, beside the same model on plain torch: what is wired is what was tested."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
-from gpu.models import CausalLM, build_model
+from gpu.models import CausalLM
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 BLOCK_SIZE = 4
@@ -30,8 +32,8 @@ def config_of(architecture: str, **more: object) -> ModelConfig:
 
 
 def build(config: ModelConfig, backend: type) -> CausalLM:
-    attention = backend(2, 4, 2, 16, BLOCK_SIZE, config.sliding_window)
-    model = build_model(config, dtype=torch.float32, device="cpu", max_model_len=128, attention=attention)
+    attention = partial(backend, block_size=BLOCK_SIZE)
+    model = CausalLM(config, dtype=torch.float32, device="cpu", max_model_len=128, attention=attention)
     generator = torch.Generator().manual_seed(0)
     model.load_weights(
         (name, torch.randn(size, generator=generator) * 0.3) for name, size in tensor_shapes(config).items()
@@ -48,8 +50,7 @@ STEPS = [
 
 @torch.inference_mode()
 def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
-    attention = model.model.layers[0].self_attn.attention
-    caches = attention.allocate_kv_cache(8, torch.float32, torch.device("cpu"))
+    caches = model.allocate_kv_cache(8, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     results = []
     for spans in STEPS:

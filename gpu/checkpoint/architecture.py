@@ -1,0 +1,177 @@
+"""What a model is made of: its parts under their names in both kinds of files, and what computes with them.
+
+A family of models is one `Architecture`. With a configuration it gives a `DecoderSpec`, which everybody reads who has
+to do with weights: the readers of files, the layers of `gpu.models`, the library of `gpu.cpu`. What computes something
+else is another class here and not a flag: readers choose by the class, and refuse one that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.header_fields import HeaderField
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix [out_features, in_features], or a vector, and perhaps a bias [out_features]."""
+
+    name: str  # in a Hugging Face checkpoint, without ".weight" and ".bias"
+    gguf: str  # the same in a GGUF file
+    shape: tuple[int, ...]
+    bias: bool = False
+    gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
+
+
+@dataclass(frozen=True)
+class RMSNormSpec:
+    """Root-mean-square normalization of vectors of the weight's size."""
+
+    weight: Part
+    eps: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of an attention layer. Layers of equal heads share what prepares a step."""
+
+    query: int
+    kv: int
+    dim: int
+    scale: float  # what scores are multiplied by
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them."""
+
+    heads: Heads
+    qkv: tuple[Part, Part, Part]
+    out: Part
+    qk_norm: tuple[RMSNormSpec, RMSNormSpec] | None
+
+
+@dataclass(frozen=True)
+class SwiGLUSpec:
+    """down(silu(gate(x)) * up(x))"""
+
+    gate: Part
+    up: Part
+    down: Part
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Attention and a feed-forward network, each behind its norm and added to the residual stream.
+
+    Where there is another kind of either, it becomes a union here, and mypy names the readers that lack it.
+    """
+
+    attention_norm: RMSNormSpec
+    attention: AttentionSpec
+    feed_forward_norm: RMSNormSpec
+    feed_forward: SwiGLUSpec
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder-only transformer."""
+
+    embedding: Part
+    layers: tuple[LayerSpec, ...]
+    norm: RMSNormSpec
+    head: Part | None  # None: the embedding is the head too
+
+
+def records_of(spec: object) -> Iterator[Any]:
+    """`spec` and all records within it, in the order of their fields."""
+    if isinstance(spec, tuple):
+        for item in spec:
+            yield from records_of(item)
+    elif is_dataclass(spec):
+        yield spec
+        for item in fields(spec):
+            yield from records_of(getattr(spec, item.name))
+
+
+def parts_of(spec: object) -> Iterator[Part]:
+    """All parts of a decoder or of a layer."""
+    return (record for record in records_of(spec) if isinstance(record, Part))
+
+
+def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) -> LayerSpec:
+    """A layer of Llama, which most families share. `gguf_heads`: see `Part`."""
+    hidden, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, dim**-0.5, config.sliding_window)
+
+    def part(name: str, gguf: str, *shape: int, **more: Any) -> Part:
+        return Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", shape, **more)
+
+    def norm(name: str, gguf: str, size: int) -> RMSNormSpec:
+        return RMSNormSpec(part(name, gguf, size), eps)
+
+    def projection(letter: str, heads: int, reordered: bool) -> Part:
+        name, gguf = f"self_attn.{letter}_proj", f"attn_{letter}"
+        return part(name, gguf, heads * dim, hidden, bias=config.attention_bias, gguf_heads=heads if reordered else 0)
+
+    return LayerSpec(
+        attention_norm=norm("input_layernorm", "attn_norm", hidden),
+        attention=AttentionSpec(
+            heads=heads,
+            qkv=(
+                projection("q", heads.query, gguf_heads),
+                projection("k", heads.kv, gguf_heads),
+                projection("v", heads.kv, False),
+            ),
+            out=part("self_attn.o_proj", "attn_output", hidden, heads.query * dim),
+            qk_norm=(norm("self_attn.q_norm", "attn_q_norm", dim), norm("self_attn.k_norm", "attn_k_norm", dim))
+            if config.qk_norm
+            else None,
+        ),
+        feed_forward_norm=norm("post_attention_layernorm", "ffn_norm", hidden),
+        feed_forward=SwiGLUSpec(
+            gate=part("mlp.gate_proj", "ffn_gate", inner, hidden),
+            up=part("mlp.up_proj", "ffn_up", inner, hidden),
+            down=part("mlp.down_proj", "ffn_down", hidden, inner),
+        ),
+    )
+
+
+# Keys of config.json that change the computation, with the only values that a layer of Llama implements.
+LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One family of models: what its files are called and mean, and what each of its layers is made of.
+
+    The numbers that all families have are in `gpu.checkpoint.header_fields`.
+    """
+
+    name: str  # in `architectures` of config.json
+    gguf: str | None = None  # `general.architecture` of a GGUF file; None: there are none, or they say another family's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what a config.json means where it is silent
+    allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
+    attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
+    qk_norm: bool = False  # likewise
+    numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # its own, for `ModelConfig.numbers`
+    layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
+
+    def spec(self, config: ModelConfig) -> DecoderSpec:
+        """All parts of a model of this family."""
+        size = (config.vocab_size, config.hidden_size)
+        return DecoderSpec(
+            embedding=Part("model.embed_tokens", "token_embd", size),
+            layers=tuple(self.layer(config, index) for index in range(config.num_hidden_layers)),
+            norm=RMSNormSpec(Part("model.norm", "output_norm", (config.hidden_size,)), config.rms_norm_eps),
+            head=None if config.tie_word_embeddings else Part("lm_head", "output", size),
+        )

@@ -1,0 +1,26 @@
+"""The families of models that are served: a file for each, and its line in `FAMILIES`.
+
+In reading order:
+
+llama    Llama, and the many that took over its shape
+mistral  Mistral, with a sliding window
+qwen2    Qwen 2 and 2.5, with biases on queries, keys and values
+qwen3    Qwen 3, with norms on queries and keys
+"""
+
+from gpu.checkpoint.architecture import Architecture, DecoderSpec
+from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.errors import ModelError
+from gpu.checkpoint.families.llama import LLAMA
+from gpu.checkpoint.families.mistral import MISTRAL
+from gpu.checkpoint.families.qwen2 import QWEN2
+from gpu.checkpoint.families.qwen3 import QWEN3
+
+FAMILIES: dict[str, Architecture] = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+
+def spec_of(config: ModelConfig) -> DecoderSpec:
+    """What a model of this configuration is made of. Raises ModelError for an architecture that is not supported."""
+    if config.architecture not in FAMILIES:
+        raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {', '.join(FAMILIES)}.")
+    return FAMILIES[config.architecture].spec(config)

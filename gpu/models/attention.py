@@ -1,0 +1,54 @@
+"""How tokens see each other: a class for each kind of `gpu.checkpoint.architecture`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gpu.attention import AttentionBackend, AttentionMetadata, FusedAttention
+from gpu.checkpoint.architecture import AttentionSpec, Heads
+from gpu.layers.linear import Linear
+from gpu.layers.norm import QKNorm
+from gpu.layers.rotary import Rotation, rotate_
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        backend: Callable[[Heads], AttentionBackend],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.heads = heads = spec.heads
+        self.num_qk_heads = heads.query + heads.kv
+        self.backend = backend(heads)
+        self.fused = self.backend if isinstance(self.backend, FusedAttention) else None
+        self.qkv = Linear(*spec.qkv, dtype=dtype, device=device)
+        self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, dtype=dtype, device=device)
+        self.out = Linear(spec.out, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
+        if self.fused is not None:
+            norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+            output = self.fused.forward_fused(heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata)
+            return self.out(output.flatten(1))
+        qk, value = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        rotate_(qk, *rotation.angles)
+        query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
+        return self.out(self.backend.forward(query, key, value, kv_cache, metadata).flatten(1))
+
+
+ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}

@@ -1,0 +1,26 @@
+"""What a layer does with each token by itself: a class for each kind of `gpu.checkpoint.architecture`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu.checkpoint.architecture import SwiGLUSpec
+from gpu.layers.activation import silu_and_mul
+from gpu.layers.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """The gated network of Llama (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, spec: SwiGLUSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.gate_up = Linear(spec.gate, spec.up, dtype=dtype, device=device)
+        self.down = Linear(spec.down, dtype=dtype, device=device)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self.down(silu_and_mul(self.gate_up(hidden)))
+
+
+FEED_FORWARD: dict[type, type[SwiGLU]] = {SwiGLUSpec: SwiGLU}

@@ -160,7 +160,7 @@ GGUF_TRAPS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "a tensor without a dot": (with_tensor("weight", ZEROS), ["'weight'", "no place"]),
     "blk.0.weight": (with_tensor("blk.0.weight", ZEROS), ["'blk.0.weight'", "no place"]),
     "a name of a line break": (with_tensor("a\nb.weight", ZEROS), [r"'a\nb.weight'"]),
-    "a layer beyond the last": (with_tensor("blk.2.attn_norm.weight", ZEROS), ["model.layers.2.", "no place"]),
+    "a layer beyond the last": (with_tensor("blk.2.attn_norm.weight", ZEROS), ["blk.2.attn_norm.weight", "no place"]),
     "rope_freqs of zeros": (with_tensor("rope_freqs.weight", ZEROS), ["rope_freqs.weight", "got 0.0"]),
     "rope_freqs of NaN": (with_tensor("rope_freqs.weight", ZEROS + np.float32("nan")), ["rope_freqs.weight", "nan"]),
     "tensors in the same place": (overlapping_tensors, ["overlap", "blk.1.ffn_up.weight"]),

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from app.queue_shares import SharedRoom, place_reserves, token_reserves
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
+from engine.clock import Clock
 from protocol.errors import ApiError
 
 MAX_RETRY_AFTER = 60  # seconds
@@ -39,15 +40,16 @@ class Pace:
     start because few arrive, and that says nothing about how long the next one would wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._starts = 0.0
         self._seconds = 0.0  # with somebody in the queue
         self.refusals = 0.0
-        self._updated = time.monotonic()
+        self._updated = self._clock()
 
     def advance(self, *, waiting: bool) -> None:
         """The time until now has passed, with somebody in the queue or nobody. Called before either changes."""
-        now = time.monotonic()
+        now = self._clock()
         kept = math.exp((self._updated - now) / _MEMORY)
         self._starts *= kept
         self._seconds = self._seconds * kept + (_MEMORY * (1.0 - kept) if waiting else 0.0)
@@ -104,13 +106,15 @@ class Admission:
         settings: Settings,
         on_refused: Callable[[Limit], None] = lambda limit: None,
         tenants: Collection[Tenant] = (ANONYMOUS,),
+        clock: Clock = time.monotonic,
     ) -> None:
         self.places = SharedRoom(settings.max_queued_requests, place_reserves(settings.max_queued_requests, tenants))
         self.tokens = SharedRoom(settings.max_queued_tokens, token_reserves(settings.max_queued_tokens, tenants))
         self._num_tenants = len(tenants)
         self._num_waiting_tenants = 0
         self._on_refused = on_refused
-        self._pace = Pace()  # of all together
+        self._clock = clock
+        self._pace = Pace(clock)  # of all together
         self._paces: dict[str, Pace] = {}
 
     @property
@@ -152,7 +156,7 @@ class Admission:
 
     def _advance(self, tenant: Tenant) -> None:
         self._pace.advance(waiting=self.places.total > 0)
-        pace = self._paces.setdefault(tenant.name, Pace())
+        pace = self._paces.setdefault(tenant.name, Pace(self._clock))
         pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
     def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None) -> None:

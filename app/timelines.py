@@ -13,12 +13,14 @@ from collections import OrderedDict
 from typing import Any
 
 from app.scope import RequestScope
+from engine.clock import Clock
 
 
 class Timelines:
     """Timelines of ended requests. The oldest of the tenant that has the most is forgotten first."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._size = size
         self._num_kept = 0
         self._kept: dict[str, OrderedDict[str, dict[str, Any]]] = {}  # by tenant and request id
@@ -28,7 +30,7 @@ class Timelines:
         if self._size:
             own = self._kept.setdefault(request.tenant.name, OrderedDict())
             self._num_kept += request.request_id not in own
-            own[request.request_id] = timeline(request, status)
+            own[request.request_id] = timeline(request, status, self._clock())
             own.move_to_end(request.request_id)
             if self._num_kept > self._size:
                 self._forget_one(request.tenant.name)
@@ -49,9 +51,9 @@ class Timelines:
         return None if own is None else own.get(request_id)
 
 
-def timeline(request: RequestScope, status: int) -> dict[str, Any]:
-    """The story of a request that has ended just now. Times are seconds since its arrival."""
-    start, end = request.arrival_time, time.monotonic()
+def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
+    """The story of a request that has ended at `end`. Times are seconds since its arrival."""
+    start = request.arrival_time
     generation = request.outputs
     begins = [("receive", start), ("tokenize", request.received_time)]
     if generation is not None:

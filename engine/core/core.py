@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from engine.clock import Clock
 from engine.commands import (
     AddRequests,
     Answer,
@@ -81,15 +82,23 @@ class EngineCore:
     whatever their fate. Safe to read from any thread; another process can read a heartbeat that was put in its place.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        grammars: GrammarCompiler | None = None,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
         """Without `grammars`, requests for structured output fail."""
         self.config = config
         self.grammars = grammars
         self.executor = executor
         self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
         self.num_steps = 0
-        self.heartbeat = Heartbeat()
+        self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
+        self._clock = clock
         self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
         self._quarantine = Quarantine()
         self._structured = StructuredOutputManager(grammars) if grammars is not None else None
@@ -153,7 +162,7 @@ class EngineCore:
         """What it looks like now."""
         scheduler = self.scheduler
         return EngineSnapshot(
-            time=time.monotonic(),
+            time=self._clock(),
             num_steps=self.num_steps,
             num_steps_in_flight=len(self._in_flight),
             running=tuple(request.snapshot() for request in scheduler.running.values()),
@@ -178,7 +187,7 @@ class EngineCore:
         try:
             output = step.handle.result()
         except StepAbandoned:
-            outcome, ended = StepOutcome.ABANDONED, time.monotonic()
+            outcome, ended = StepOutcome.ABANDONED, self._clock()
             self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
         except Exception as error:
@@ -186,7 +195,7 @@ class EngineCore:
             outputs = self._contain(plan, error)
             ended = self._last_end
         else:
-            ended = time.monotonic()
+            ended = self._clock()
             if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
             self._budget.observe(num_prefill_tokens, num_decode_tokens, ended - began)
@@ -238,7 +247,7 @@ class EngineCore:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
                 return  # what comes next depends on how the step in flight ends
-            planned_at, prefill_budget = time.monotonic(), self._budget.prefill_tokens()
+            planned_at, prefill_budget = self._clock(), self._budget.prefill_tokens()
             plan = self.scheduler.schedule(
                 planned_at,
                 max_prefill_tokens=prefill_budget,
@@ -271,7 +280,7 @@ class EngineCore:
             with suppress(Exception):
                 void.handle.result()
             plans.append(void.plan)
-        now = self._last_end = time.monotonic()
+        now = self._last_end = self._clock()
         reach = self.scheduler.put_back(plans, now)
         logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
         guilty = self._quarantine.split(reach) if reach else None

@@ -6,6 +6,8 @@ import mmap
 import time
 from pathlib import Path
 
+from engine.clock import Clock
+
 _LAST_PROGRESS, _IS_AWAKE = range(2)
 _SIZE = 2 * 8  # bytes: doubles, which are written and read whole
 _PAGE = bytes(mmap.PAGESIZE)  # an empty file cannot be mapped
@@ -18,7 +20,8 @@ class Heartbeat:
     that lags would make a busy engine look hung, and a hung one alive.
     """
 
-    def __init__(self, memory: bytearray | mmap.mmap | None = None) -> None:
+    def __init__(self, memory: bytearray | mmap.mmap | None = None, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._fields = memoryview(bytearray(_SIZE) if memory is None else memory)[:_SIZE].cast("d")
 
     @classmethod
@@ -34,7 +37,7 @@ class Heartbeat:
 
     @property
     def last_progress(self) -> float:
-        """When the latest step ended or the engine woke up, by `time.monotonic()`; 0 before that."""
+        """When the latest step ended or the engine woke up, by its clock; 0 before that."""
         return self._fields[_LAST_PROGRESS]
 
     @property
@@ -43,7 +46,7 @@ class Heartbeat:
 
     def beat(self) -> None:
         """A step has ended."""
-        self._fields[_LAST_PROGRESS] = time.monotonic()
+        self._fields[_LAST_PROGRESS] = self._clock()
 
     def sleep(self) -> None:
         """The engine has nothing to do until something arrives."""

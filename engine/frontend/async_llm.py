@@ -20,6 +20,7 @@ import anyio
 from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
+from engine.clock import Clock
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
@@ -58,6 +59,7 @@ class AsyncLLM:
         grammars: GrammarCompiler | None = None,
         observer: Observer | None = None,
         seed: int | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """Without `grammars`, requests for structured output are refused."""
         self.vocabulary = grammars.vocabulary if grammars is not None else Vocabulary(tokenizer)
@@ -71,7 +73,8 @@ class AsyncLLM:
         self._seed = seed
         self._inputs: InputProcessor | None = None
         self._observer = observer or NullObserver()
-        self._outputs = OutputProcessor(self.vocabulary, self._observer)
+        self._clock = clock
+        self._outputs = OutputProcessor(self.vocabulary, self._observer, clock)
         self._loaded = anyio.Event()  # or failed to
         self._dead = anyio.Event()
 
@@ -145,7 +148,7 @@ class AsyncLLM:
             latest = min(deadlines, default=math.inf)
             try:
                 # Who is out of time goes on to the engine, which says so.
-                with anyio.move_on_after(latest - time.monotonic()):
+                with anyio.move_on_after(latest - self._clock()):
                     await wait_done(future)
             finally:
                 future.cancel()
@@ -195,7 +198,7 @@ class AsyncLLM:
             if oldest is None:
                 return 0.0
             since = max(since, oldest)
-        return max(0.0, time.monotonic() - since)
+        return max(0.0, self._clock() - since)
 
     @property
     def num_open_choices(self) -> int:

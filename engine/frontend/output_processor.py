@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import anyio
 
+from engine.clock import Clock
 from engine.frontend.detokenizer import StopStrings, Vocabulary
 from engine.frontend.observer import NullObserver, Observer
 from engine.messages import (
@@ -46,14 +47,16 @@ class RequestStream:
     has finished. It raises what the engine died of, if it did.
     """
 
-    def __init__(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> None:
+    def __init__(
+        self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest], opened_time: float
+    ) -> None:
         self.request_id = requests[0].request_id
         self.prompts = [request.prompt_token_ids for request in requests]
         self.prompt_lengths = [len(prompt) for prompt in self.prompts]
         self.num_prompt_tokens = sum(self.prompt_lengths)
         self.child_ids = [child.request_id for child in children]
         self.arrival_time = requests[0].arrival_time
-        self.opened_time = time.monotonic()
+        self.opened_time = opened_time
         self.events: list[tuple[int, RequestEvent]] = []  # what the engine did, with the number of the choice
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -159,7 +162,8 @@ class RequestStream:
 class OutputProcessor:
     """All streams of a front end."""
 
-    def __init__(self, vocabulary: Vocabulary, observer: Observer | None = None) -> None:
+    def __init__(self, vocabulary: Vocabulary, observer: Observer | None = None, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
         self._vocabulary = vocabulary
         self._observer = observer or NullObserver()
         self._choices: dict[str, _Choice] = {}
@@ -177,7 +181,7 @@ class OutputProcessor:
 
     def open(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> RequestStream:
         """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
-        stream = RequestStream(requests, children)
+        stream = RequestStream(requests, children, self._clock())
         n = len(children) // len(requests)
         for index, child in enumerate(children):
             self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary, leads=index % n == 0)
@@ -198,7 +202,7 @@ class OutputProcessor:
             prompt_tokens=stream.num_prompt_tokens,
             output_tokens=stream.num_output_tokens,
             cached_tokens=stream.num_cached_tokens,
-            e2e_seconds=time.monotonic() - stream.arrival_time,
+            e2e_seconds=self._clock() - stream.arrival_time,
             queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
         )
         stream.finish_reason = reason
@@ -206,7 +210,7 @@ class OutputProcessor:
 
     def abort(self, stream: RequestStream) -> list[str]:
         """Finish a stream's choices here and now. Returns the children that the engine has to be told to drop."""
-        now = time.monotonic()
+        now = self._clock()
         unfinished = [child_id for child_id in stream.child_ids if child_id in self._choices]
         for child_id in unfinished:
             end = EngineCoreOutput(request_id=child_id, new_token_ids=[], finish_reason=FinishReason.ABORT)

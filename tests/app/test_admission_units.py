@@ -6,26 +6,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from app import admission as admission_module
 from app.admission import MAX_RETRY_AFTER, Admission, Limit
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
+from engine.simulation.clock import VirtualClock
 from protocol.errors import ApiError
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(admission_module, "time", clock)
-    return clock
+def clock() -> VirtualClock:
+    return VirtualClock(1000.0)
 
 
 @pytest.fixture
@@ -34,8 +24,8 @@ def refusals() -> list[Limit]:
 
 
 @pytest.fixture
-def admission(clock: Clock, refusals: list[Limit]) -> Admission:
-    return Admission(Settings(max_queued_requests=100, max_queued_tokens=1000), on_refused=refusals.append)
+def admission(clock: VirtualClock, refusals: list[Limit]) -> Admission:
+    return Admission(Settings(max_queued_requests=100, max_queued_tokens=1000), on_refused=refusals.append, clock=clock)
 
 
 def refused(
@@ -50,7 +40,7 @@ def taken(admission: Admission) -> tuple[int, int]:
     return admission.places.total, admission.tokens.total
 
 
-def serve(admission: Admission, clock: Clock, per_second: int, seconds: int) -> None:
+def serve(admission: Admission, clock: VirtualClock, per_second: int, seconds: int) -> None:
     """Let requests come and start for a while at an even rate."""
     for _ in range(per_second * seconds):
         with admission.queue(ANONYMOUS, 1, 1, None) as ticket:
@@ -58,7 +48,7 @@ def serve(admission: Admission, clock: Clock, per_second: int, seconds: int) -> 
             ticket.begin()
 
 
-def test_retry_after_grows_with_the_queue_and_shrinks_with_its_pace(admission: Admission, clock: Clock) -> None:
+def test_retry_after_grows_with_the_queue_and_shrinks_with_its_pace(admission: Admission, clock: VirtualClock) -> None:
     assert admission.retry_after() >= 1, "before anything is known"
     serve(admission, clock, per_second=4, seconds=60)
     with ExitStack() as stack:
@@ -75,7 +65,9 @@ def test_retry_after_grows_with_the_queue_and_shrinks_with_its_pace(admission: A
     assert admission.retry_after() == 1
 
 
-def test_those_who_were_refused_are_not_all_asked_back_at_the_same_moment(admission: Admission, clock: Clock) -> None:
+def test_those_who_were_refused_are_not_all_asked_back_at_the_same_moment(
+    admission: Admission, clock: VirtualClock
+) -> None:
     serve(admission, clock, per_second=4, seconds=60)
     with ExitStack() as stack:
         for _ in range(100):
@@ -86,7 +78,7 @@ def test_those_who_were_refused_are_not_all_asked_back_at_the_same_moment(admiss
 
 
 def test_a_first_token_that_cannot_come_in_time_is_not_waited_for(
-    admission: Admission, clock: Clock, refusals: list[Limit]
+    admission: Admission, clock: VirtualClock, refusals: list[Limit]
 ) -> None:
     with ExitStack() as stack:
         for _ in range(50):
@@ -101,7 +93,9 @@ def test_a_first_token_that_cannot_come_in_time_is_not_waited_for(
         stack.enter_context(admission.queue(ANONYMOUS, 1, 1, None))
 
 
-def test_a_quiet_server_is_not_taken_for_a_slow_one(admission: Admission, clock: Clock, refusals: list[Limit]) -> None:
+def test_a_quiet_server_is_not_taken_for_a_slow_one(
+    admission: Admission, clock: VirtualClock, refusals: list[Limit]
+) -> None:
     """One request in ten seconds starts in a tenth of one: a second that comes beside it may hope for the same."""
     for _ in range(10):
         clock.now += 9.9

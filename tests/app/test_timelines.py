@@ -15,7 +15,7 @@ from app.timelines import Timelines
 
 @pytest.fixture(autouse=True)
 def only_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timelines_module, "timeline", lambda request, status: {"id": request.request_id})
+    monkeypatch.setattr(timelines_module, "timeline", lambda request, status, end: {"id": request.request_id})
 
 
 def keep(timelines: Timelines, tenant: str, request_id: str) -> None:

@@ -28,7 +28,7 @@ from app.settings import Settings
 from engine.core.executor import Executor
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelFiles
-from tests.engine.simulated import SimulatedExecutor
+from tests.engine.checked_executor import CheckedExecutor
 
 DEVICE_VARIABLE = "CHAOS_DEVICE"
 FAULTS_VARIABLE = "CHAOS_FAULTS"
@@ -162,7 +162,7 @@ _make_real_executor = app.loading.make_executor
 def _make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> Any:
     path = Path(os.environ[FAULTS_VARIABLE])
     if os.environ.get(DEVICE_VARIABLE) == "simulated":
-        simulated = SimulatedExecutor(8192, settings.block_size, files.config.vocab_size, step_seconds=0.001)
+        simulated = CheckedExecutor(8192, settings.block_size, files.config.vocab_size, step_seconds=0.001)
         return FaultyExecutor(simulated, path, max_model_len=settings.max_model_len or 1024, summary="simulated")
     real = _make_real_executor(settings, files, kv_cache_share)
     return FaultyExecutor(real, path, max_model_len=real.max_model_len, summary=real.summary)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.transport.channel
+from engine.clock import Clock
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams, SchedulerStats
 from engine.scheduler.plan import SchedulerOutput
-from tests.engine.simulated import SimulatedExecutor
-from tests.engine.simulated_ahead import QueueingExecutor
+from engine.simulation.executor import SimulatedExecutor
+from tests.engine.checked_executor import CheckedExecutor
+from tests.engine.queueing_executor import QueueingExecutor
 
 _ids = itertools.count()
 
@@ -55,9 +58,10 @@ def make_core(
     before_step: Callable[[SchedulerOutput], None] | None = None,
     pipeline_depth: int = 1,
     max_sampled_tokens: int = 1,
+    clock: Clock = time.monotonic,
 ) -> EngineCore:
     """An engine core over a simulated executor that holds it to its limits; one that queues steps where depth is 2."""
-    executor = (SimulatedExecutor if pipeline_depth == 1 else QueueingExecutor)(
+    executor = (CheckedExecutor if pipeline_depth == 1 else QueueingExecutor)(
         num_blocks,
         block_size,
         vocab_size,
@@ -74,11 +78,11 @@ def make_core(
         pipeline_depth=pipeline_depth,
         max_sampled_tokens=max_sampled_tokens,
     )
-    return EngineCore(config, executor)
+    return EngineCore(config, executor, clock=clock)
 
 
-def simulated(core: EngineCore) -> SimulatedExecutor:
-    assert isinstance(core.executor, SimulatedExecutor)
+def simulated(core: EngineCore) -> CheckedExecutor:
+    assert isinstance(core.executor, CheckedExecutor)
     return core.executor
 
 
@@ -117,7 +121,8 @@ def assert_nothing_left(core: EngineCore) -> None:
     assert not core.has_work
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
     assert scheduler.kv.usage == 0.0
-    assert not simulated(core).known_request_ids
+    assert isinstance(core.executor, SimulatedExecutor)
+    assert not core.executor.known_request_ids
 
 
 def byte_level_tokenizer() -> Tokenizer:

@@ -15,7 +15,9 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.output_processor import RequestStream
 from engine.messages import EngineCoreRequest, RequestOutput
 from engine.scheduler.plan import SchedulerOutput
+from engine.simulation.tokens import expected_output
 from engine.transport.client import ThreadClient
+from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     RecordingObserver,
     assert_nothing_left,
@@ -24,7 +26,6 @@ from tests.engine.helpers import (
     simulated,
     until,
 )
-from tests.engine.simulated import SimulatedExecutor, expected_output
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
@@ -60,7 +61,7 @@ class Running:
     gate: Gate = field(default_factory=Gate)
 
     @property
-    def executor(self) -> SimulatedExecutor:
+    def executor(self) -> CheckedExecutor:
         return simulated(self.core)
 
     async def held(self) -> None:

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.messages import EngineCoreOutputs
 from engine.transport.process_core import serve_parent
 from engine.transport.wire import Report
-from tests.engine.simulated import SimulatedExecutor
+from tests.engine.checked_executor import CheckedExecutor
 
 COMMAND = [sys.executable, "-m", "tests.engine.simulated_process"]
 
@@ -65,7 +65,7 @@ def build(simulation: Simulation, report: Report) -> SimulatedCore:
             os._exit(7)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-    executor = SimulatedExecutor(
+    executor = CheckedExecutor(
         simulation.num_blocks,
         simulation.block_size,
         simulation.vocab_size,

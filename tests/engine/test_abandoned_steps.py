@@ -18,9 +18,9 @@ from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.transport.channel import RequestChannel
 from engine.transport.client import ThreadClient
+from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
-from tests.engine.simulated import SimulatedExecutor
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ class LayeredDevice:
     """Between the layers of a step it asks whether the step is still wanted. A chosen step takes for ever otherwise,
     unless the test ends it."""
 
-    executor: SimulatedExecutor
+    executor: CheckedExecutor
     is_long: Callable[[SchedulerOutput], bool]
     is_in_long_step: bool = False
     num_abandoned: int = 0

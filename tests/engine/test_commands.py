@@ -49,12 +49,12 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.scheduler.step_budget import StepBudget
+from engine.simulation.tokens import expected_output
 from engine.snapshot import EngineSnapshot
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until
 from tests.engine.processes import Where, client
 from tests.engine.serving import MAX_MODEL_LEN, VOCAB_SIZE
-from tests.engine.simulated import expected_output
 
 
 def members(union: Any) -> set[type]:

@@ -16,8 +16,9 @@ from engine.core.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.simulation.tokens import expected_output
+from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
-from tests.engine.simulated import SimulatedExecutor, expected_output
 
 
 class FaultyDevice:
@@ -213,7 +214,7 @@ def test_an_out_of_memory_that_only_large_batches_provoke_ends_nobody(most: int)
 def test_a_failed_step_is_not_trusted_to_have_let_go_of_rows() -> None:
     """Removals go out again: an executor that failed before it took them in would run out of rows."""
 
-    class LosesOnePlan(SimulatedExecutor):
+    class LosesOnePlan(CheckedExecutor):
         has_lost = False
 
         def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Any:
@@ -277,7 +278,7 @@ def test_many_poisons_one_after_the_other_do_not_make_the_device_broken() -> Non
 class NotANumber:
     """An executor whose logits are NaN for some requests, from a number of output tokens on."""
 
-    def __init__(self, executor: SimulatedExecutor, from_token: Mapping[str, int]) -> None:
+    def __init__(self, executor: CheckedExecutor, from_token: Mapping[str, int]) -> None:
         self.num_blocks = executor.num_blocks
         self.block_size = executor.block_size
         self.vocab_size = executor.vocab_size
@@ -308,7 +309,7 @@ class NotANumberStep:
         return self._output
 
 
-def core_with_nan(from_token: Mapping[str, int], **options: int) -> tuple[EngineCore, SimulatedExecutor]:
+def core_with_nan(from_token: Mapping[str, int], **options: int) -> tuple[EngineCore, CheckedExecutor]:
     healthy = make_core(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=256, **options)
     executor = simulated(healthy)
     return EngineCore(healthy.config, NotANumber(executor, from_token)), executor

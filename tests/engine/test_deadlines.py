@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 from msgspec.structs import replace
 
-import engine.core.core
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.plan import SchedulerOutput
+from engine.simulation.clock import VirtualClock
+from engine.simulation.tokens import expected_output
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
-from tests.engine.simulated import expected_output
 
 
-class Clock:
+class Clock(VirtualClock):
     """Time that passes when a step runs: `seconds_per_token` of it, or what the test sets."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        super().__init__(1000.0)
         self.seconds_per_token = 0.01
         self.hold_up = 0.0  # the next step takes this much longer
 
-    def monotonic(self) -> float:
-        return self.now
-
     def before_step(self, plan: SchedulerOutput) -> None:
-        self.now += plan.total_num_scheduled_tokens * self.seconds_per_token + self.hold_up
+        self.sleep(plan.total_num_scheduled_tokens * self.seconds_per_token + self.hold_up)
         self.hold_up = 0.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(engine.core.core, "time", types.SimpleNamespace(monotonic=clock.monotonic))
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def core_with(clock: Clock, **options: int) -> EngineCore:
-    return make_core(before_step=clock.before_step, **options)
+    return make_core(before_step=clock.before_step, clock=clock, **options)
 
 
 def request(

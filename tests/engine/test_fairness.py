@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
+from engine.simulation.tokens import expected_output
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,
@@ -30,7 +31,6 @@ from tests.engine.helpers import (
     simulated,
     tokens_of,
 )
-from tests.engine.simulated import expected_output
 
 VOCAB_SIZE = 1000
 _prompts = count(1)

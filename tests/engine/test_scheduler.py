@@ -11,6 +11,8 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, S
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS, RequestStatus
 from engine.scheduler.scheduler import Scheduler
+from engine.simulation.tokens import ExpectedOutput, expected_output
+from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,
@@ -20,7 +22,6 @@ from tests.engine.helpers import (
     simulated,
     tokens_of,
 )
-from tests.engine.simulated import ExpectedOutput, SimulatedExecutor, expected_output
 
 
 def expected(core: EngineCore, request: EngineCoreRequest) -> ExpectedOutput:
@@ -69,7 +70,7 @@ def test_a_hand_written_loop_gives_the_same_tokens_as_the_engine_core() -> None:
     by_core = {request_id: tokens_of(outputs) for request_id, outputs in run_to_end(core).items()}
 
     scheduler = Scheduler(core.config, num_blocks=14, block_size=4)
-    executor = SimulatedExecutor(14, 4, core.executor.vocab_size)
+    executor = CheckedExecutor(14, 4, core.executor.vocab_size)
     for request in requests:
         scheduler.add(request)
     by_hand: dict[str, list[int]] = {}

@@ -28,9 +28,10 @@ from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import RequestStatus
+from engine.simulation.tokens import expected_output
+from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 from tests.engine.helpers import assert_nothing_left, make_request
-from tests.engine.simulated import PlanViolation, SimulatedExecutor, expected_output
-from tests.engine.simulated_ahead import QueueingExecutor
+from tests.engine.queueing_executor import QueueingExecutor
 
 VOCAB_SIZE = 50
 EOS = (5,)
@@ -80,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
             eos_token_ids=EOS,
             pipeline_depth=1 if fast is None else 2,
         )
-        make_executor = SimulatedExecutor if fast is None else partial(QueueingExecutor, fast=fast)
+        make_executor = CheckedExecutor if fast is None else partial(QueueingExecutor, fast=fast)
         self.executor = make_executor(
             num_blocks,
             block_size,

@@ -30,6 +30,7 @@ from engine.messages import (
 )
 from engine.scheduler.plan import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.simulation.tokens import expected_output
 from engine.structured import GrammarCompiler
 from tests.engine.helpers import (
     RecordingObserver,
@@ -41,8 +42,7 @@ from tests.engine.helpers import (
     simulated,
     tokens_of,
 )
-from tests.engine.simulated import expected_output
-from tests.engine.simulated_ahead import QueueingExecutor
+from tests.engine.queueing_executor import QueueingExecutor
 
 TOKENIZER = byte_level_tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)

@@ -24,6 +24,7 @@ from engine.messages import (
     StructuredOutputKind,
 )
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.simulation.tokens import expected_output
 from engine.structured import GrammarCompiler
 from engine.transport.channel import RequestChannel
 from engine.transport.client import run_until_closed
@@ -37,8 +38,7 @@ from tests.engine.helpers import (
     tokens_of,
     until,
 )
-from tests.engine.simulated import expected_output
-from tests.engine.simulated_ahead import QueueingExecutor
+from tests.engine.queueing_executor import QueueingExecutor
 
 VOCAB_SIZE, MAX_MODEL_LEN = 1000, 128
 

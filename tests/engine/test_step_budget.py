@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import types
 from dataclasses import dataclass
 from itertools import count
 
 import pytest
 
-import engine.core.core
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.step_budget import MIN_PREFILL_TOKENS, StepBudget
+from engine.simulation.clock import VirtualClock
+from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import make_request, simulated
-from tests.engine.simulated import SimulatedExecutor
 
 TARGET = 0.08
 MAX_TOKENS = 512
@@ -33,33 +32,32 @@ class Costs:
 class Device:
     """Runs steps in simulated time; `seconds` has how long each of them took."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
+    def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.now = 1000.0
         self.hold_up = 0.0  # the next step takes this much longer
         self.seconds: list[float] = []
         self._first_tokens = count(100)  # so that no prompt is found in the prefix cache
-        monkeypatch.setattr(engine.core.core, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        clock = VirtualClock(1000.0)
         config = EngineConfig(
             max_model_len=4096,
             max_num_seqs=8,
             max_num_batched_tokens=MAX_TOKENS,
             target_inter_token_latency=TARGET,
         )
-        executor = SimulatedExecutor(1200, 16, 1000, before_step=self._run)
+        executor = CheckedExecutor(1200, 16, 1000, cost=self._cost, clock=clock, sleep=clock.sleep)
         executor._read = lambda *_: None  # type: ignore[method-assign]  # this is about time, and the prompts are long
-        self.core = EngineCore(config, executor)
+        self.core = EngineCore(config, executor, clock=clock)
 
-    def _run(self, plan: SchedulerOutput) -> None:
+    def _cost(self, plan: SchedulerOutput) -> float:
         looked_back_on = sum(
             num_tokens * self.core.scheduler.requests[request_id].num_computed_tokens
             for request_id, num_tokens in zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)
         )
         costs = self.costs
         seconds = costs.step + costs.token * plan.total_num_scheduled_tokens + costs.context * looked_back_on
-        self.now += seconds + self.hold_up
-        self.hold_up = 0.0
+        held_up, self.hold_up = self.hold_up, 0.0
         self.seconds.append(seconds)
+        return seconds + held_up
 
     def stream(self, number: int = 1) -> None:
         """Start streams that decode to the end of the test."""
@@ -92,10 +90,8 @@ class Device:
     ids=["even", "quick", "slow", "attention"],
 )
 @pytest.mark.parametrize("num_streams", [1, 7])
-def test_steps_with_streams_and_prefill_stay_near_the_target(
-    monkeypatch: pytest.MonkeyPatch, costs: Costs, num_streams: int
-) -> None:
-    device = Device(monkeypatch, costs)
+def test_steps_with_streams_and_prefill_stay_near_the_target(costs: Costs, num_streams: int) -> None:
+    device = Device(costs)
     device.stream(num_streams)
     device.prefill(1000, "one that is measured")
     chunks, seconds = device.prefill(3000)
@@ -107,8 +103,8 @@ def test_steps_with_streams_and_prefill_stay_near_the_target(
         assert statistics.median(settled) >= 0.75 * allowed
 
 
-def test_the_first_prefill_beside_a_stream_begins_carefully(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, Costs(token=0.001))
+def test_the_first_prefill_beside_a_stream_begins_carefully() -> None:
+    device = Device(Costs(token=0.001))
     device.core.add(make_request([1, 2, 3], max_tokens=3000))  # too short to be a measure
     for _ in range(3):
         device.core.step()
@@ -116,31 +112,31 @@ def test_the_first_prefill_beside_a_stream_begins_carefully(monkeypatch: pytest.
     assert max(seconds) <= 1.25 * TARGET
 
 
-def test_without_streams_a_prefill_takes_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, Costs(token=0.01))
+def test_without_streams_a_prefill_takes_the_whole_budget() -> None:
+    device = Device(Costs(token=0.01))
     chunks, _ = device.prefill(1200)
     assert chunks == [512, 512, 176]
     device.stream()
     assert max(device.prefill(1200, "beside a stream")[0]) < 100
 
 
-def test_a_quick_device_gives_prefill_the_whole_budget_beside_streams_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, Costs(step=0.002, token=0.00001))
+def test_a_quick_device_gives_prefill_the_whole_budget_beside_streams_too() -> None:
+    device = Device(Costs(step=0.002, token=0.00001))
     device.stream(2)
     device.prefill(100, "measure")
     assert device.prefill(2000)[0][:3] == [510, 510, 510]
 
 
-def test_prefill_doubles_a_step_where_decoding_alone_takes_the_whole_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, Costs(step=2 * TARGET, token=0.002))
+def test_prefill_doubles_a_step_where_decoding_alone_takes_the_whole_target() -> None:
+    device = Device(Costs(step=2 * TARGET, token=0.002))
     device.stream()
     device.prefill(500, "measure")
     _, seconds = device.prefill(1500)
     assert 3.5 * TARGET <= statistics.median(seconds) <= max(seconds) <= 4.5 * TARGET
 
 
-def test_prefill_goes_on_however_little_of_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(monkeypatch, Costs(step=0.01, token=0.02))
+def test_prefill_goes_on_however_little_of_it_fits() -> None:
+    device = Device(Costs(step=0.01, token=0.02))
     device.stream()
     chunks, _ = device.prefill(200)
     assert set(chunks[:-1]) == {MIN_PREFILL_TOKENS}
@@ -151,8 +147,8 @@ def test_prefill_goes_on_however_little_of_it_fits(monkeypatch: pytest.MonkeyPat
     [Costs(step=0.04, token=0.002), Costs(step=0.005, token=0.0001), Costs(step=0.02, token=0.004)],
     ids=["slower", "quicker", "much slower per token"],
 )
-def test_it_follows_when_costs_change_in_the_middle(monkeypatch: pytest.MonkeyPatch, after: Costs) -> None:
-    device = Device(monkeypatch, Costs())
+def test_it_follows_when_costs_change_in_the_middle(after: Costs) -> None:
+    device = Device(Costs())
     device.stream(2)
     device.prefill(1000, "before")
     device.costs = after
@@ -163,9 +159,9 @@ def test_it_follows_when_costs_change_in_the_middle(monkeypatch: pytest.MonkeyPa
         assert each >= 0.75 * TARGET or chunk >= MAX_TOKENS - 8
 
 
-def test_one_step_that_was_held_up_is_forgotten_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_that_was_held_up_is_forgotten_soon() -> None:
     for what in ("decode", "prefill"):
-        device = Device(monkeypatch, Costs())
+        device = Device(Costs())
         device.stream(2)
         usual, _ = device.prefill(1500, "before")
         device.hold_up = 20.0

@@ -13,10 +13,10 @@ from typing import Any
 
 from engine.errors import StepAbandoned
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from tests.engine.simulated import PlanViolation, SimulatedExecutor
+from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 
 
-class QueueingExecutor(SimulatedExecutor):
+class QueueingExecutor(CheckedExecutor):
     """An `engine.core.executor.Executor` that runs at most two plans behind. `fast` is how likely a step is over when
     the next thing happens, 0 to 1; `most_in_flight` how many steps were on their way at once."""
 

@@ -1,0 +1,9 @@
+"""An engine without a device: steps that compute nothing but take their time, on a clock that may be virtual.
+
+It fits the seams that are there, `Executor` and `Clock`. The tests' executor, which checks every plan, stands on it.
+Reading order:
+
+clock     time that passes only when somebody says so
+tokens    what a request says: a function of its sequence alone
+executor  takes plans, gives tokens, and has what a step costs pass
+"""

@@ -1,0 +1,169 @@
+"""The simulated executor with memory, and with checks of every plan: for all tests that are about the engine.
+
+Its KV memory is real in the one way that matters here: each slot remembers the digest of the sequence up to the token
+that stood there. Every step reads all earlier positions of its requests through their block tables, and a slot that
+does not hold exactly what this sequence needs there is a `PlanViolation`: a block lost, shared wrongly, reused too
+early or never written is caught in the very step that would have computed with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+from engine.core.executor import StepHandle
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.simulation.executor import Row, SimulatedExecutor
+
+_REJECTED = -1  # what stands where a draft was not taken; no digest
+
+
+class PlanViolation(BaseException):
+    """The scheduler gave a plan that would corrupt memory.
+
+    Not an Exception: the engine survives those by ending requests, and this must end the test.
+    """
+
+
+class CheckedExecutor(SimulatedExecutor):
+    """Simulated KV memory, and limits to hold the plans to.
+
+    `before_step` is called with each plan after its diffs have been applied and before anything is computed; it may
+    wait (a slow device) or raise (a broken one). What is computed for tokens that `how_many` does not give is written
+    and worth nothing. `plans` keeps every plan, `computed` counts how many tokens of each request were computed, with
+    repetitions.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        step_seconds: float = 0.0,
+        before_step: Callable[[SchedulerOutput], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_blocks, block_size, vocab_size, **options)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.step_seconds = step_seconds
+        self.before_step = before_step
+        self.plans: list[SchedulerOutput] = []
+        self.computed: Counter[str] = Counter()
+        self.is_shut_down = False
+        self._memory: list[int | None] = [None] * (num_blocks * block_size)
+        self._introduced: set[str] = set()
+
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        if self.is_shut_down:
+            raise PlanViolation("a plan after the shutdown")
+        self.plans.append(plan)
+        return super().submit(plan, abandoned)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+    def _execute(self, plan: SchedulerOutput, outdated: Collection[str] = ()) -> ModelRunnerOutput:
+        """Run a plan. What it says of the `outdated` is wrong, and what is computed for them is for nobody."""
+        self._apply(plan)
+        self._check(plan, outdated)
+        if self.before_step is not None:
+            self.before_step(plan)
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        return self._run(plan)
+
+    # --- diffs
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.removed_request_ids:
+            _require(request_id in self._introduced, f"{request_id} is removed but was never introduced")
+        for new in plan.new_requests:
+            is_known = new.request_id in self._rows and new.request_id not in plan.removed_request_ids
+            self._check_new_request(new, is_known=is_known)
+        new_ids = {new.request_id for new in plan.new_requests}
+        for request_id, block_ids in plan.new_block_ids.items():
+            is_known = request_id in self._rows and request_id not in plan.removed_request_ids
+            _require(is_known, f"blocks for {request_id}, which is unknown")
+            _require(request_id not in new_ids, f"blocks for {request_id} twice in one plan")
+            _require(bool(block_ids), f"an empty list of new blocks for {request_id}")
+        super()._apply(plan)
+
+    def _check_new_request(self, new: NewRequestData, *, is_known: bool) -> None:
+        _require(not is_known, f"{new.request_id} is introduced twice")
+        _require(0 <= new.num_computed_tokens < len(new.token_ids), f"{new.request_id} has nothing to compute")
+        _require(0 < new.num_prompt_tokens <= len(new.token_ids), f"{new.request_id} has more prompt than tokens")
+        self._introduced.add(new.request_id)
+
+    # --- hygiene
+
+    def _check(self, plan: SchedulerOutput, outdated: Collection[str]) -> None:
+        _require(len(plan.request_ids) == len(set(plan.request_ids)), "a request is scheduled twice in one step")
+        total = sum(plan.num_scheduled_tokens)
+        _require(total == plan.total_num_scheduled_tokens, f"{total} tokens, not {plan.total_num_scheduled_tokens}")
+        if self.max_num_batched_tokens is not None:
+            _require(total <= self.max_num_batched_tokens, f"{total} tokens exceed {self.max_num_batched_tokens}")
+        if self.max_num_seqs is not None:
+            _require(len(self._rows) <= self.max_num_seqs, f"{len(self._rows)} rows exceed {self.max_num_seqs}")
+        for new in plan.new_requests:
+            _require(new.request_id in plan.request_ids, f"{new.request_id} is introduced but not scheduled")
+        for request_id in plan.new_block_ids:
+            _require(request_id in plan.request_ids, f"{request_id} gets blocks but is not scheduled")
+        scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+        for request_id, num_tokens, num_sampled in scheduled:
+            _require(request_id in self._rows, f"{request_id} is scheduled but unknown")
+            row = self._rows[request_id]
+            end = row.num_computed_tokens + num_tokens
+            _require(num_tokens > 0, f"{request_id} is scheduled for {num_tokens} tokens")
+            # From the last known token on, a token may be sampled at every position.
+            may_sample = max(0, end - row.num_tokens + 1)
+            if request_id not in outdated:
+                _require(num_sampled == may_sample, f"{request_id} is to sample {num_sampled} tokens: {may_sample} can")
+            if num_sampled > 1 and row.sampling.max_tokens is not None:
+                most = row.num_prompt_tokens + row.sampling.max_tokens
+                _require(row.num_tokens + num_sampled <= most, f"{request_id} is to sample beyond max_tokens")
+            _require(end <= len(row.block_ids) * self.block_size, f"the block table of {request_id} is too short")
+            _require(len(set(row.block_ids)) == len(row.block_ids), f"{request_id} holds a block twice")
+            _require(all(0 <= i < self.num_blocks for i in row.block_ids), f"{request_id} has a block out of range")
+
+    # --- memory
+
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        rows = {request_id: self._rows[request_id] for request_id in plan.request_ids}
+        # What a request builds on was there before the step, and nobody overwrites it during the step.
+        self._read(rows)
+        before = [(row.num_computed_tokens, row.num_tokens) for row in rows.values()]
+        output = super()._run(plan)
+        written: dict[int, int] = {}
+        for (request_id, row), (start, num_known), num_tokens in zip(
+            rows.items(), before, plan.num_scheduled_tokens, strict=True
+        ):
+            for position in range(start, start + num_tokens):
+                slot = self._slot_of(row, position)
+                right = position < max(row.num_computed_tokens, num_known)
+                value = row.digests[position] if right else _REJECTED
+                _require(written.setdefault(slot, value) == value, f"{request_id} overwrites what another one writes")
+                self._memory[slot] = value
+            self.computed[request_id] += num_tokens
+        self._read(rows)
+        return output
+
+    def _read(self, rows: dict[str, Row]) -> None:
+        for request_id, row in rows.items():
+            for position in range(row.num_computed_tokens):
+                if self._memory[self._slot_of(row, position)] != row.digests[position]:
+                    block_id = row.block_ids[position // self.block_size]
+                    raise PlanViolation(f"{request_id} at position {position} reads what is not its own: {block_id=}")
+
+    def _slot_of(self, row: Row, position: int) -> int:
+        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise PlanViolation(message)

@@ -142,7 +142,7 @@ def check_client_gone(server: Server, phase: str, stream: bool, how: str, n: int
         LEAVING[how](victim)
 
         if phase == "just_sent" and how == "rst":
-            # A reset may overtake its request, which is then never seen. Who connects later is seen later.
+            # A reset may overtake its request, which is then never seen, or seen when all else is over.
             with server.connect() as later:
                 later.get("/livez")
                 later.read_head()
@@ -159,7 +159,7 @@ def check_client_gone(server: Server, phase: str, stream: bool, how: str, n: int
         neighbour.read(2)
 
     after = server.wait_idle()
-    assert after.aborted == end.aborted + 1  # the neighbour's own
+    assert after.aborted - 1 in expected  # the neighbour's own
     assert after.finished["error"] == 0
     neighbour.check_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ from tests.server.streams import stream
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = "The capital of France is"
 CONTINUATIONS = [" Paris.", " London.", " a city with a long history: 水と😀"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """As exact as the reference implementation."""
+    with Server(dtype="float32") as running:
+        yield running.wait_ready()
 
 
 @pytest.fixture(scope="module")

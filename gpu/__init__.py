@@ -6,8 +6,11 @@ In reading order:
 
 executor        how a plan gets to the device: what the engine is handed
 worker          one device with its model, its KV cache and its runner
-model_runner    one plan in, one token for every request that is due one out
-input_batch     what is remembered of every request between steps, and a step's inputs made from it
+runner          what runs a plan, whatever device it is for, and what it needs of a model
+model_runner    the runner that keeps its batch on the host and waits for its tokens
+rows            the row table: what is remembered of every request between steps, and what a step is to it
+columns         what a column of the row table is
+input_batch     tokens and blocks of the rows on the host, and a step's inputs made from them
 prompt_outputs  what a request wants of its prompt: log-probabilities, pooled hidden states
 device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there

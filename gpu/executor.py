@@ -15,8 +15,9 @@ from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.runner import FinishedStep
 from gpu.weights import packed_weights_of, weights_of
-from gpu.worker import FinishedStep, Worker
+from gpu.worker import Worker
 
 
 def load_executor(
@@ -52,12 +53,12 @@ class UniProcExecutor:
         if self._worker is None:
             return FinishedStep(EngineDead("the executor has been shut down"))
         try:
-            return self._worker.submit(plan, abandoned)
+            return self._worker.runner.submit(plan, abandoned)
         except Exception as error:
             return FinishedStep(error)
 
     def prepare(self) -> bool:
-        return self._worker is not None and self._worker.prepare()
+        return self._worker is not None and self._worker.runner.prepare()
 
     def shutdown(self) -> None:
         if self._worker is not None:

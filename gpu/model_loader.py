@@ -16,11 +16,12 @@ from engine.errors import ConfigError
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint import ModelConfig
-from gpu.cpu import CPUCausalLM, load_library
+from gpu.cpu.decoder import CPUCausalLM
+from gpu.cpu.library import load_library
 from gpu.host import available_memory, has_bfloat16_instructions
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
-from gpu.model_runner import LanguageModel
 from gpu.models import CausalLM
+from gpu.runner import LanguageModel
 from gpu.weights import Weight, dequantized
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

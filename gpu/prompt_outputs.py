@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,23 +14,8 @@ from numpy.typing import NDArray
 
 from engine.messages import Pooling, TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from gpu.rows import StepShape
 from gpu.sampling.logprobs import token_logprobs
-
-
-class StepLayout(Protocol):
-    """Where the requests of a step lie among its tokens; see `gpu.input_batch.StepInputs`."""
-
-    @property
-    def order(self) -> NDArray[np.int64]: ...
-
-    @property
-    def query_lens(self) -> NDArray[np.int32]: ...
-
-    @property
-    def seq_lens(self) -> NDArray[np.int32]: ...
-
-    @property
-    def query_start_loc(self) -> NDArray[np.int32]: ...
 
 
 @dataclass
@@ -69,21 +53,19 @@ class PromptOutputs:
         """Whether anybody is here that asks."""
         return bool(self._asking)
 
-    def add_to(
-        self, output: ModelRunnerOutput, plan: SchedulerOutput, inputs: StepLayout, hidden: torch.Tensor
-    ) -> None:
+    def add_to(self, output: ModelRunnerOutput, plan: SchedulerOutput, shape: StepShape, hidden: torch.Tensor) -> None:
         """Put what this step gives to those who ask into its `output`. `hidden` is the step's, [T, hidden]."""
         if not self._asking:
             return
-        for place, index in enumerate(inputs.order.tolist()):
+        for place, index in enumerate(shape.order.tolist()):
             prompt = self._asking.get(plan.request_ids[index])
             if prompt is None:
                 continue
-            end = int(inputs.seq_lens[place])
-            start = end - int(inputs.query_lens[place])
+            end = int(shape.seq_lens[place])
+            start = end - int(shape.query_lens[place])
             if start >= len(prompt.token_ids):
                 continue  # it generates
-            rows = hidden[int(inputs.query_start_loc[place]) : int(inputs.query_start_loc[place + 1])]
+            rows = hidden[int(shape.query_start_loc[place]) : int(shape.query_start_loc[place + 1])]
             if prompt.num_logprobs is not None:
                 output.prompt_logprobs[index] = self._logprobs(prompt, rows, start)
             if prompt.pooling is not None:

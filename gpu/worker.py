@@ -6,20 +6,21 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 
 import numpy as np
 import torch
 
-from engine.core.executor import StepHandle
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.attention import AttentionMetadata
 from gpu.checkpoint import ModelConfig
+from gpu.columns import make_columns
 from gpu.device import CudaGraphs, DeviceRunner
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_max_model_len, check_memory, kv_cache_size
 from gpu.model_loader import PagedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
+from gpu.rows import COLUMNS, BatchSizes
+from gpu.runner import Runner
 from gpu.sampling import SamplingMetadata, sample
 from gpu.weights import Weight
 
@@ -46,56 +47,28 @@ class Worker:
             kv_cache_memory=options.kv_cache_memory,
         )
         model.set_max_model_len(self.kv_cache_size.max_model_len)
-        self._runner: ModelRunner | DeviceRunner | None = self._make_runner(model, config, options)
+        self.runner = self._make_runner(model, config, options)
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self.device.type == "cuda" else 1
 
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
-        """Start one step; on a CPU it has run when this returns. See `engine.core.executor.Executor.submit`."""
-        if isinstance(self._runner, DeviceRunner):
-            return self._runner.submit(plan, abandoned)
-        if self._runner is None:
-            raise RuntimeError("the worker has been shut down")
-        return FinishedStep(self._runner.execute(plan, abandoned))
-
-    def prepare(self) -> bool:
-        """Do a piece of what makes later steps faster. Returns whether there is more of it."""
-        return isinstance(self._runner, DeviceRunner) and self._runner.prepare()
-
     def shutdown(self) -> None:
-        """Give model and cache back, when the steps in flight are over. Idempotent."""
+        """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a device that is broken says so here too, and nobody cares any more
                 torch.cuda.synchronize(self.device)
-        self._runner = None
+        del self.runner
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _make_runner(
-        self, model: PagedModel, config: ModelConfig, options: WorkerOptions
-    ) -> ModelRunner | DeviceRunner:
+    def _make_runner(self, model: PagedModel, config: ModelConfig, options: WorkerOptions) -> Runner:
         on_cuda = self.device.type == "cuda"
         kv_caches = model.allocate_kv_cache(self.kv_cache_size.num_blocks, self.dtype, self.device)
+        sizes = BatchSizes(options.max_num_seqs, self.kv_cache_size.max_model_len, options.block_size)
         if options.runner == "host" or (options.runner == "auto" and not on_cuda):
-            return ModelRunner(
-                model,
-                kv_caches,
-                device=self.device,
-                max_num_seqs=options.max_num_seqs,
-                max_model_len=self.kv_cache_size.max_model_len,
-                block_size=options.block_size,
-            )
-        return DeviceRunner(
-            model,
-            kv_caches,
-            device=self.device,
-            max_num_seqs=options.max_num_seqs,
-            max_model_len=self.kv_cache_size.max_model_len,
-            block_size=options.block_size,
-            vocab_size=config.vocab_size,
-            graphs=CudaGraphs(self.device) if on_cuda else None,
-        )
+            return ModelRunner(model, kv_caches, sizes, self.device)
+        graphs = CudaGraphs(self.device) if on_cuda else None
+        return DeviceRunner(model, kv_caches, sizes, self.device, vocab_size=config.vocab_size, graphs=graphs)
 
     def _kv_cache_budget(self, model: PagedModel, config: ModelConfig, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
@@ -112,18 +85,6 @@ class Worker:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         return int(options.gpu_memory_utilization * total) - (total - free) - activations
-
-
-class FinishedStep:
-    """The handle of a step that is over, well or badly."""
-
-    def __init__(self, outcome: ModelRunnerOutput | Exception) -> None:
-        self._outcome = outcome
-
-    def result(self) -> ModelRunnerOutput:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
 
 
 @torch.inference_mode()
@@ -153,15 +114,7 @@ def _largest_step(
     positions = torch.arange(num_tokens, device=device)
     hidden = model.forward(tokens, positions, metadata, model.allocate_kv_cache(1, dtype, device))
     logits = model.compute_logits(hidden[:1].expand(num_rows, -1))
-    sample(
-        logits,
-        SamplingMetadata(
-            temperature=np.ones(num_rows, dtype=np.float32),
-            top_k=np.zeros(num_rows, dtype=np.int64),
-            top_p=np.full(num_rows, 0.999),
-            min_p=np.zeros(num_rows),
-            seed=np.zeros(num_rows, dtype=np.uint64),
-            position=np.zeros(num_rows, dtype=np.int64),
-            num_logprobs=np.zeros(num_rows, dtype=np.int64),
-        ),
-    )
+    columns = make_columns(COLUMNS, num_rows)
+    columns["temperature"][:], columns["top_p"][:] = 1.0, 0.999
+    rows = np.arange(num_rows)
+    sample(logits, SamplingMetadata(columns=columns, rows=rows, positions=rows))

@@ -9,8 +9,3 @@ decoder     a model on top of it, with the interface that the model runner needs
 It is for processors with AVX-512 VNNI. Elsewhere, and where there is no compiler, models run on torch (`gpu.models`),
 which stays the reference.
 """
-
-from gpu.cpu.decoder import CPUCausalLM
-from gpu.cpu.library import Library, load_library
-
-__all__ = ["CPUCausalLM", "Library", "load_library"]

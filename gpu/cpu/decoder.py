@@ -59,7 +59,7 @@ _KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, SwiGLUSpec, RMSNormSpec,
 
 
 class CPUCausalLM:
-    """A `gpu.model_runner.LanguageModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
+    """A `gpu.runner.LanguageModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,22 +11,18 @@ from numpy.typing import NDArray
 
 from gpu.cpu.library import Library, Threads, load_library
 
+_DTYPES = (np.float32, np.int64, np.float64, np.float64, np.float64)  # of hr_draw's parameters
+
 
 def can_draw(logits: torch.Tensor) -> bool:
     """Whether `draw` takes these logits: float32 rows on the CPU, where the library was built."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and load_library() is not None
 
 
-def draw(
-    logits: torch.Tensor,
-    *,
-    temperature: NDArray[np.float32],
-    top_k: NDArray[np.int64],
-    top_p: NDArray[np.float64],
-    min_p: NDArray[np.float64],
-    uniform: NDArray[np.float64],
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """One token for each row of `logits`, float32 [S, vocab], which are overwritten; all other arrays are [S].
+def draw(logits: torch.Tensor, *parameters: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """One token for each row of `logits`, float32 [S, vocab], which are overwritten.
+
+    The parameters are those of hr_draw, [S] each: the columns of temperature and filters, then the uniform numbers.
 
     int64 [S], and bool [S], False where a row is no distribution and its token means nothing. The filters are those of
     `gpu.sampling.filters`: min-p, then top-k, then top-p on what is left; what ties with the last one kept is kept.
@@ -37,11 +34,7 @@ def draw(
     rows, vocab_size = logits.shape
     token_ids = np.empty(rows, dtype=np.int64)
     finite = np.empty(rows, dtype=np.bool_)
-    columns: list[NDArray] = [
-        np.ascontiguousarray(temperature, dtype=np.float32),
-        np.ascontiguousarray(top_k, dtype=np.int64),
-        *(np.ascontiguousarray(column, dtype=np.float64) for column in (top_p, min_p, uniform)),
-    ]
+    columns = [np.ascontiguousarray(part, dtype=dtype) for part, dtype in zip(parameters, _DTYPES, strict=True)]
     library.functions.hr_draw(
         _threads(library, torch.get_num_threads()).handle,
         logits.data_ptr(),

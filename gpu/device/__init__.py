@@ -9,8 +9,8 @@ which is how it is tested against the other runner.
 In reading order:
 
 runner    all of it together: one plan in, one step started
-tables    the requests' rows on the device
-rows      what the host knows of them
+tables    the row table on the device
+rows      what of the row table goes to them
 upload    the way of a step's diffs to the device: one copy, one scatter
 inputs    a step's inputs, made on the device out of its rows
 sampling  from hidden states to tokens, on the device

@@ -1,28 +1,28 @@
 """The device runner: one plan in, one step started.
 
-Owned by the worker and used by its thread alone, in place of `gpu.model_runner.ModelRunner` and with the same promises,
-but for one: it does not wait. `submit` returns when the step has been started, and the next may be submitted before it
-has ended; the device runs them one after the other, on one stream.
+Made by the worker and used by its thread alone. It does not wait: `submit` returns when the step has been started, and
+the next may be submitted before it has ended; the device runs them one after the other, on one stream.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
+from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.download import DeviceStep, pack, start_download
 from gpu.device.graphs import DecodeGraphs, Graphs, Kind, Replay
 from gpu.device.inputs import StepInputs, advance, decode_inputs, mixed_inputs
-from gpu.device.rows import Rows, StepShape
+from gpu.device.rows import DeviceRows
 from gpu.device.sampling import DeviceSampler
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
-from gpu.model_runner import LanguageModel, stop_if
 from gpu.prompt_outputs import PromptOutputs
+from gpu.rows import BatchSizes, RowTable, StepShape
+from gpu.runner import FinishedStep, LanguageModel, cancellation_check
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ STEPS_BETWEEN_CAPTURES = 32
 
 
 class DeviceRunner:
-    """Runs plans in the order given. Not thread-safe.
+    """A `gpu.runner.Runner` whose steps run on by themselves.
 
     `graphs` makes graphs of decode steps and wants an attention backend that takes padding (`TritonAttention`); without
     it every step runs eagerly, on any backend.
@@ -41,52 +41,40 @@ class DeviceRunner:
         self,
         model: LanguageModel,
         kv_caches: list[torch.Tensor],
-        *,
+        sizes: BatchSizes,
         device: torch.device,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
+        *,
         vocab_size: int,
         graphs: Graphs | None = None,
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        self._tables = DeviceTables(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            vocab_size=vocab_size,
-            device=device,
-        )
-        self.rows = Rows(self._tables, max_num_seqs)
+        self._tables = DeviceTables(sizes, vocab_size, device)
         self._upload = Upload(self._tables.buffer)
+        self.rows = RowTable(sizes)
+        self._device_rows = DeviceRows(self.rows, self._tables, self._upload)
         self._sampler = DeviceSampler(self._tables, self.rows, model.compute_logits)
-        self._prompt_outputs = PromptOutputs(model.compute_logits, max_num_seqs)
+        self._prompt_outputs = PromptOutputs(model.compute_logits, sizes.max_num_seqs)
         # Where graphs leave what they computed.
-        self._packed = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._packed = torch.zeros(sizes.max_num_seqs, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None
-        self._graphs = None if graphs is None else DecodeGraphs(graphs, max_num_seqs, self._decode)
-        self._max_num_seqs = max_num_seqs
+        self._graphs = None if graphs is None else DecodeGraphs(graphs, sizes.max_num_seqs, self._decode)
+        self._max_num_seqs = sizes.max_num_seqs
         self._steps_until_capture = STEPS_BETWEEN_CAPTURES
 
     @torch.inference_mode()
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> DeviceStep:
-        """Start one step; a plan may hold nothing but diffs. Its handle waits for it.
-
-        If this raises, no request has advanced. It raises StepAbandoned between two layers that it starts if
-        `abandoned` says that nobody wants the step any more. What a card reports late is raised by the handle.
-        """
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         self._capture_in_passing()
         try:
-            self.rows.apply(plan, self._upload)
+            self.rows.apply(plan, self._device_rows)
             self._prompt_outputs.apply(plan)
             if not plan.request_ids:
-                return DeviceStep(0, None)
+                return FinishedStep(ModelRunnerOutput(sampled_token_ids=[], logprobs={}))
             shape = self.rows.shape(plan)
             step = self._start(plan, shape, abandoned)
         except BaseException:
             self._upload.discard()
-            self.rows.forget_sent()
+            self._device_rows.forget_sent()
             raise
         self.rows.advance(shape)
         return step
@@ -99,7 +87,7 @@ class DeviceRunner:
         # It runs for once, and must do so for nobody.
         self._upload.write(self._tables.offset("batch_rows"), [self._tables.padding_row] * self._max_num_seqs)
         self._upload.send()
-        self.rows.forget_sent()
+        self._device_rows.forget_sent()
         try:
             self._graphs.capture_next()
         except Exception:  # graphs only save time: where they cannot be had, every step runs as the first ones do
@@ -118,7 +106,7 @@ class DeviceRunner:
         wants_prompts = self._prompt_outputs.is_asked
         kind: Kind = "step" if features.are_none else "hidden"
         found = None if wants_prompts else self._find_graph(kind, shape)
-        self.rows.send_shape(shape, found[0] if found is not None else 0, self._upload)
+        self._device_rows.send_shape(shape, found[0] if found is not None else 0)
         self._upload.send()
 
         logprobs = None
@@ -134,7 +122,7 @@ class DeviceRunner:
                 hidden = self._hidden[: len(shape.rows)]
             else:
                 inputs = mixed_inputs(self._tables, shape)
-                hidden = self._forward(inputs, None if abandoned is None else partial(stop_if, abandoned))
+                hidden = self._forward(inputs, cancellation_check(abandoned))
             if wants_prompts:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
@@ -142,8 +130,7 @@ class DeviceRunner:
             token_ids, finite, logprobs = self._sampler.sample(hidden, inputs, features)
             advance(self._tables, inputs, token_ids)
             packed = pack(token_ids, finite)
-        num_logprobs = self.rows.num_logprobs[shape.sampling_rows]
-        step = start_download(len(plan.request_ids), shape, packed, features, num_logprobs, logprobs)
+        step = start_download(shape, features, packed, logprobs)
         step.prompt_outputs = prompt_outputs
         return step
 
@@ -165,7 +152,5 @@ class DeviceRunner:
         advance(self._tables, inputs, token_ids)
         self._packed[:size].copy_(pack(token_ids, finite))
 
-    def _forward(self, inputs: StepInputs, cancellation_check: Callable[[], None] | None) -> torch.Tensor:
-        return self._model.forward(
-            inputs.input_ids, inputs.positions, inputs.metadata, self._kv_caches, cancellation_check
-        )
+    def _forward(self, inputs: StepInputs, check: Callable[[], None] | None) -> torch.Tensor:
+        return self._model.forward(*inputs.model, self._kv_caches, check)

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.scheduler.plan import MasksHandle, SchedulerOutput, TokenMasks
-from gpu.device.inputs import StepInputs, next_positions
-from gpu.device.rows import Rows, StepShape
+from gpu.device.inputs import StepInputs
 from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables
 from gpu.device.upload import on_device
 from gpu.kernels import (
@@ -28,20 +27,20 @@ from gpu.kernels import (
     gather_rows,
     sample_tokens,
 )
-from gpu.sampling import logits_mask
-from gpu.sampling.state import SparseBias
+from gpu.rows import RowTable, StepShape
+from gpu.sampling import SparseBias, logits_mask
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFeatures:
-    """What the rows that sample in one step want besides a token. Places are among these rows."""
+    """What is wanted besides a token at the sampled positions of a step. Places are among these."""
 
     bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
     penalized: NDArray[np.int64]  # places
     masks: MasksHandle | None  # of grammars; waited for when the forward pass has been started
     plan_indices: NDArray[np.int64]  # of the places, by which the masks know them
     asking: NDArray[np.int64]  # places whose log-probabilities are wanted
-    num_top: int  # how many of the most likely tokens at most, by any of them
+    num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens
 
     @property
     def are_none(self) -> bool:
@@ -52,23 +51,23 @@ class DeviceSampler:
     """Makes logits and draws from them."""
 
     def __init__(
-        self, tables: DeviceTables, rows: Rows, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+        self, tables: DeviceTables, table: RowTable, compute_logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         self._tables = tables
-        self._rows = rows
+        self._table = table
         self._compute_logits = compute_logits
 
     def features(self, plan: SchedulerOutput, shape: StepShape) -> SamplingFeatures:
         rows = shape.sampling_rows
-        num_logprobs = self._rows.num_logprobs[rows]
+        num_logprobs = self._table.columns["num_logprobs"][rows]
         asking = np.flatnonzero(num_logprobs >= 0)
         return SamplingFeatures(
-            bias=self._rows.sampling.select_bias(rows, shape.num_tokens),
-            penalized=np.flatnonzero(self._rows.is_penalized[rows]),
+            bias=self._table.biases.select(rows, shape.positions),
+            penalized=np.flatnonzero(self._table.columns["is_penalized"][rows]),
             masks=plan.masks,
             plan_indices=shape.order[shape.samples],
             asking=asking,
-            num_top=int(num_logprobs[asking].max(initial=0)),
+            num_logprobs=num_logprobs[asking],
         )
 
     def sample_plainly(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +82,7 @@ class DeviceSampler:
         self, hidden: torch.Tensor, inputs: StepInputs, features: SamplingFeatures
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None]:
         """For any rows; the last is of those that ask."""
-        logits = self._logits(hidden, inputs)
+        logits, tables = self._logits(hidden, inputs), self._tables
         device = logits.device
         if features.masks is not None:
             _apply_masks(logits, features.masks.result(), features.plan_indices)
@@ -97,20 +96,21 @@ class DeviceSampler:
         for start in range(0, len(features.penalized), PENALIZED_TOGETHER):
             places = on_device(features.penalized[start : start + PENALIZED_TOGETHER], device)
             part = gather_rows(logits, places)
-            apply_penalties(part, self._tables.penalties, inputs.sampling_rows[places])
+            apply_penalties(
+                part, tables.columns, tables.token_ids, inputs.sampling_rows[places], scratch=tables.penalty_scratch
+            )
             logits.index_copy_(0, places, part)
         token_ids, finite = self._draw(logits, inputs)
         if raw is None or asking is None:
             return token_ids, finite, None
-        return token_ids, finite, compute_logprobs(raw, token_ids[asking], features.num_top)
+        return token_ids, finite, compute_logprobs(raw, token_ids[asking], int(features.num_logprobs.max()))
 
     def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         rows = hidden if inputs.logits_indices is None else gather_rows(hidden, inputs.logits_indices)
         return self._compute_logits(rows)
 
     def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = next_positions(self._tables, inputs)
-        return sample_tokens(logits, self._tables.sampling, inputs.sampling_rows, positions)
+        return sample_tokens(logits, self._tables.columns, inputs.sampling_rows, inputs.sampled_positions)
 
 
 def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[np.int64]) -> None:

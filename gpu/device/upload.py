@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Upload:
-    """Collects writes to an buffer (int32, flat) and sends them together. No word may be written twice in between."""
+    """Collects writes to a buffer (int32, flat) and sends them together. No word may be written twice in between."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer

@@ -28,16 +28,14 @@ jit                the kernels themselves
 from gpu.kernels.activation import silu_and_mul
 from gpu.kernels.attention import paged_decode, paged_prefill
 from gpu.kernels.gather import gather_rows
-from gpu.kernels.logits_processors import PenaltyTable, add_bias, apply_bitmask, apply_penalties
+from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
 from gpu.kernels.rope import rope_and_cache, store_kv
-from gpu.kernels.sample import SamplingTable, sample_tokens
+from gpu.kernels.sample import sample_tokens
 
 __all__ = [
     "LogprobTensors",
-    "PenaltyTable",
-    "SamplingTable",
     "add_bias",
     "add_rms_norm",
     "apply_bitmask",

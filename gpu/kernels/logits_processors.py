@@ -6,29 +6,11 @@ copy of that type in the steps that use them, and none in the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 
 from gpu.kernels.dispatch import on_triton
-
-# In the scratch table: a token that stands in the prompt. Below it is room for the count of a token in the output.
-PROMPT_BIT = 1 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class PenaltyTable:
-    """Parameters and tokens by stable row: columns [max_num_seqs] on the device."""
-
-    repetition: torch.Tensor  # float32; 1 is off
-    presence: torch.Tensor  # float32; 0 is off
-    frequency: torch.Tensor  # float32; 0 is off
-    token_ids: torch.Tensor  # int32 [max_num_seqs, max_len], prompt and output
-    num_prompt_tokens: torch.Tensor  # int32
-    num_tokens: torch.Tensor  # int32, prompt and output
-    # int32 [rows at once, vocab], zeros; zeros again when `apply_penalties` returns. It has room for as many rows of
-    # logits as are ever penalized together.
-    scratch: torch.Tensor
 
 
 def add_bias(logits: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -64,36 +46,46 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, mask_rows: torch.
                 logits[row].masked_fill_(bits.flatten()[: logits.shape[1]] == 0, float("-inf"))
 
 
-def apply_penalties(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tensor) -> None:
+def apply_penalties(
+    logits: torch.Tensor,
+    columns: Mapping[str, torch.Tensor],
+    token_ids: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    scratch: torch.Tensor,
+) -> None:
     """Penalize what the requests have seen, in `logits`, float32 [S, vocab].
 
-    `rows` (int64 [S]) are the places in the table; -1 is a row without penalties. Repetition divides the positive and
-    multiplies the negative logits of every token in prompt or output (Keskar et al., CTRL, 2019, and Hugging Face's
-    processor of that name). Presence and frequency, then, are OpenAI's: over the output alone,
-    `logit -= frequency * count + presence * (count > 0)`.
+    `columns` are those of the row table on the device: the penalties and the lengths of prompt and row, [max_num_seqs]
+    each; `token_ids` is int32 [max_num_seqs, max_len], prompt and output. `rows` (int64 [S]) are places in them, -1 is
+    a row without penalties. Repetition divides the positive and multiplies the negative logits of every token in prompt
+    or output (Keskar et al., CTRL, 2019, and Hugging Face's processor of that name). Presence and frequency, then, are
+    OpenAI's: over the output alone, `logit -= frequency * count + presence * (count > 0)`.
 
-    No count of a row's tokens is kept between steps: tokens are counted into the scratch table by atomic additions of
-    integers, which give the same in any order, and whoever takes a count out of it applies it. The work follows the
-    number of tokens, not the vocabulary.
+    No count of a row's tokens is kept between steps: tokens are counted into `scratch` (int32 [>= S, vocab], zeros, and
+    zeros again at the end) by atomic additions of integers, which give the same in any order, and whoever takes a count
+    out of it applies it. The work follows the number of tokens, not the vocabulary.
     """
     if on_triton(logits):
         from gpu.kernels.jit import logits_processors
 
-        logits_processors.apply_penalties(logits, table, rows)
+        logits_processors.apply_penalties(logits, columns, token_ids, rows, scratch)
     else:
-        apply_penalties_reference(logits, table, rows)
+        apply_penalties_reference(logits, columns, token_ids, rows)
 
 
-def apply_penalties_reference(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tensor) -> None:
+def apply_penalties_reference(
+    logits: torch.Tensor, columns: Mapping[str, torch.Tensor], token_ids: torch.Tensor, rows: torch.Tensor
+) -> None:
     """`apply_penalties` in torch; it needs no scratch."""
     for row, place in enumerate(rows.tolist()):
         if place < 0:
             continue
-        num_prompt, num_tokens = int(table.num_prompt_tokens[place]), int(table.num_tokens[place])
-        token_ids = table.token_ids[place, :num_tokens].long()
-        seen = token_ids.unique()
-        counts = torch.bincount(token_ids[num_prompt:], minlength=logits.shape[1])[seen].float()
+        at = {name: column[place] for name, column in columns.items()}
+        tokens = token_ids[place, : int(at["num_tokens"])].long()
+        seen = tokens.unique()
+        counts = torch.bincount(tokens[int(at["num_prompt_tokens"]) :], minlength=logits.shape[1])[seen].float()
         values = logits[row, seen]
-        repetition = table.repetition[place]
+        repetition = at["repetition_penalty"]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        logits[row, seen] = values - table.frequency[place] * counts - table.presence[place] * (counts > 0)
+        logits[row, seen] = values - at["frequency_penalty"] * counts - at["presence_penalty"] * (counts > 0)

@@ -1,14 +1,15 @@
 """From logits to token ids: what every request's decoding knobs mean, for a whole batch at once.
 
-The model runner is the only caller. It keeps a `SamplingState` beside its input batch, selects from it the rows that
-sample in a step, and hands the result to `sample` together with their logits. Nothing here loops over requests, save
-over those that use a sparse feature (logit bias, min_tokens, penalties, logprobs).
+The host's runner calls `sample` with logits and the rows of the row table that they belong to; the device's has kernels
+for it and takes columns, bias and masks from here. Nothing here loops over requests, save over those that use a sparse
+feature (logit bias, min_tokens, penalties, logprobs).
 
 In reading order:
 
 sampler    one step's logits in, one token per row out: the order of operations
-state      the decoding knobs of every request in the batch, as columns
+metadata   how to sample some logits: rows of the row table, and what few of them want besides
 masks      what a row may sample at all
+bias       what is added to single logits: logit_bias, stop tokens before min_tokens
 penalties  repetition, presence and frequency penalties
 greedy     the largest logit of each row
 filters    min-p, top-k and top-p as one threshold per row
@@ -16,8 +17,24 @@ noise      one uniform number per token, from the request's seed and the positio
 logprobs   log-probabilities for the rows that ask
 """
 
+from gpu.sampling.bias import BIAS, Biases, SparseBias
+from gpu.sampling.filters import FILTERS
+from gpu.sampling.logprobs import NUM_LOGPROBS
 from gpu.sampling.masks import logits_mask
-from gpu.sampling.sampler import SamplerOutput, sample
-from gpu.sampling.state import SamplingMetadata, SamplingState
+from gpu.sampling.metadata import SamplingMetadata
+from gpu.sampling.noise import SEED
+from gpu.sampling.penalties import IS_PENALIZED, PENALTIES, Penalized
+from gpu.sampling.sampler import TEMPERATURE, SamplerOutput, sample
 
-__all__ = ["SamplerOutput", "SamplingMetadata", "SamplingState", "logits_mask", "sample"]
+SAMPLING_COLUMNS = (TEMPERATURE, *FILTERS, SEED, *PENALTIES, IS_PENALIZED, *BIAS, NUM_LOGPROBS)
+
+__all__ = [
+    "SAMPLING_COLUMNS",
+    "Biases",
+    "Penalized",
+    "SamplerOutput",
+    "SamplingMetadata",
+    "SparseBias",
+    "logits_mask",
+    "sample",
+]

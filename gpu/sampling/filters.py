@@ -1,13 +1,18 @@
 """min-p, top-k and top-p as one number per row: the smallest probability that may still be drawn.
 
-The sampler imports it. All three filters keep the most probable tokens down to some level, so the strictest level is
-their intersection, and neither a sorted copy of the vocabulary nor a scatter back is needed. Tokens that tie with the
-last one kept are kept too: which of them goes would otherwise depend on the sorting.
+The samplers of either kind of device import it. All three filters keep the most probable tokens down to some level, so
+the strictest level is their intersection, and neither a sorted copy of the vocabulary nor a scatter back is needed.
+Tokens that tie with the last one kept are kept too: which of them goes would otherwise depend on the sorting.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from gpu.columns import parameter
+
+FILTERS = (parameter("top_k", np.int64), parameter("top_p", np.float64), parameter("min_p", np.float64))
 
 # How many of the most probable tokens are looked at before the next, wider try. At 32 rows of 49,152 on two cores the
 # three cost 2.8, 11 and 57 ms; a nucleus of more than 256 tokens is rare and one of more than 4,096 rarer still.
@@ -19,11 +24,12 @@ def cutoffs(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    *,
     candidates: tuple[int, ...] = CANDIDATES,
 ) -> torch.Tensor:
-    """The lowest probability kept in each row: float32 [S].
+    """The lowest probability kept in each row: [S], of the dtype of `probs`.
 
-    `probs` is float32 [S, vocab], rows summing to 1. `top_k` (int64, 0 is off), `top_p` (float64, 1 is off) and `min_p`
+    `probs` is [S, vocab], rows summing to 1. `top_k` (int64, 0 is off), `top_p` (float64, 1 is off) and `min_p`
     (float64, 0 is off) are [S]. The order is vLLM's: min-p first, then top-k, then top-p on what is left, renormalized.
 
     Exact for every row: rows whose cut lies outside the first `candidates` are tried again with more of them, at last

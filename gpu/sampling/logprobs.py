@@ -11,6 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
+from engine.scheduler.plan import NewRequestData
+from gpu.columns import Column
+
+
+def _num_logprobs(request: NewRequestData) -> int:
+    return -1 if request.sampling.logprobs is None else request.sampling.logprobs
+
+
+# -1 is none, 0 the sampled token's only.
+NUM_LOGPROBS = Column("num_logprobs", np.int64, -1, _num_logprobs, host_only=True)
 
 
 def token_logprobs(

@@ -54,10 +54,3 @@ def apply_mask(logits: torch.Tensor, mask: LogitsMask) -> None:
         logits += addends
     else:
         logits[torch.from_numpy(mask.rows).to(logits.device)] += addends
-
-
-def mask_of_allowed(token_ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The words, up to the last that is needed, of a mask that allows these tokens and no others."""
-    bits = np.zeros((int(token_ids.max()) // 32 + 1) * 32, dtype=np.uint8)
-    bits[token_ids] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -9,7 +9,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.scheduler.plan import NewRequestData
+from gpu.columns import Column
+
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd: every multiple below 2**64 is distinct
+
+
+def _seed(request: NewRequestData) -> int:
+    if request.sampling.seed is None:
+        raise ValueError(f"Request {request.request_id} has no seed: the engine draws one before it plans.")
+    return request.sampling.seed & 2**64 - 1
+
+
+SEED = Column("seed", np.uint64, 0, _seed)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

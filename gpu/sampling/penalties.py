@@ -1,16 +1,27 @@
 """Repetition, presence and frequency penalties over the tokens a request has seen.
 
-`SamplingState` keeps a `SeenTokens` for each request that asks for a penalty, and for no other; the sampler applies
-the sparse table that they make together. Cost and memory follow the number of distinct tokens seen, not the vocabulary.
+The input batch keeps `Penalized`: the `SeenTokens` of each request that asks for a penalty, and of no other. The
+sampler applies the sparse table that they make together; cost and memory follow the number of distinct tokens seen, not
+the vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from engine.scheduler.plan import NewRequestData
+from gpu.columns import Column, parameter
+
+PENALTIES = tuple(
+    parameter(name, np.float32) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+)
+IS_PENALIZED = Column("is_penalized", np.bool_, False, lambda request: request.sampling.has_penalties, host_only=True)
 
 
 class SeenTokens:
@@ -56,6 +67,47 @@ class Penalties:
     repetition: NDArray[np.float32]
     presence: NDArray[np.float32]
     frequency: NDArray[np.float32]
+
+
+class Penalized:
+    """The rows whose `columns` say that they are penalized, and what each of them has seen."""
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        self._is_penalized = columns[IS_PENALIZED.name]
+        self._penalties = [columns[column.name] for column in PENALTIES]
+        self._seen: dict[int, SeenTokens] = {}
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        """Take over the tokens of a request whose columns are filled. One that is resumed comes with those that it
+        generated before."""
+        if self._is_penalized[row]:
+            self._seen[row] = SeenTokens(np.array(request.token_ids, dtype=np.int32), request.num_prompt_tokens)
+
+    def remove(self, row: int) -> None:
+        self._seen.pop(row, None)
+
+    def append(self, rows: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """Count the tokens that these rows have just generated."""
+        for i in np.flatnonzero(self._is_penalized[rows]).tolist():
+            self._seen[int(rows[i])].append(int(token_ids[i]))
+
+    def select(self, rows: NDArray[np.int64]) -> Penalties | None:
+        """The penalties of logits that are sampled with the parameters of these rows."""
+        indices = np.flatnonzero(self._is_penalized[rows])
+        if len(indices) == 0:
+            return None
+        penalized = rows[indices]
+        seen = [self._seen[row] for row in penalized.tolist()]
+        repeats = [len(s.token_ids) for s in seen]
+        repetition, presence, frequency = (np.repeat(column[penalized], repeats) for column in self._penalties)
+        return Penalties(
+            rows=np.repeat(indices, repeats),
+            token_ids=np.concatenate([s.token_ids for s in seen]),
+            output_counts=np.concatenate([s.output_counts for s in seen]).astype(np.float32),
+            repetition=repetition,
+            presence=presence,
+            frequency=frequency,
+        )
 
 
 def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:

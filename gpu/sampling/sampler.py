@@ -23,14 +23,29 @@ import torch
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
+from engine.scheduler.plan import NewRequestData
+from gpu.columns import Column
 from gpu.cpu.sampling import can_draw, draw
-from gpu.sampling.filters import cutoffs
+from gpu.sampling.bias import SparseBias
+from gpu.sampling.filters import FILTERS, cutoffs
 from gpu.sampling.greedy import largest
 from gpu.sampling.logprobs import token_logprobs
 from gpu.sampling.masks import apply_mask
+from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.noise import uniform
 from gpu.sampling.penalties import apply_penalties
-from gpu.sampling.state import SamplingMetadata, SparseBias
+
+# Below this a temperature is indistinguishable from greedy, but dividing by it could leave float32's range.
+_MIN_TEMPERATURE = 1e-5
+
+
+def _temperature(request: NewRequestData) -> float:
+    params = request.sampling
+    # With one token left to choose from there is nothing to draw: top_k 1 is greedy, also where logits tie.
+    return 0.0 if params.greedy or params.top_k == 1 else max(params.temperature, _MIN_TEMPERATURE)
+
+
+TEMPERATURE = Column("temperature", np.float32, 0.0, _temperature)  # 0 is greedy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +65,10 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
     if metadata.mask is not None:
         apply_mask(logits, metadata.mask)
-    greedy = metadata.temperature == 0.0
+    greedy = metadata["temperature"] == 0.0
     all_greedy = bool(greedy.all())
-    asking = np.flatnonzero(metadata.num_logprobs >= 0)
+    num_logprobs = metadata["num_logprobs"]
+    asking = np.flatnonzero(num_logprobs >= 0)
 
     logits = logits.float()
     raw_logits = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None
@@ -75,7 +91,7 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
     logprobs: dict[int, TokenLogprobs] = {}
     if raw_logits is not None:
-        structs = token_logprobs(raw_logits, token_ids[asking], metadata.num_logprobs[asking])
+        structs = token_logprobs(raw_logits, token_ids[asking], num_logprobs[asking])
         logprobs = dict(zip(asking.tolist(), structs, strict=True))
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
@@ -90,14 +106,8 @@ def _add_bias(logits: torch.Tensor, bias: SparseBias) -> None:
 def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Draw from each row of `logits` (overwritten)."""
     if can_draw(logits):
-        return draw(
-            logits,
-            temperature=metadata.temperature,
-            top_k=metadata.top_k,
-            top_p=metadata.top_p,
-            min_p=metadata.min_p,
-            uniform=uniform(metadata.seed, metadata.position),
-        )
+        parameters = [metadata[column.name] for column in (TEMPERATURE, *FILTERS)]
+        return draw(logits, *parameters, uniform(metadata["seed"], metadata.positions))
     return draw_with_torch(logits, metadata)
 
 
@@ -106,18 +116,19 @@ def draw_with_torch(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[N
     device = logits.device
     # The largest logit becomes 0, so that no temperature can make it overflow.
     logits -= logits.amax(-1, keepdim=True)
-    logits /= torch.from_numpy(metadata.temperature).to(device).unsqueeze(1)
+    logits /= torch.from_numpy(metadata["temperature"]).to(device).unsqueeze(1)
     probs = logits.softmax(-1)
 
-    filtered = np.flatnonzero((metadata.top_k > 0) | (metadata.top_p < 1.0) | (metadata.min_p > 0.0))
+    filters = [metadata[column.name] for column in FILTERS]
+    filtered = np.flatnonzero(
+        np.any([part != column.default for part, column in zip(filters, FILTERS, strict=True)], 0)
+    )
     if len(filtered):
         rows = torch.from_numpy(filtered).to(device)
         level = torch.zeros(len(probs), dtype=probs.dtype, device=device)
         level[rows] = cutoffs(
             probs if len(filtered) == len(probs) else probs[rows],
-            torch.from_numpy(metadata.top_k[filtered]).to(device),
-            torch.from_numpy(metadata.top_p[filtered]).to(device),
-            torch.from_numpy(metadata.min_p[filtered]).to(device),
+            *(torch.from_numpy(part[filtered]).to(device) for part in filters),
         )
         probs *= probs >= level.unsqueeze(1)
 
@@ -126,7 +137,7 @@ def draw_with_torch(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[N
     # token that is kept.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    target = torch.from_numpy(uniform(metadata.seed, metadata.position)).to(device).unsqueeze(1) * total
+    target = torch.from_numpy(uniform(metadata["seed"], metadata.positions)).to(device).unsqueeze(1) * total
     token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     finite = total.squeeze(1).isfinite()  # NaN anywhere in the row has reached the total
     return token_ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy(), finite.cpu().numpy()

@@ -18,7 +18,7 @@ from gpu.kernels.logprobs import row_statistics_reference
 from gpu.kernels.norm import add_rms_norm_reference
 from gpu.kernels.rope import rope_and_cache_reference, store_kv_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
-from loadtest.gpu_parts.data import make_logits, make_paged, make_sampling
+from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
 
 LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -182,12 +182,12 @@ def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:
     num_rows, wrong = 32, 0
     places = torch.arange(num_rows, device=device)
     for values in ({}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.8, "min_p": 0.01}):
-        table = make_sampling(num_rows, device, **values)
+        columns = make_columns(num_rows, device, **values)
         logits = make_logits(num_rows, vocab_size, device, dtype)
-        token_ids, finite = kernels.sample_tokens(logits, table, places, places)
-        reference, _ = sample_tokens_reference(logits, table, places, places)
+        token_ids, finite = kernels.sample_tokens(logits, columns, places, places)
+        reference, _ = sample_tokens_reference(logits, columns, places, places)
         chosen = logits.float().gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        outside = chosen < cutoffs_reference(logits.float(), table, places) - 1e-3
+        outside = chosen < cutoffs_reference(logits.float(), columns, places) - 1e-3
         wrong += int((outside | ~finite).sum()) * num_rows + max(0, int((token_ids != reference).sum()) - 1)
     return wrong / num_rows
 
@@ -203,21 +203,23 @@ def _logprobs(device: torch.device, dtype: torch.dtype, vocab_size: int) -> floa
 
 def _logits_processors(device: torch.device, vocab_size: int) -> float:
     logits = make_logits(4, vocab_size, device, torch.float32)
-    table = kernels.PenaltyTable(
-        repetition=torch.tensor([1.0, 1.3, 0.8, 1.1], device=device),
-        presence=torch.tensor([0.5, 0.0, -0.5, 0.1], device=device),
-        frequency=torch.tensor([0.0, 0.1, 0.2, -0.3], device=device),
-        token_ids=torch.randint(0, 300, (4, 3000), device=device).int(),
-        num_prompt_tokens=torch.tensor([0, 5, 2000, 100], device=device).int(),
-        num_tokens=torch.tensor([2999, 5, 2500, 101], device=device).int(),
-        scratch=torch.zeros(4, vocab_size, dtype=torch.int32, device=device),
-    )
+    columns = make_columns(4, device)
+    for name, values in (
+        ("repetition_penalty", [1.0, 1.3, 0.8, 1.1]),
+        ("presence_penalty", [0.5, 0.0, -0.5, 0.1]),
+        ("frequency_penalty", [0.0, 0.1, 0.2, -0.3]),
+        ("num_prompt_tokens", [0, 5, 2000, 100]),
+        ("num_tokens", [2999, 5, 2500, 101]),
+    ):
+        columns[name].copy_(torch.tensor(values))
+    token_ids = torch.randint(0, 300, (4, 3000), device=device).int()
+    scratch = torch.zeros(4, vocab_size, dtype=torch.int32, device=device)
     places = torch.tensor([2, -1, 0, 3], device=device)
     reference = logits.clone()
-    kernels.apply_penalties(logits, table, places)
-    apply_penalties_reference(reference, table, places)
+    kernels.apply_penalties(logits, columns, token_ids, places, scratch=scratch)
+    apply_penalties_reference(reference, columns, token_ids, places)
     error = relative_error(logits, reference)
-    assert not table.scratch.any()
+    assert not scratch.any()
     words = torch.randint(-(2**31), 2**31, (1, -(-vocab_size // 32)), device=device).int()
     kernels.apply_bitmask(logits, words, torch.tensor([-1, 0, -1, -1], device=device))
     allowed = ((words.unsqueeze(2) >> torch.arange(32, device=device)) & 1).flatten()[:vocab_size] == 1

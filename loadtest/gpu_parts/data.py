@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.kernels import SamplingTable
+from gpu.device.tables import device_columns
 
 BLOCK_SIZE = 16
 
@@ -68,16 +68,10 @@ def make_logits(num_rows: int, vocab_size: int, device: torch.device, dtype: tor
     return (torch.randn(num_rows, vocab_size, device=device) * 3).to(dtype)
 
 
-def make_sampling(num_rows: int, device: torch.device, **values: float) -> SamplingTable:
-    """Every row alike but for its seed. `values` are of SamplingTable's columns; filters are off by default."""
-
-    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.full((num_rows,), values.get(name, default), dtype=dtype, device=device)
-
-    return SamplingTable(
-        temperature=column("temperature", 1.0, torch.float32),
-        top_k=column("top_k", 0, torch.int32),
-        top_p=column("top_p", 1.0, torch.float32),
-        min_p=column("min_p", 0.0, torch.float32),
-        seed=torch.arange(num_rows, device=device),
-    )
+def make_columns(num_rows: int, device: torch.device, **values: float) -> dict[str, torch.Tensor]:
+    """The columns of the row table, every row alike but for its seed. What is not in `values` is off; the temperature
+    is 1."""
+    columns = device_columns(num_rows) | {"seed": torch.arange(num_rows)}
+    for name, value in ({"temperature": 1.0} | values).items():
+        columns[name].fill_(value)
+    return {name: column.to(device) for name, column in columns.items()}

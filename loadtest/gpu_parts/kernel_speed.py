@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import kernels
-from loadtest.gpu_parts.data import make_logits, make_paged, make_sampling
+from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card
 from loadtest.gpu_parts.timing import Timer
@@ -159,12 +159,12 @@ class KernelSpeed:
                 ("top-k 50 and top-p 0.9", True, {"top_k": 50, "top_p": 0.9}),
                 ("top-p 0.95", True, {"top_p": 0.95}),
             ):
-                table = make_sampling(batch, self.timer.device, **values)
+                columns = make_columns(batch, self.timer.device, **values)
                 self._add(
                     "sample_tokens",
                     f"sampler, {what}, {batch} x {sizes.vocab_size}",
-                    lambda logits=logits, table=table, places=places, filtered=filtered: kernels.sample_tokens(
-                        logits, table, places, places, filtered=filtered
+                    lambda logits=logits, columns=columns, places=places, filtered=filtered: kernels.sample_tokens(
+                        logits, columns, places, places, filtered=filtered
                     ),
                     logits.nbytes,
                 )

@@ -8,6 +8,7 @@ from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from gpu.device import DeviceRunner
+from gpu.rows import BatchSizes
 from tests.golden.driving import RecordedExecutor, plans_of
 from tests.golden.prompts import PROMPTS
 
@@ -22,21 +23,19 @@ class DeviceExecutor:
 
     def __init__(self, llm: LLM) -> None:
         loaded = llm.core.executor
-        runner = loaded._worker._runner
+        runner = loaded._worker.runner
         self.block_size, self.vocab_size = loaded.block_size, loaded.vocab_size
         self.runner = DeviceRunner(
             runner._model,
             [torch.zeros_like(cache[:NUM_BLOCKS]) for cache in runner._kv_caches],
-            device=torch.device("cpu"),
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=MAX_MODEL_LEN,
-            block_size=self.block_size,
+            BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, self.block_size),
+            torch.device("cpu"),
             vocab_size=self.vocab_size,
         )
         self.submit = self.runner.submit
 
 
-def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle):
+def test_in_small_chunks_with_few_slots_and_few_blocks(smollm2, smollm2_oracle):
     prompts = [smollm2.tokenizer.encode(text).ids for text in PROMPTS[:6]]
     config = dataclasses.replace(
         smollm2.core.config,

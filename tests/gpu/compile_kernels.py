@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpu import kernels
+from gpu.device.tables import device_columns
 from gpu.kernels.dispatch import interpreted
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -107,24 +108,13 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
         query = zeros(512, 32, head_dim)
         kernels.paged_prefill(query, paged, ints(2, 64), ints(2), ints(3), scale=1.0, window=window)
     logits = zeros(4, 128256)
-    sampling = kernels.SamplingTable(
-        temperature=floats(4), top_k=ints(4), top_p=floats(4), min_p=floats(4), seed=longs(4)
-    )
-    kernels.sample_tokens(logits, sampling, longs(4), longs(4))
+    columns = device_columns(4)
+    kernels.sample_tokens(logits, columns, longs(4), longs(4))
     kernels.compute_logprobs(logits, longs(4), 3)
     kernels.apply_bitmask(logits, ints(4, 4008), longs(4))
     logits = logits.float()
     kernels.add_bias(logits, longs(4), longs(4), floats(4))
-    penalties = kernels.PenaltyTable(
-        repetition=floats(4),
-        presence=floats(4),
-        frequency=floats(4),
-        token_ids=ints(4, 4096),
-        num_prompt_tokens=ints(4),
-        num_tokens=ints(4),
-        scratch=ints(4, 128256),
-    )
-    kernels.apply_penalties(logits, penalties, longs(4))
+    kernels.apply_penalties(logits, columns, ints(4, 4096), longs(4), scratch=ints(4, 128256))
 
 
 if __name__ == "__main__":

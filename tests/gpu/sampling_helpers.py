@@ -6,7 +6,9 @@ import numpy as np
 
 from engine.messages import SamplingParams
 from engine.scheduler.plan import NewRequestData
-from gpu.sampling import SamplingMetadata, SamplingState
+from gpu.columns import make_columns
+from gpu.rows import COLUMNS
+from gpu.sampling import Biases, Penalized, SamplingMetadata
 
 
 def new_request(
@@ -30,10 +32,32 @@ def new_request(
     )
 
 
+class SamplingRows:
+    """As much of the row table and of the input batch as sampling needs."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.columns = make_columns(COLUMNS, num_rows)
+        self.biases, self.penalized = Biases(self.columns), Penalized(self.columns)
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        for column in COLUMNS:
+            self.columns[column.name][row] = column.fill(request)
+        self.biases.add(row, request)
+        self.penalized.add(row, request)
+
+    def remove(self, row: int) -> None:
+        self.biases.remove(row)
+        self.penalized.remove(row)
+
+    def select(self, rows: list[int], positions: list[int]) -> SamplingMetadata:
+        at = np.array(rows), np.array(positions)
+        bias, penalties = self.biases.select(*at), self.penalized.select(at[0])
+        return SamplingMetadata(columns=self.columns, rows=at[0], positions=at[1], bias=bias, penalties=penalties)
+
+
 def metadata_of(requests: list[NewRequestData]) -> SamplingMetadata:
     """The metadata of a batch in which every one of `requests` samples its next token."""
-    state = SamplingState(len(requests))
+    rows = SamplingRows(len(requests))
     for row, request in enumerate(requests):
-        state.add(row, request)
-    num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int32)
-    return state.select(np.arange(len(requests)), num_tokens)
+        rows.add(row, request)
+    return rows.select(list(range(len(requests))), [len(request.token_ids) for request in requests])

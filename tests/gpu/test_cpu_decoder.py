@@ -13,7 +13,7 @@ from engine.errors import StepAbandoned
 from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig
-from gpu.cpu import CPUCausalLM
+from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
 from gpu.host import processor_flags
 from gpu.models import CausalLM, WeightsMismatch

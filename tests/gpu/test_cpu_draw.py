@@ -6,38 +6,27 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gpu.columns import make_columns
 from gpu.cpu.library import is_for_this_processor
 from gpu.cpu.sampling import draw
-from gpu.sampling import SamplingMetadata
+from gpu.sampling import SAMPLING_COLUMNS, SamplingMetadata
 from gpu.sampling.noise import uniform
 from gpu.sampling.sampler import draw_with_torch
 
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
 
-def metadata_of(
-    rows: int, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
-) -> SamplingMetadata:
-    return SamplingMetadata(
-        temperature=np.full(rows, temperature, np.float32),
-        top_k=np.full(rows, top_k, np.int64),
-        top_p=np.full(rows, top_p),
-        min_p=np.full(rows, min_p),
-        seed=np.arange(seed, seed + rows).astype(np.uint64),
-        position=np.arange(rows, dtype=np.int64),
-        num_logprobs=np.full(rows, -1, np.int64),
-    )
+def metadata_of(rows: int, *, seed: int, **parameters: float) -> SamplingMetadata:
+    columns = make_columns(SAMPLING_COLUMNS, rows)
+    for name, value in parameters.items():
+        columns[name][:] = value
+    columns["seed"][:] = np.arange(seed, seed + rows)
+    return SamplingMetadata(columns=columns, rows=np.arange(rows), positions=np.arange(rows))
 
 
 def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, np.ndarray]:
-    return draw(
-        logits.clone(),
-        temperature=metadata.temperature,
-        top_k=metadata.top_k,
-        top_p=metadata.top_p,
-        min_p=metadata.min_p,
-        uniform=uniform(metadata.seed, metadata.position),
-    )
+    parameters = [metadata[name] for name in ("temperature", "top_k", "top_p", "min_p")]
+    return draw(logits.clone(), *parameters, uniform(metadata["seed"], metadata.positions))
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,16 +59,17 @@ def test_every_token_is_the_one_that_torch_draws(vocab_size, spread, temperature
 
 def _border_distance(weights: np.ndarray, seen: int, expected: int, metadata: SamplingMetadata, row: int) -> float:
     """How far the draw, or the sum that top-p cuts, is from where the other token would have been right."""
+    top_k, top_p, min_p = (metadata[name][row] for name in ("top_k", "top_p", "min_p"))
     order = np.sort(weights)[::-1]
-    floor = max(metadata.min_p[row], order[metadata.top_k[row] - 1] if 0 < metadata.top_k[row] <= len(order) else 0.0)
+    floor = max(min_p, order[top_k - 1] if 0 < top_k <= len(order) else 0.0)
     kept = np.where(weights >= floor * (1 - 1e-6), weights, 0.0)
     sums = np.cumsum(order[order >= floor * (1 - 1e-6)])
-    distances = [np.abs(sums / sums[-1] - metadata.top_p[row]).min()]
-    level = order[min(np.searchsorted(sums, metadata.top_p[row] * sums[-1]), len(sums) - 1)]
-    if metadata.top_p[row] < 1:
+    distances = [np.abs(sums / sums[-1] - top_p).min()]
+    level = order[min(np.searchsorted(sums, top_p * sums[-1]), len(sums) - 1)]
+    if top_p < 1:
         kept = np.where(kept >= level * (1 - 1e-6), kept, 0.0)
     cumulative = np.cumsum(kept)
-    target = uniform(metadata.seed, metadata.position)[row] * cumulative[-1]
+    target = uniform(metadata["seed"], metadata.positions)[row] * cumulative[-1]
     low, high = sorted((seen, expected))
     distances.append(np.abs(cumulative[low : high + 1] - target).min() / cumulative[-1])
     return float(min(distances))
@@ -155,7 +145,8 @@ NAN = float("nan")
 )
 def test_parameters_that_are_no_numbers_are_told_like_logits(temperature: float, top_p: float, min_p: float):
     metadata = metadata_of(3, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5)
-    metadata.temperature[1], metadata.top_p[1], metadata.min_p[1] = temperature, top_p, min_p
+    for name, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        metadata.columns[name][1] = value
     seen, finite = fast(torch.randn(3, 2001), metadata)
     assert finite.tolist() == [True, False, True]
     assert ((seen >= 0) & (seen < 2001)).all()

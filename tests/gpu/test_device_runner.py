@@ -33,7 +33,8 @@ from gpu.device.upload import Upload
 from gpu.kernels.dispatch import interpreted
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
-from gpu.worker import FinishedStep
+from gpu.rows import BatchSizes
+from gpu.runner import Runner
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import CONFIG, random_weights
 from tests.gpu.test_input_batch import plan_of
@@ -66,15 +67,13 @@ class RunnerExecutor:
 
     num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
 
-    def __init__(self, runner: ModelRunner | DeviceRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.plans: list[SchedulerOutput] = []
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         self.plans.append(plan)
-        if isinstance(self.runner, DeviceRunner):
-            return self.runner.submit(plan, abandoned)
-        return FinishedStep(self.runner.execute(plan, abandoned))
+        return self.runner.submit(plan, abandoned)
 
     def shutdown(self) -> None: ...
 
@@ -85,10 +84,10 @@ def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
     model = CausalLM(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
     model.load_weights(random_weights())
     kv_caches = model.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
-    limits = {"device": CPU, "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE}
+    sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     if kind == "host":
-        return RunnerExecutor(ModelRunner(model, kv_caches, **limits))
-    return RunnerExecutor(DeviceRunner(model, kv_caches, vocab_size=VOCAB_SIZE, graphs=graphs, **limits))
+        return RunnerExecutor(ModelRunner(model, kv_caches, sizes, CPU))
+    return RunnerExecutor(DeviceRunner(model, kv_caches, sizes, CPU, vocab_size=VOCAB_SIZE, graphs=graphs))
 
 
 def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS) -> EngineCore:
@@ -183,7 +182,6 @@ def test_greedy_requests_get_the_same_from_either_runner_at_either_depth(seed: i
     device = make_executor("device")
     for executor, depth in ((make_executor("host"), 2), (device, 1), (device, 2)):
         assert drive(make_core(executor, depth, num_blocks=20), requests) == expected
-    assert isinstance(device.runner, DeviceRunner)
     assert len(device.runner.rows) == 0
 
 
@@ -192,7 +190,6 @@ def test_graphs_and_padding_change_nothing() -> None:
     expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
     graphs = Again()
     executor = make_executor("device", graphs)
-    assert isinstance(executor.runner, DeviceRunner)
     while executor.runner.prepare():
         pass
     assert graphs.num_captured == 2 * len(ladder(MAX_NUM_SEQS))
@@ -216,7 +213,6 @@ def test_a_seed_means_the_same_at_either_depth_and_within_a_graph() -> None:
     assert drive(make_core(executor, 2, num_blocks=20), requests) == expected
     graphs = Again()
     replaying = make_executor("device", graphs)
-    assert isinstance(replaying.runner, DeviceRunner)
     while replaying.runner.prepare():
         pass
     assert drive(make_core(replaying, 2, num_blocks=20), requests) == expected
@@ -233,7 +229,6 @@ def test_a_steady_decode_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Upload, "send", counting)
     executor = make_executor("device", Again())
-    assert isinstance(executor.runner, DeviceRunner)
     while executor.runner.prepare():
         pass
     everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(3)]
@@ -287,7 +282,6 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
         plan_of({"r3": 1}),
     ]
     with interpreted():
-        assert isinstance(executor.runner, DeviceRunner)
         for _ in ladder(MAX_NUM_SEQS):  # those of whole steps; the others would only take time
             executor.runner.prepare()
         for plan in plans:
@@ -353,7 +347,7 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
     for executor in (make_executor("host"), make_executor("device"), make_executor("device", Again())):
         everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0, logprobs=0) for i in range(3)]
         runner = executor.runner
-        while isinstance(runner, DeviceRunner) and runner.prepare():
+        while runner.prepare():
             pass
         executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
         forward = type(runner._model).forward
@@ -375,7 +369,6 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
 
 def test_a_step_that_fails_or_is_broken_off_advances_nobody() -> None:
     executor = make_executor("device")
-    assert isinstance(executor.runner, DeviceRunner)
     everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(2)]
     executor.submit(plan_of({"r0": 3, "r1": 3}, new=everyone)).result()
     with pytest.raises(StepAbandoned):
@@ -422,18 +415,19 @@ def test_an_upload_writes_every_word_where_it_belongs() -> None:
 
 
 def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
-    tables = DeviceTables(max_num_seqs=5, max_model_len=9, block_size=4, vocab_size=11, device=CPU)
+    tables = DeviceTables(BatchSizes(5, 9, 4), 11, CPU)
     upload = Upload(tables.buffer)
-    upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64)))
-    upload.write(tables.offset("top_p", 4), words_of(np.array([0.25], dtype=np.float32)))
+    upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64), np.int64))
+    upload.write(tables.offset("top_p", 4), words_of(np.array([0.25]), np.float32))
     upload.write(tables.offset("block_table", 2, 1), [8, 9])
     upload.write(tables.offset("token_ids", 5, 9), [77])
     upload.send()
-    assert tables.sampling.seed.tolist() == [0, 0, 0, -5, 0, 0]
-    assert tables.sampling.top_p.tolist() == [0, 0, 0, 0, 0.25, 0]
+    assert tables.columns["seed"].tolist() == [0, 0, 0, -5, 0, 0]
+    assert tables.columns["top_p"].tolist() == [1, 1, 1, 1, 0.25, 1]
     assert tables.block_table.tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
     assert tables.token_ids[5].tolist() == [0] * 9 + [77]
-    assert int((tables.buffer != 0).sum()) == 2 + 1 + 2 + 1 + 6  # and the padding row in every place of the batch
+    # And the padding row in every place of the batch, and every row's top_p and repetition penalty.
+    assert int((tables.buffer != 0).sum()) == 2 + 2 + 1 + 6 + 6 + 6
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000])
@@ -462,7 +456,6 @@ def test_graphs_that_cannot_be_had_are_done_without() -> None:
             raise RuntimeError("out of memory")
 
     executor = make_executor("device", Refusing())
-    assert isinstance(executor.runner, DeviceRunner)
     assert not executor.runner.prepare()
     request = new_request("a", [1, 2], block_ids=[0], temperature=0.0)
     assert executor.submit(plan_of({"a": 2}, new=[request])).result().sampled_token_ids[0][0] >= 0

@@ -26,7 +26,7 @@ from gpu.checkpoint.gguf_config import GGUF_FAMILIES
 from gpu.checkpoint.header_fields import HeaderField
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.cpu import CPUCausalLM
+from gpu.cpu.decoder import CPUCausalLM
 from gpu.model_loader import WorkerOptions, load_model
 from gpu.models.loading import weight_slots
 from gpu.weights import weights_of

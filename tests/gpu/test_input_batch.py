@@ -1,15 +1,19 @@
-"""The input batch does what a dictionary of lists would do, whatever plans arrive."""
+"""Row table and input batch do what a dictionary of lists would do, whatever plans arrive."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
-from gpu.input_batch import InputBatch, StepInputs
+from gpu.input_batch import InputBatch
+from gpu.rows import COLUMNS, BatchSizes, RowTable, StepShape
+from gpu.runner import ModelInputs
 from tests.gpu.sampling_helpers import new_request
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 5, 23, 4
@@ -36,6 +40,18 @@ def plan_of(
     )
 
 
+def make_rows(max_num_seqs: int, max_model_len: int, block_size: int) -> tuple[RowTable, InputBatch]:
+    sizes = BatchSizes(max_num_seqs, max_model_len, block_size)
+    rows = RowTable(sizes)
+    return rows, InputBatch(rows, sizes, torch.device("cpu"))
+
+
+def token_ids_of(rows: RowTable, batch: InputBatch, request_id: str) -> list[int]:
+    """Prompt and output of one request, as its row has them."""
+    row = rows[request_id]
+    return batch.token_ids[row, : rows.columns["num_tokens"][row]].tolist()
+
+
 @dataclass
 class Known:
     """What the naive model remembers of a request."""
@@ -45,12 +61,14 @@ class Known:
     blocks: list[int]
 
 
-def check_inputs(inputs: StepInputs, scheduled: dict[str, int], known: dict[str, Known]) -> list[str]:
+def check_inputs(
+    shape: StepShape, inputs: ModelInputs, scheduled: dict[str, int], known: dict[str, Known]
+) -> list[str]:
     """Compare with the obvious loops. Returns the ids that must sample, in device order."""
     ids = list(scheduled)
     in_order = [r for r in ids if scheduled[r] == 1] + [r for r in ids if scheduled[r] != 1]
-    assert [ids[i] for i in inputs.order] == in_order
-    assert inputs.num_decodes == sum(n == 1 for n in scheduled.values())
+    assert [ids[i] for i in shape.order] == in_order
+    assert shape.num_decodes == inputs.metadata.num_decodes == sum(n == 1 for n in scheduled.values())
 
     input_ids, positions, slots, starts, sampling, logits_indices = [], [], [], [0], [], []
     for place, r in enumerate(in_order):
@@ -62,25 +80,27 @@ def check_inputs(inputs: StepInputs, scheduled: dict[str, int], known: dict[str,
             slots.append(k.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         starts.append(len(input_ids))
         needed = -(-end // BLOCK_SIZE)
-        assert inputs.block_table[place, :needed].tolist() == k.blocks[:needed]
-        assert inputs.seq_lens[place] == end
+        assert inputs.metadata.block_table[place, :needed].tolist() == k.blocks[:needed]
+        assert shape.seq_lens[place] == end
         if end == len(k.tokens):
             sampling.append(r)
             logits_indices.append(len(input_ids) - 1)
     assert inputs.input_ids.tolist() == input_ids
     assert inputs.positions.tolist() == positions
-    assert inputs.slot_mapping.tolist() == slots
-    assert inputs.query_start_loc.tolist() == starts
-    assert inputs.query_lens.tolist() == [scheduled[r] for r in in_order]
-    assert [in_order[place] for place in inputs.samples] == sampling
-    assert inputs.logits_indices.tolist() == logits_indices
+    assert inputs.metadata.slot_mapping.tolist() == slots
+    assert inputs.metadata.query_start_loc.tolist() == shape.query_start_loc.tolist() == starts
+    assert inputs.metadata.query_lens_list == shape.query_lens.tolist() == [scheduled[r] for r in in_order]
+    assert inputs.metadata.seq_lens_list == inputs.metadata.seq_lens.tolist() == shape.seq_lens.tolist()
+    assert [in_order[place] for place in shape.samples] == sampling
+    assert shape.logits_indices.tolist() == logits_indices
+    assert shape.positions.tolist() == [len(known[r].tokens) for r in sampling]
     return sampling
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_plans_equal_a_naive_model(data: st.DataObject):
-    batch = InputBatch(max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    rows, batch = make_rows(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     known: dict[str, Known] = {}
     next_block = 0
 
@@ -119,40 +139,100 @@ def test_random_plans_equal_a_naive_model(data: st.DataObject):
                 k.blocks += new_blocks[r]
         going_on = [r for r, count in scheduled.items() if known[r].num_computed + count < len(known[r].tokens)]
         plan = plan_of(scheduled, new=new, removed=removed, new_blocks=new_blocks, going_on=going_on)
-        batch.apply(plan)
+        rows.apply(plan, batch)
         if scheduled:
-            inputs = batch.prepare(plan)
-            sampling = check_inputs(inputs, scheduled, known)
+            shape = rows.shape(plan)
+            sampling = check_inputs(shape, batch.inputs(shape), scheduled, known)
             sampled = np.array([data.draw(st.integers(0, 999)) for _ in sampling], dtype=np.int64)
-            batch.advance(inputs, sampled)
+            batch.append(shape, sampled)
+            rows.advance(shape)
             for r, count in scheduled.items():
                 known[r].num_computed += count
             for r, token in zip(sampling, sampled.tolist(), strict=True):
                 known[r].tokens.append(token)
-        assert len(batch) == len(known)
+        assert len(rows) == len(known)
         for r, k in known.items():
-            assert batch.token_ids(r) == k.tokens
-            assert batch.num_computed_tokens(r) == k.num_computed
+            assert token_ids_of(rows, batch, r) == k.tokens
+            assert rows.columns["num_computed_tokens"][rows[r]] == k.num_computed
 
 
 def test_a_request_may_fill_its_context_to_the_last_token():
-    batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=4)
+    rows, batch = make_rows(1, 8, 4)
     request = new_request("a", range(8), block_ids=[0, 1], presence_penalty=1.0)
     plan = plan_of({"a": 8}, new=[request])
-    batch.apply(plan)
-    batch.advance(batch.prepare(plan), np.array([99]))
-    assert batch.token_ids("a") == [*range(8), 99]
+    rows.apply(plan, batch)
+    shape = rows.shape(plan)
+    batch.append(shape, np.array([99]))
+    rows.advance(shape)
+    assert token_ids_of(rows, batch, "a") == [*range(8), 99]
 
 
 def test_a_request_beyond_the_rows_or_their_length_is_refused_and_leaves_nothing():
-    batch = InputBatch(max_num_seqs=1, max_model_len=8, block_size=4)
+    rows, batch = make_rows(1, 8, 4)
     with pytest.raises(ValueError, match="10 tokens"):
-        batch.apply(plan_of({}, new=[new_request("long", range(9 + 1))]))
-    batch.apply(plan_of({}, new=[new_request("a")]))
+        rows.apply(plan_of({}, new=[new_request("long", range(9 + 1))]), batch)
+    rows.apply(plan_of({}, new=[new_request("a")]), batch)
     with pytest.raises(ValueError, match="all 1 rows"):
-        batch.apply(plan_of({}, new=[new_request("b")]))
+        rows.apply(plan_of({}, new=[new_request("b")]), batch)
     with pytest.raises(ValueError, match="already"):
-        batch.apply(plan_of({}, new=[new_request("a")]))
-    assert "b" not in batch
-    batch.apply(plan_of({}, removed=["a", "b", "long"], new=[new_request("c")]))
-    assert len(batch) == 1
+        rows.apply(plan_of({}, new=[new_request("a")]), batch)
+    assert "b" not in rows
+    rows.apply(plan_of({}, removed=["a", "b", "long"], new=[new_request("c")]), batch)
+    assert len(rows) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=MAX_NUM_SEQS))
+def test_a_request_may_be_sampled_at_several_of_its_last_positions(requests: list[tuple[int, int, int]]):
+    """As the plan says it, computed and sampled tokens of each; what it gained goes back to its place in the plan."""
+    rows, batch = make_rows(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
+    scheduled = {str(i): count for i, (count, _, _) in enumerate(requests)}
+    num_sampled = [min(sampled, count) for count, sampled, _ in requests]
+    new = [
+        new_request(str(i), range(computed + count), num_computed_tokens=computed, logprobs=i % 2 or None)
+        for i, (count, _, computed) in enumerate(requests)
+    ]
+    plan = plan_of(scheduled, new=new)
+    plan.num_sampled_tokens = num_sampled
+    rows.apply(plan, batch)
+    shape = rows.shape(plan)
+
+    positions = batch.inputs(shape).positions.tolist()
+    tokens: list[list[int]] = [[] for _ in requests]
+    for sample, place in enumerate(shape.samples.tolist()):
+        index = int(shape.order[place])
+        assert shape.sampling_rows[sample] == rows[str(index)]
+        assert positions[shape.logits_indices[sample]] + 1 == shape.positions[sample]
+        tokens[index].append(sample)
+    for index, (count, _, computed) in enumerate(requests):
+        end = computed + count + 1
+        assert shape.positions[tokens[index]].tolist() == list(range(end - num_sampled[index], end))
+    num_samples = sum(num_sampled)
+    entries = {sample: TokenLogprobs(sample, 0.0, 1, []) for sample in range(num_samples)}
+    output = shape.output(np.arange(num_samples), np.ones(num_samples, dtype=bool), entries)
+    assert output.sampled_token_ids == tokens
+    assert {i: [entry.token_id for entry in of] for i, of in output.logprobs.items()} == {
+        i: of for i, of in enumerate(tokens) if of
+    }
+
+
+def test_every_column_is_filled_from_the_request_and_a_row_without_one_is_off():
+    rows, batch = make_rows(2, 8, 4)
+    off = {column.name: rows.columns[column.name].tolist() for column in COLUMNS}
+    assert off == {column.name: [column.default] * 2 for column in COLUMNS}
+    parameters = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": -1, "logprobs": 2}
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    more = {"logit_bias": {1: 1.0}, "min_tokens": 2, "stop_token_ids": (3,)}
+    request = new_request("a", [4, 5, 6], num_prompt_tokens=2, num_computed_tokens=1, **parameters, **penalties, **more)
+    rows.apply(plan_of({}, new=[request]), batch)
+    lengths = {"num_prompt_tokens": 2, "num_tokens": 3, "num_computed_tokens": 1}
+    assert {name: column[0] for name, column in rows.columns.items()} == {
+        **{name: value for name, value in parameters.items() if name != "logprobs"},
+        **penalties,
+        **lengths,
+        "seed": 2**64 - 1,
+        "num_logprobs": 2,
+        "is_penalized": True,
+        "is_biased": True,
+        "may_stop_at": 4,
+    }
+    assert {name: column[1] for name, column in rows.columns.items()} == {name: of[1] for name, of in off.items()}

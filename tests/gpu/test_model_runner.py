@@ -6,9 +6,10 @@ import torch
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.model_runner import ModelRunner
+from gpu.rows import BatchSizes
 from tests.gpu.history_model import HistoryModel
 from tests.gpu.sampling_helpers import new_request
-from tests.gpu.test_input_batch import plan_of
+from tests.gpu.test_input_batch import plan_of, token_ids_of
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 101, 4, 64, 40
 MAX_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
@@ -16,15 +17,7 @@ MAX_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 
 def make_runner() -> tuple[ModelRunner, HistoryModel]:
     model = HistoryModel(VOCAB, NUM_BLOCKS, BLOCK_SIZE)
-    runner = ModelRunner(
-        model,
-        model.kv_caches,
-        device=torch.device("cpu"),
-        max_num_seqs=6,
-        max_model_len=MAX_MODEL_LEN,
-        block_size=BLOCK_SIZE,
-    )
-    return runner, model
+    return ModelRunner(model, model.kv_caches, BatchSizes(6, MAX_MODEL_LEN, BLOCK_SIZE), torch.device("cpu")), model
 
 
 def requests() -> list[NewRequestData]:
@@ -57,7 +50,7 @@ def generate(chunk: int, everyone: list[NewRequestData], num_tokens: int = 8) ->
     while active := {r: n for r, n in pending.items() if len(produced[r]) < num_tokens}:
         going_on = [r for r, n in active.items() if n > chunk]
         plan = plan_of({r: min(chunk, n) for r, n in active.items()}, new=new, going_on=going_on)
-        output = runner.execute(plan)
+        output = runner.submit(plan).result()
         for r, count, sampled in zip(
             plan.request_ids, plan.num_scheduled_tokens, output.sampled_token_ids, strict=True
         ):
@@ -90,7 +83,7 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted():
     tokens = {r.request_id: list(r.token_ids) for r in everyone}
 
     def run(plan: SchedulerOutput) -> None:
-        output = runner.execute(plan)
+        output = runner.submit(plan).result()
         for r, sampled in zip(plan.request_ids, output.sampled_token_ids, strict=True):
             tokens[r] += sampled
 
@@ -121,9 +114,11 @@ def test_a_resumed_request_goes_on_as_if_it_had_never_been_preempted():
 def test_a_prefix_hit_computes_only_the_rest():
     runner, model = make_runner()
     prompt = list(range(10))
-    first = runner.execute(plan_of({"a": 10}, new=[new_request("a", prompt, block_ids=[3, 1, 2], temperature=0.0)]))
+    first = runner.submit(
+        plan_of({"a": 10}, new=[new_request("a", prompt, block_ids=[3, 1, 2], temperature=0.0)])
+    ).result()
     hit = new_request("b", prompt, num_computed_tokens=8, block_ids=[3, 1, 9], temperature=0.0)
-    second = runner.execute(plan_of({"b": 2}, new=[hit]))
+    second = runner.submit(plan_of({"b": 2}, new=[hit])).result()
     assert model.steps[-1].query_lens_list == [2]
     assert second.sampled_token_ids == first.sampled_token_ids
 
@@ -131,12 +126,12 @@ def test_a_prefix_hit_computes_only_the_rest():
 def test_output_is_parallel_to_the_plan_though_decodes_run_first():
     runner, model = make_runner()
     decoding = [new_request(f"d{i}", [i, i], block_ids=[i], temperature=0.0, logprobs=1) for i in range(2)]
-    runner.execute(plan_of({"d0": 2, "d1": 2}, new=decoding))
+    runner.submit(plan_of({"d0": 2, "d1": 2}, new=decoding)).result()
     # A prefill that ends, a decode, a prefill that goes on, a decode.
     ends = new_request("ends", [5, 6, 7], block_ids=[10], temperature=0.0, logprobs=0)
     goes_on = new_request("goes on", [8] * 12, block_ids=[11, 12, 13], temperature=0.0, logprobs=2)
     plan = plan_of({"ends": 3, "d1": 1, "goes on": 7, "d0": 1}, new=[ends, goes_on], going_on=["goes on"])
-    output = runner.execute(plan)
+    output = runner.submit(plan).result()
 
     metadata = model.steps[-1]
     assert (metadata.num_decodes, metadata.query_lens_list) == (2, [1, 1, 3, 7])
@@ -150,31 +145,31 @@ def test_output_is_parallel_to_the_plan_though_decodes_run_first():
     # What was handed out is what the rows remember.
     for request_id, sampled in zip(plan.request_ids, output.sampled_token_ids, strict=True):
         if sampled:
-            assert runner.input_batch.token_ids(request_id)[-1:] == sampled
+            assert token_ids_of(runner.rows, runner.input_batch, request_id)[-1:] == sampled
 
 
 def test_a_plan_of_removals_alone_runs_nothing():
     runner, model = make_runner()
-    runner.execute(plan_of({"a": 1}, new=[new_request("a", [1], block_ids=[0])]))
-    output = runner.execute(plan_of({}, removed=["a"]))
+    runner.submit(plan_of({"a": 1}, new=[new_request("a", [1], block_ids=[0])])).result()
+    output = runner.submit(plan_of({}, removed=["a"])).result()
     assert (output.sampled_token_ids, output.logprobs) == ([], {})
-    assert (len(model.steps), len(runner.input_batch)) == (1, 0)
+    assert (len(model.steps), len(runner.rows)) == (1, 0)
 
 
 def test_a_step_in_which_nobody_samples_computes_no_logits():
     runner, model = make_runner()
-    output = runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2, 3], block_ids=[0])], going_on=["a"]))
+    output = runner.submit(plan_of({"a": 2}, new=[new_request("a", [1, 2, 3], block_ids=[0])], going_on=["a"])).result()
     assert output.sampled_token_ids == [[]]
     assert model.num_logit_rows == []
 
 
 def test_a_step_that_fails_advances_nobody():
     runner, model = make_runner()
-    runner.execute(plan_of({"a": 2}, new=[new_request("a", [1, 2], block_ids=[0], temperature=0.0)]))
-    before = runner.input_batch.token_ids("a")
+    runner.submit(plan_of({"a": 2}, new=[new_request("a", [1, 2], block_ids=[0], temperature=0.0)])).result()
+    before = token_ids_of(runner.rows, runner.input_batch, "a")
     forward, model.forward = model.forward, lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        runner.execute(plan_of({"a": 1}))
+        runner.submit(plan_of({"a": 1})).result()
     model.forward = forward
-    assert runner.input_batch.token_ids("a") == before
-    assert runner.execute(plan_of({"a": 1})).sampled_token_ids[0][0] >= 0
+    assert token_ids_of(runner.rows, runner.input_batch, "a") == before
+    assert runner.submit(plan_of({"a": 1})).result().sampled_token_ids[0][0] >= 0

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from gpu.sampling import SamplingState, sample
+from gpu.sampling import sample
 from gpu.sampling.greedy import largest
 from gpu.sampling.penalties import apply_penalties
-from tests.gpu.sampling_helpers import metadata_of, new_request
+from tests.gpu.sampling_helpers import SamplingRows, metadata_of, new_request
 
 VOCAB = 1003  # no multiple of a vector's width
 
@@ -131,19 +131,19 @@ def test_presence_and_frequency_penalties_count_the_output_only():
 
 
 def test_penalties_follow_the_tokens_that_are_appended():
-    state = SamplingState(3)
+    state = SamplingRows(3)
     state.add(1, new_request(token_ids=list(range(300)), frequency_penalty=1.0))
     for token in [5, 400, 5, *range(500, 900)]:
-        state.append(np.array([0, 1]), np.array([1, token]))
+        state.penalized.append(np.array([0, 1]), np.array([1, token]))
     logits = torch.zeros(1, VOCAB)
-    apply_penalties(logits, state.select(np.array([1]), np.array([700], np.int32)).penalties)
+    apply_penalties(logits, state.select([1], [700]).penalties)
     expected = torch.zeros(1, VOCAB)
     expected[0, 5], expected[0, 400], expected[0, 500:900] = -2.0, -1.0, -1.0
     assert torch.equal(logits, expected)
 
 
 def test_a_row_that_is_used_again_inherits_nothing():
-    state = SamplingState(1)
+    state = SamplingRows(1)
     state.add(
         0,
         new_request(
@@ -158,10 +158,10 @@ def test_a_row_that_is_used_again_inherits_nothing():
     )
     state.remove(0)
     state.add(0, new_request(temperature=0.0))
-    metadata = state.select(np.array([0]), np.array([1], np.int32))
+    metadata = state.select([0], [1])
     assert metadata.penalties is None
     assert metadata.bias is None
-    assert (metadata.num_logprobs[0], metadata.top_k[0], metadata.temperature[0]) == (-1, 0, 0.0)
+    assert [metadata[name][0] for name in ("num_logprobs", "top_k", "temperature")] == [-1, 0, 0.0]
 
 
 def test_stop_tokens_cannot_be_drawn_until_min_tokens_are_there():

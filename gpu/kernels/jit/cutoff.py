@@ -9,11 +9,11 @@ ten for bfloat16. Sums are made in one order whatever else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
-
-from gpu.kernels.sample import SamplingTable
 
 # How many logits are copied at most, and the length of a tile.
 CAPACITY = 4096
@@ -25,7 +25,7 @@ NOTHING_BELOW = 104.0
 MAX_LOOKS = 96  # bisection of float32 ends long before; this only bounds what a NaN could do
 
 
-def cutoffs(logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor) -> torch.Tensor:
+def cutoffs(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """The lowest logit that each row keeps, float32 [S]; -inf where nothing is filtered."""
     num_rows, vocab_size = logits.shape
     capacity = min(CAPACITY, triton.next_power_of_2(vocab_size))
@@ -36,10 +36,10 @@ def cutoffs(logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor) -> t
         near,
         logits,
         rows,
-        table.temperature,
-        table.top_k,
-        table.top_p,
-        table.min_p,
+        columns["temperature"],
+        columns["top_k"],
+        columns["top_p"],
+        columns["min_p"],
         logits.stride(0),
         vocab_size,
         CAPACITY=capacity,

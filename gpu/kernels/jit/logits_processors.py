@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.logits_processors import PROMPT_BIT, PenaltyTable
-
 BLOCK = 1024
+# In the scratch: a token that stands in the prompt. Below it is room for the count of a token in the output.
+PROMPT_BIT = 1 << 30
 # Programs that share the tokens of one row when penalties are applied: fixed, so that a graph fits any length.
 PENALTY_CHUNKS = 8
 
@@ -27,23 +29,29 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor, mask_rows: torch.
         )
 
 
-def apply_penalties(logits: torch.Tensor, table: PenaltyTable, rows: torch.Tensor) -> None:
+def apply_penalties(
+    logits: torch.Tensor,
+    columns: Mapping[str, torch.Tensor],
+    token_ids: torch.Tensor,
+    rows: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
     if len(rows):
         grid = (len(rows), PENALTY_CHUNKS)
         sizes = {"BLOCK": BLOCK, "CHUNKS": PENALTY_CHUNKS, "PROMPT_BIT": PROMPT_BIT}
-        tokens = (table.token_ids, table.num_prompt_tokens, table.num_tokens, table.token_ids.stride(0))
-        scratch = (table.scratch, table.scratch.stride(0))
+        tokens = (token_ids, columns["num_prompt_tokens"], columns["num_tokens"], token_ids.stride(0))
+        counts = (scratch, scratch.stride(0))
         # Two launches, because no count may be taken before all are made.
-        _count_tokens[grid](rows, *tokens, *scratch, **sizes)
+        _count_tokens[grid](rows, *tokens, *counts, **sizes)
         _penalize[grid](
             logits,
             logits.stride(0),
             rows,
             *tokens,
-            *scratch,
-            table.repetition,
-            table.presence,
-            table.frequency,
+            *counts,
+            columns["repetition_penalty"],
+            columns["presence_penalty"],
+            columns["frequency_penalty"],
             **sizes,
         )
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 
 from gpu.kernels.jit.cutoff import cutoffs
-from gpu.kernels.sample import SamplingTable
 
 CHUNK = 4096
 
 
 def sample_tokens(
-    logits: torch.Tensor, table: SamplingTable, rows: torch.Tensor, positions: torch.Tensor, filtered: bool
+    logits: torch.Tensor,
+    columns: Mapping[str, torch.Tensor],
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    filtered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     device = logits.device
@@ -21,7 +26,7 @@ def sample_tokens(
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows == 0:
         return token_ids, finite
-    levels = cutoffs(logits, table, rows) if filtered else table.temperature
+    levels = cutoffs(logits, columns, rows) if filtered else columns["temperature"]
     chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
     scores = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
@@ -35,8 +40,8 @@ def sample_tokens(
         levels,
         rows,
         positions,
-        table.temperature,
-        table.seed,
+        columns["temperature"],
+        columns["seed"],
         logits.stride(0),
         vocab_size,
         num_chunks,

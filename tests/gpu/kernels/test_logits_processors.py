@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from gpu.kernels import PenaltyTable, add_bias, apply_bitmask, apply_penalties
+from gpu.kernels import add_bias, apply_bitmask, apply_penalties
 from gpu.sampling.penalties import Penalties, SeenTokens
 from gpu.sampling.penalties import apply_penalties as apply_penalties_by_list
 
@@ -45,15 +45,14 @@ def test_penalties_are_those_of_the_cpu_and_leave_the_scratch_clean():
     vocab_size, max_len = 300, 3000
     token_ids = torch.randint(0, 60, (4, max_len), dtype=torch.int32)  # many repeats, within and across chunks
     num_prompt, num_tokens = torch.tensor([5, 0, 2600, 7]), torch.tensor([2500, 1, 2900, 7])
-    table = PenaltyTable(
-        repetition=torch.tensor([1.3, 1.0, 0.7, 1.1]),
-        presence=torch.tensor([0.0, 1.5, -0.5, 0.3]),
-        frequency=torch.tensor([0.02, 0.0, 0.1, -0.2]),
-        token_ids=token_ids,
-        num_prompt_tokens=num_prompt.int(),
-        num_tokens=num_tokens.int(),
-        scratch=torch.zeros(5, vocab_size, dtype=torch.int32),
-    )
+    columns = {
+        "repetition_penalty": torch.tensor([1.3, 1.0, 0.7, 1.1]),
+        "presence_penalty": torch.tensor([0.0, 1.5, -0.5, 0.3]),
+        "frequency_penalty": torch.tensor([0.02, 0.0, 0.1, -0.2]),
+        "num_prompt_tokens": num_prompt.int(),
+        "num_tokens": num_tokens.int(),
+    }
+    scratch = torch.zeros(5, vocab_size, dtype=torch.int32)
     places = [3, -1, 0, 2, 1]
     logits = torch.randn(len(places), vocab_size)
     wanted = logits.clone()
@@ -71,11 +70,11 @@ def test_penalties_are_those_of_the_cpu_and_leave_the_scratch_clean():
                 rows=np.full(len(seen.token_ids), row),
                 token_ids=seen.token_ids,
                 output_counts=seen.output_counts.astype(np.float32),
-                repetition=everywhere(table.repetition),
-                presence=everywhere(table.presence),
-                frequency=everywhere(table.frequency),
+                repetition=everywhere(columns["repetition_penalty"]),
+                presence=everywhere(columns["presence_penalty"]),
+                frequency=everywhere(columns["frequency_penalty"]),
             ),
         )
-    apply_penalties(logits, table, torch.tensor(places))
+    apply_penalties(logits, columns, token_ids, torch.tensor(places), scratch=scratch)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
-    assert not table.scratch.any()
+    assert not scratch.any()

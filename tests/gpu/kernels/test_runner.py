@@ -1,4 +1,4 @@
-"""The device runner on the kernels: chunked prefill, mixed steps, graphs with padding, every edit of the logits."""
+"""The device runner on the kernels: chunked prefill, mixed steps, graphs with padding, every logits processor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from engine.messages import EngineCoreRequest
-from gpu.device import DeviceRunner
 from tests.gpu.test_device_runner import Again, crowd, make_core, make_executor
 
 
@@ -27,7 +26,6 @@ def requests() -> list[EngineCoreRequest]:
 def tokens_of_all() -> dict[str, list[int]]:
     """What a device runner with graphs gives all of them together, a step ahead."""
     executor = make_executor("device", Again())
-    assert isinstance(executor.runner, DeviceRunner)
     while executor.runner.prepare():
         pass
     core = make_core(executor, 2)
@@ -47,6 +45,6 @@ def wanted() -> dict[str, list[int]]:
     return tokens_of_all()
 
 
-def test_the_device_runner_gives_on_kernels_what_it_gives_on_their_twins(wanted):
+def test_the_device_runner_gives_on_kernels_what_it_gives_on_their_references(wanted):
     assert tokens_of_all() == wanted
     assert all(wanted.values())

@@ -6,24 +6,19 @@ import random
 import pytest
 import torch
 
-from gpu.kernels import SamplingTable, compute_logprobs, sample_tokens
+from gpu.device.tables import device_columns
+from gpu.kernels import compute_logprobs, sample_tokens
 from gpu.kernels.noise import exponential_noise
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 
 
-def make_table(rows: list[dict[str, float]]) -> SamplingTable:
+def make_columns(rows: list[dict[str, float]]) -> dict[str, torch.Tensor]:
     """Each row names what differs from a plain draw at temperature 1."""
-
-    def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([row.get(name, default) for row in rows], dtype=dtype)
-
-    return SamplingTable(
-        temperature=column("temperature", 1.0, torch.float32),
-        top_k=column("top_k", 0, torch.int32),
-        top_p=column("top_p", 1.0, torch.float32),
-        min_p=column("min_p", 0.0, torch.float32),
-        seed=column("seed", 0, torch.int64),
-    )
+    columns = device_columns(len(rows))
+    for place, row in enumerate(rows):
+        for name, value in ({"temperature": 1.0} | row).items():
+            columns[name][place] = value
+    return columns
 
 
 def random_row(rng: random.Random) -> dict[str, float]:
@@ -40,7 +35,7 @@ def random_row(rng: random.Random) -> dict[str, float]:
 def draw(logits: torch.Tensor, rows: list[dict[str, float]], positions: list[int] | None = None) -> list[int]:
     places = torch.arange(len(rows))
     at = places if positions is None else torch.tensor(positions)
-    token_ids, finite = sample_tokens(logits, make_table(rows), places, at)
+    token_ids, finite = sample_tokens(logits, make_columns(rows), places, at)
     assert finite.all()
     return token_ids.tolist()
 
@@ -55,7 +50,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_id_of_several(vocab_size)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_twin_draws(seed):
+def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_reference_draws(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     vocab_size = rng.choice([40, 5000, 9000])
@@ -64,13 +59,13 @@ def test_only_what_the_filters_keep_is_drawn_and_it_is_what_the_twin_draws(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     rows = [random_row(rng) for _ in range(5)]
     logits = (torch.randn(len(rows), vocab_size) * spread + rng.choice([-50, 0, 20])).to(dtype)
-    table, places = make_table(rows), torch.arange(len(rows))
-    levels = cutoffs_reference(logits.float(), table, places)
+    columns, places = make_columns(rows), torch.arange(len(rows))
+    levels = cutoffs_reference(logits.float(), columns, places)
     token_ids = draw(logits, rows, positions=[3, 1, 4, 1, 5])
     chosen = logits.float().gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1)
     # A sum of probabilities that ends within rounding of top_p may keep one token more or less.
     assert (chosen >= levels - 1e-3 * spread).all()
-    reference, _ = sample_tokens_reference(logits, table, places, torch.tensor([3, 1, 4, 1, 5]))
+    reference, _ = sample_tokens_reference(logits, columns, places, torch.tensor([3, 1, 4, 1, 5]))
     assert token_ids == reference.tolist()
 
 
@@ -79,13 +74,13 @@ def test_cutoffs_keep_what_sorting_keeps(form):
     torch.manual_seed(7)
     rows = [random_row(rng) for _ in range(12)] + [{"top_p": 0.9}, {"top_k": 4500}, {"top_p": 0.999, "top_k": 4400}]
     logits = torch.randn(len(rows), 4700) * torch.tensor([0.1, 1.0, 5.0] * 5).unsqueeze(1)
-    table, places = make_table(rows), torch.arange(len(rows))
+    columns, places = make_columns(rows), torch.arange(len(rows))
     if form == "kernel":
         from gpu.kernels.jit.cutoff import cutoffs
 
-        levels = cutoffs(logits, table, places)
+        levels = cutoffs(logits, columns, places)
     else:
-        levels = cutoffs_reference(logits, table, places)
+        levels = cutoffs_reference(logits, columns, places)
     for i, row in enumerate(rows):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)
@@ -101,9 +96,9 @@ def test_cutoffs_keep_what_sorting_keeps(form):
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(form):
     num_draws = 20000 if form == "reference" else 200  # a millisecond each in the interpreter
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5, float("-inf")]).expand(num_draws, -1).contiguous()
-    table = make_table([{"temperature": 0.8, "seed": 11}])
+    columns = make_columns([{"temperature": 0.8, "seed": 11}])
     token_ids, _ = sample_tokens(
-        logits, table, torch.zeros(num_draws, dtype=torch.int64), torch.arange(num_draws), filtered=False
+        logits, columns, torch.zeros(num_draws, dtype=torch.int64), torch.arange(num_draws), filtered=False
     )
     probs = (logits[0] / 0.8).softmax(0)[:5]
     counts = torch.bincount(token_ids, minlength=6)
@@ -122,7 +117,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch_and_at_any_place():
     for i in range(4):
         assert draw(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1]) == together[i : i + 1]
     order = torch.tensor([2, 0, 3, 1])
-    shuffled, _ = sample_tokens(logits[order], make_table(rows), order, torch.tensor(positions)[order])
+    shuffled, _ = sample_tokens(logits[order], make_columns(rows), order, torch.tensor(positions)[order])
     assert shuffled.tolist() == [together[i] for i in order]
 
 
@@ -138,10 +133,10 @@ def test_rows_that_are_not_finite_are_named_and_do_no_harm_to_others():
     logits[2, 41] = float("inf")
     logits[3] = float("-inf")
     logits[4, :89] = float("-inf")
-    table = make_table([{"top_p": 0.9, "top_k": 5}])
+    columns = make_columns([{"top_p": 0.9, "top_k": 5}])
     for filtered in (False, True):
         places = torch.zeros(6, dtype=torch.int64)
-        token_ids, finite = sample_tokens(logits, table, places, places, filtered=filtered)
+        token_ids, finite = sample_tokens(logits, columns, places, places, filtered=filtered)
         assert finite.tolist() == [True, False, False, False, True, True]
         assert token_ids[4] == 89
         assert ((token_ids >= 0) & (token_ids < 90)).all()

@@ -3,7 +3,6 @@ and the refusal of what no handler takes, in a scope as well."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,9 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.event_loop import in_steps
 from app.logs import log_request
+from app.request_record import record_of
 from app.scope import Handler, RequestScope
 from app.server import Server
-from app.tracing import RequestTrace
 from engine.frontend.fair_threads import current_tenant
 from protocol.errors import ApiError
 
@@ -48,44 +47,15 @@ class Endpoint:
             self._account(request)
 
     def _account(self, request: RequestScope) -> None:
-        now = time.monotonic()
+        server = self._server
         status = request.status if request.status is not None else CLIENT_GONE
-        self._server.metrics.on_http_request(self._route, request.method, status)
-        generation = request.outputs
-        if generation is not None:
-            self._server.timelines.keep(request, status)
-            self._server.tracer.record(
-                RequestTrace(
-                    name=self._route,
-                    request_id=request.request_id,
-                    model=self._server.settings.model_names[0],
-                    arrival=request.arrival_time,
-                    first_scheduled=generation.first_scheduled_time,
-                    first_token=generation.first_token_time,
-                    finished=now,
-                    finish_reason=generation.finish_reason,
-                    prompt_tokens=generation.num_prompt_tokens,
-                    cached_tokens=generation.num_cached_tokens,
-                    output_tokens=generation.num_output_tokens,
-                    traceparent=request.headers.get("traceparent"),
-                    tracestate=request.headers.get("tracestate"),
-                )
-            )
+        server.metrics.on_http_request(self._route, request.method, status)
+        record = record_of(request, route=self._route, model=server.settings.model_names[0], status=status)
+        if request.outputs is not None:
+            server.timelines.keep(request, status)
+            server.tracer.record(record)
         if self._log:
-            first_token = generation.first_token_time if generation else None
-            log_request(
-                request_id=request.request_id,
-                method=request.method,
-                path=request.path,
-                status=status,
-                seconds=now - request.arrival_time,
-                finish_reason=generation.finish_reason if generation else None,
-                prompt_tokens=generation.num_prompt_tokens if generation else None,
-                cached_tokens=generation.num_cached_tokens if generation else None,
-                output_tokens=generation.num_output_tokens if generation else None,
-                ttft_seconds=None if first_token is None else first_token - request.arrival_time,
-                error=request.error_code,
-            )
+            log_request(record)
 
 
 class Refusal:

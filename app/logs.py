@@ -3,7 +3,7 @@
 `app` configures it once at start-up and routes log one line per request through `log_request`. What libraries log by
 the standard library (Hypercorn's start and error lines) comes out in the same form.
 
-Promises: no prompt, no output text and no key is logged: `log_request` has no parameter for them, and tracebacks carry
+Promises: no prompt, no output text and no key is logged: a `RequestRecord` has no field for them, and tracebacks carry
 no local variables. What a client chose (a path, a model name) cannot forge a line or move the cursor of a terminal.
 """
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor
 
 from app.settings import Settings
+
+if TYPE_CHECKING:
+    from app.request_record import RequestRecord  # whose scope logs by this module
 
 request_logger = structlog.stdlib.get_logger("headrace.request")
 
@@ -60,43 +63,25 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
     )
 
 
-def log_request(
-    *,
-    request_id: str,
-    method: str,
-    path: str,
-    status: int,
-    seconds: float,
-    model: str | None = None,
-    finish_reason: str | None = None,
-    prompt_tokens: int | None = None,
-    cached_tokens: int | None = None,
-    output_tokens: int | None = None,
-    ttft_seconds: float | None = None,
-    error: str | None = None,
-) -> None:
-    """Log one request that has ended, however it ended. What is None did not happen and is left out.
-
-    `status` is what the client was sent, or 499 when it left before the first byte. `error` is a type or code, not a
-    message that may quote the prompt.
-    """
+def log_request(record: RequestRecord) -> None:
+    """Log one request that has ended, however it ended. What did not happen is left out."""
+    to_first_token = record.seconds_to_first_token
     fields: dict[str, Any] = {
-        "method": method,
-        "path": path,
-        "status": status,
-        "seconds": round(seconds, 3),
-        "finish_reason": finish_reason,
-        "prompt_tokens": prompt_tokens,
-        "cached_tokens": cached_tokens,
-        "output_tokens": output_tokens,
-        "ttft_seconds": None if ttft_seconds is None else round(ttft_seconds, 3),
-        "model": model,
-        "error": error,
-        "request_id": request_id,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "seconds": round(record.ended_time - record.arrival_time, 3),
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "ttft_seconds": None if to_first_token is None else round(to_first_token, 3),
+        "error": record.error,
+        "request_id": record.request_id,
     }
     # The level says whose fault it was: 5xx is ours.
     request_logger.log(
-        logging.ERROR if status >= 500 else logging.INFO,
+        logging.ERROR if record.status >= 500 else logging.INFO,
         _REQUEST,
         **{name: value for name, value in fields.items() if value is not None},
     )

@@ -54,25 +54,25 @@ class Timelines:
 def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
     """The story of a request that has ended at `end`. Times are seconds since its arrival."""
     start = request.arrival_time
-    generation = request.outputs
+    outputs = request.outputs
     begins = [("receive", start), ("tokenize", request.received_time)]
-    if generation is not None:
+    if outputs is not None:
         begins += [
-            ("queue", generation.opened_time),
-            ("prefill", generation.first_scheduled_time),
-            ("decode", generation.first_token_time),
-            ("deliver", generation.finished_time),
+            ("queue", outputs.opened_time),
+            ("prefill", outputs.first_scheduled_time),
+            ("decode", outputs.first_token_time),
+            ("deliver", outputs.finished_time),
         ]
     reached = [(name, begin) for name, begin in begins if begin is not None]
     ends = [*(begin for _, begin in reached[1:]), end]
     return {
         "id": request.request_id,
         "status": status,
-        "finish_reason": generation.finish_reason if generation else None,
+        "finish_reason": outputs.finish_reason if outputs else None,
         "error": request.error_code,
-        "prompt_tokens": generation.num_prompt_tokens if generation else None,
-        "cached_tokens": generation.num_cached_tokens if generation else None,
-        "output_tokens": generation.num_output_tokens if generation else None,
+        "prompt_tokens": outputs.num_prompt_tokens if outputs else None,
+        "cached_tokens": outputs.num_cached_tokens if outputs else None,
+        "output_tokens": outputs.num_output_tokens if outputs else None,
         "seconds": end - start,
         "segments": [
             {"name": name, "seconds": until - since} for (name, since), until in zip(reached, ends, strict=True)
@@ -80,6 +80,6 @@ def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
         "blocked_on_client_seconds": request.blocked_seconds,
         "events": [
             {"at": event.time - start, "choice": choice, "event": event.kind, "tokens": event.tokens}
-            for choice, event in (generation.events if generation else ())
+            for choice, event in (outputs.events if outputs else ())
         ],
     }

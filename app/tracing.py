@@ -9,38 +9,19 @@ other. The caller's W3C `traceparent` is honoured, its sampling decision include
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from app.request_record import RequestRecord
 from app.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTrace:
-    """What is known of a request when it has ended. Times are `time.monotonic()`; None: it never got there."""
-
-    name: str  # the route: "/v1/chat/completions"
-    request_id: str
-    model: str
-    arrival: float
-    first_scheduled: float | None
-    first_token: float | None
-    finished: float
-    finish_reason: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    traceparent: str | None = None
-    tracestate: str | None = None
-
-
 class Tracer(Protocol):
     """Records requests."""
 
-    def record(self, trace: RequestTrace) -> None:
+    def record(self, record: RequestRecord) -> None:
         """Hand over one ended request. Never blocks and never raises; exporting happens on a thread of its own."""
         ...
 
@@ -78,7 +59,7 @@ class SpanTracer:
         self._tracer = self._provider.get_tracer("headrace")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, trace: RequestTrace) -> None:
+    def record(self, record: RequestRecord) -> None:
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         # Spans want the time of day; a request is timed by a clock that never jumps.
@@ -87,51 +68,51 @@ class SpanTracer:
         def ns(seconds: float) -> int:
             return int(seconds * 1e9) + to_epoch
 
-        headers = {"traceparent": trace.traceparent, "tracestate": trace.tracestate}
+        headers = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         parent = self._propagator.extract({name: value for name, value in headers.items() if value})
         span = self._tracer.start_span(
-            trace.name,
+            record.route,
             context=parent,
             kind=SpanKind.SERVER,
-            start_time=ns(trace.arrival),
-            attributes=_attributes(trace),
+            start_time=ns(record.arrival_time),
+            attributes=_attributes(record),
         )
         context = set_span_in_context(span)
-        for name, start, end in _phases(trace):
+        for name, start, end in _phases(record):
             self._tracer.start_span(name, context=context, start_time=ns(start)).end(end_time=ns(end))
-        span.end(end_time=ns(trace.finished))
+        span.end(end_time=ns(record.ended_time))
 
     def close(self) -> None:
         self._provider.shutdown()
 
 
 class _NoTracer:
-    def record(self, trace: RequestTrace) -> None:
+    def record(self, record: RequestRecord) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-def _phases(trace: RequestTrace) -> list[tuple[str, float, float]]:
+def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
     """Queue, prefill and decode as (name, start, end), as far as the request got."""
-    marks = [trace.arrival, trace.first_scheduled, trace.first_token]
+    marks = [record.arrival_time, record.first_scheduled_time, record.first_token_time]
     reached = [mark for mark in marks if mark is not None]
-    ends = [*reached[1:], trace.finished]
+    ends = [*reached[1:], record.ended_time]
     return list(zip(("queue", "prefill", "decode"), reached, ends, strict=False))
 
 
-def _attributes(trace: RequestTrace) -> dict[str, Any]:
+def _attributes(record: RequestRecord) -> dict[str, Any]:
     """OpenTelemetry's names for generative AI where it has one."""
     attributes: dict[str, Any] = {
-        "gen_ai.request.id": trace.request_id,
-        "gen_ai.response.model": trace.model,
-        "gen_ai.usage.input_tokens": trace.prompt_tokens,
-        "gen_ai.usage.output_tokens": trace.output_tokens,
-        "headrace.cached_tokens": trace.cached_tokens,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.response.model": record.model,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "headrace.cached_tokens": record.num_cached_tokens,
     }
-    if trace.finish_reason is not None:
-        attributes["gen_ai.response.finish_reasons"] = (trace.finish_reason,)
-    if trace.first_token is not None:
-        attributes["gen_ai.server.time_to_first_token"] = trace.first_token - trace.arrival
+    if record.finish_reason is not None:
+        attributes["gen_ai.response.finish_reasons"] = (record.finish_reason,)
+    if record.seconds_to_first_token is not None:
+        attributes["gen_ai.server.time_to_first_token"] = record.seconds_to_first_token
     return attributes

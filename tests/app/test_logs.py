@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 
 import pytest
 import structlog
 from hypercorn.config import Config
 
 from app.logs import configure_logging, log_request
+from app.request_record import RequestRecord
 from app.settings import Settings
 
 
@@ -34,19 +35,20 @@ def log_to_text(log_format: str = "auto", log_level: str = "info") -> io.StringI
 
 
 def a_request(**changes: object) -> None:
-    log_request(
-        **{
-            "request_id": "chatcmpl-1",
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "status": 200,
-            "seconds": 1.23456,
-            "finish_reason": "stop",
-            "prompt_tokens": 31,
-            "output_tokens": 8,
-            **changes,
-        }
-    )
+    known = {
+        "request_id": "chatcmpl-1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "route": "/v1/chat/completions",
+        "model": "tiny",
+        "status": 200,
+        "arrival_time": 0.0,
+        "ended_time": 1.23456,
+        "finish_reason": "stop",
+        "num_prompt_tokens": 31,
+        "num_output_tokens": 8,
+    }
+    log_request(RequestRecord(**(known | changes)))
 
 
 def test_a_request_is_one_readable_line_in_a_terminal() -> None:
@@ -72,7 +74,7 @@ def test_a_request_is_one_json_object_where_nobody_looks() -> None:
 @pytest.mark.parametrize("log_format", ["console", "json"])
 def test_a_client_cannot_forge_a_line_or_steer_the_terminal(log_format: str) -> None:
     stream = log_to_text(log_format)
-    a_request(path="/v1/x\n12:00:00 [info] forged\x1b[2J", model="m\r\x07\u202e")
+    a_request(path="/v1/x\n12:00:00 [info] forged\x1b[2J", error="m\r\x07\u202e")
     assert len(stream.getvalue().splitlines()) == 1
     assert not set(stream.getvalue()) & set("\x1b\r\x07\u202e")
 
@@ -91,8 +93,8 @@ def test_a_traceback_shows_no_local_variables(log_format: str) -> None:
 
 
 def test_the_request_line_has_no_place_for_text() -> None:
-    allowed = {"method", "path", "model", "request_id", "finish_reason", "error"}
-    text = {n for n, p in inspect.signature(log_request).parameters.items() if "str" in str(p.annotation)}
+    allowed = {"method", "path", "route", "model", "request_id", "finish_reason", "error", "traceparent", "tracestate"}
+    text = {field.name for field in fields(RequestRecord) if "str" in str(field.type)}
     assert text == allowed
 
 

@@ -13,32 +13,36 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from app.request_record import RequestRecord
 from app.settings import Settings, SettingsError
-from app.tracing import RequestTrace, SpanTracer, open_tracer
+from app.tracing import SpanTracer, open_tracer
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 
 
-def a_trace(**changes: object) -> RequestTrace:
+def a_trace(**changes: object) -> RequestRecord:
     now = time.monotonic()
     fields = {
-        "name": "/v1/chat/completions",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "status": 200,
+        "route": "/v1/chat/completions",
         "request_id": "chatcmpl-1",
         "model": "tiny",
-        "arrival": now - 4.0,
-        "first_scheduled": now - 3.0,
-        "first_token": now - 2.0,
-        "finished": now,
+        "arrival_time": now - 4.0,
+        "first_scheduled_time": now - 3.0,
+        "first_token_time": now - 2.0,
+        "ended_time": now,
         "finish_reason": "stop",
-        "prompt_tokens": 31,
-        "cached_tokens": 16,
-        "output_tokens": 8,
+        "num_prompt_tokens": 31,
+        "num_cached_tokens": 16,
+        "num_output_tokens": 8,
     }
-    return RequestTrace(**(fields | changes))
+    return RequestRecord(**(fields | changes))
 
 
-def recorded(trace: RequestTrace) -> dict[str, ReadableSpan]:
+def recorded(trace: RequestRecord) -> dict[str, ReadableSpan]:
     exporter = InMemorySpanExporter()
     tracer = SpanTracer(SimpleSpanProcessor(exporter))
     tracer.record(trace)
@@ -67,7 +71,8 @@ def test_queue_prefill_and_decode_fill_the_request_without_a_gap() -> None:
 
 
 def test_a_request_aborted_in_the_queue_has_only_a_queue() -> None:
-    spans = recorded(a_trace(first_scheduled=None, first_token=None, finish_reason="abort", output_tokens=0))
+    never_ran = {"first_scheduled_time": None, "first_token_time": None, "finish_reason": "abort"}
+    spans = recorded(a_trace(**never_ran, num_output_tokens=0))
     assert set(spans) == {"queue", "/v1/chat/completions"}
     assert seconds(spans["queue"]) == pytest.approx(4.0, abs=1e-3)
     assert spans["/v1/chat/completions"].attributes["gen_ai.response.finish_reasons"] == ("abort",)

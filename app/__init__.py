@@ -22,7 +22,6 @@ admission          who may queue, and the early no with a time to come back
 queue_shares       how tenants share the queue
 prompts            what a client wrote, as token ids
 workload           what is short enough for the event loop, and what goes to a thread
-events             an answer as server-sent events, kept alive while nothing happens
 response_store     responses that can be asked for later, in bounded memory
 docs_page          the page at /docs: an OpenAPI description as plain HTML
 server             the state of the server: what is loaded, how far loading is, the way to the engine

@@ -16,7 +16,6 @@ from functools import partial
 import anyio
 from anyio.lowlevel import checkpoint
 
-from app.events import HEADERS_WITHIN, EventStream
 from app.scope import RequestScope
 from app.server import ServedModel, Server
 from app.workload import INLINE_ANSWER, weight_of
@@ -29,10 +28,15 @@ from protocol.message_syntax import PROMPT_TAIL
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY
+from protocol.sse import CONTENT_TYPE, KEEP_ALIVE
 from protocol.writers import AnswerContext, BodyWriter, Head, StreamWriter
 
 # For admission, before anything is tokenized; the count replaces it afterwards.
 CHARACTERS_PER_TOKEN = 4
+
+# Headers of a stream go out as soon as there is something to say, or after so many seconds: a request that fails at
+# once is still answered with a plain status, and one that waits in the queue is not mistaken for a dead server.
+HEADERS_WITHIN = 0.1
 
 # Seconds that the reader of a stream may write at a stretch before others have their turn.
 WRITING_TURN = 0.005
@@ -203,27 +207,27 @@ def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
 async def _send_stream(
     server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
-    settings = server.settings
     assert work.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
-    events = EventStream(
-        request,
-        keep_alive=settings.sse_keep_alive or math.inf,
+    start = partial(
+        request.start_stream,
+        CONTENT_TYPE,
         error_frame=lambda error: writer.fail_stream(error, outputs.drain()),
+        keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
     )
     with anyio.move_on_after(HEADERS_WITHIN) as wait:
         await outputs.wait()
     if wait.cancelled_caught:
-        await events.start()
+        await start()
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
         """Send what a step has brought right away, unless it ends a choice or the client lags."""
-        if not events.takes_more or any(delta.finish_reason is not None for delta in deltas):
+        if not request.takes_more or any(delta.finish_reason is not None for delta in deltas):
             return False
         if outputs.logprobs_per_token and weight_of(deltas) > INLINE_ANSWER:
             return False
         if frames := b"".join(map(writer.feed_output, deltas)):
-            events.send_now(frames)
+            request.send_chunk_now(frames)
         return True
 
     turn_began = time.perf_counter()
@@ -233,15 +237,15 @@ async def _send_stream(
         # Raises for a failed output: before the first byte, that is a plain answer.
         frames = await server.workload.write(weight, partial(writer.feed_output, output))
         outputs.listen(forward)
-        if not events.started:
-            await events.start()
+        if request.status is None:
+            await start()
         if frames:
-            await events.send(frames)
+            await request.send_chunk(frames)
         if time.perf_counter() - turn_began > WRITING_TURN:
             await checkpoint()
             turn_began = time.perf_counter()
     weight = outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
-    await events.end(await server.workload.write(weight, writer.finish_stream))
+    await request.end_stream(await server.workload.write(weight, writer.finish_stream))
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

@@ -55,7 +55,7 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "O
 
 
 class Metrics:
-    """The counters of one server. Not thread-safe in its order of events: call it from the event loop."""
+    """The counters of one server: an `Observer`, and more. Not thread-safe in its order of events: call it from the event loop."""
 
     def __init__(self, model_name: str, *, prefix: str = "vllm:") -> None:
         disable_created_metrics()  # a second series per counter that nobody asked for
@@ -146,7 +146,6 @@ class Metrics:
         )
 
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        """One engine step ended; `generated_tokens` came to open requests in it."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
@@ -164,7 +163,6 @@ class Metrics:
             self._step_tokens.observe(tokens)
 
     def on_prompt(self, tokens: int) -> None:
-        """The prompts of a request, once: with its first token, or with its end if it never got one."""
         self._prompt_tokens.inc(tokens)
 
     def on_rejection(self, limit: Limit) -> None:
@@ -172,7 +170,6 @@ class Metrics:
         self._rejections[limit].inc()
 
     def on_first_token(self, seconds: float) -> None:
-        """A request's first token reached the front end, `seconds` after it arrived."""
         self._ttft.observe(seconds)
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
@@ -189,7 +186,6 @@ class Metrics:
         e2e_seconds: float,
         queue_seconds: float | None,
     ) -> None:
-        """A request that was accepted has ended, for whatever reason. `queue_seconds` is None if it never ran."""
         self._finished[reason].inc()
         self._request_prompt.observe(prompt_tokens)
         self._request_output.observe(output_tokens)
@@ -214,7 +210,6 @@ class Metrics:
             warn_of_hold(seconds, by, request_id)
 
     def on_delivery(self, seconds: float) -> None:
-        """What the engine had sent was handed over."""
         self.on_loop_hold(seconds, "a delivery of outputs")
 
     def render(self) -> bytes:

@@ -129,14 +129,6 @@ class PromptEncoder:
         calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
         return messages, tools, num_characters, len(orjson.dumps([tools, calls])) if tools or calls else 0
 
-    async def encode_text(
-        self, text: str, max_model_len: int, *, param: str = "prompt", add_special_tokens: bool = True
-    ) -> list[int]:
-        """Tokenize a completion's prompt, with the BOS token if the model wants one. Raises InvalidRequest."""
-        special = add_special_tokens
-        (token_ids,) = await self.encode_texts([text], max_model_len, param=param, add_special_tokens=special)
-        return token_ids
-
     async def encode_texts(
         self,
         prompts: Sequence[str | list[int]],
@@ -145,7 +137,10 @@ class PromptEncoder:
         param: str = "prompt",
         add_special_tokens: bool = True,
     ) -> list[list[int]]:
-        """As `encode_text` for each; what is token ids already stays as it is."""
+        """Tokenize texts, with the BOS token if the model wants one; what is token ids already stays as it is.
+
+        Raises InvalidRequest.
+        """
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):

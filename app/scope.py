@@ -65,6 +65,8 @@ class RequestScope:
         "_ended_by",
         "_error_frame",
         "_handler",
+        "_keep_alive",
+        "_last_sent",
         "_max_body_bytes",
         "_num_sending",
         "_receive",
@@ -82,7 +84,6 @@ class RequestScope:
         "headers",
         "http_version",
         "method",
-        "on_tick",
         "outputs",
         "path",
         "path_params",
@@ -120,7 +121,8 @@ class RequestScope:
         self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
         self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
-        self.on_tick: Callable[[float], None] | None = None  # what the answer does every so often
+        self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
+        self._last_sent = self.arrival_time
         self._receive = receive
         self._asgi_send = send
         self._num_sending = 0
@@ -165,11 +167,17 @@ class RequestScope:
             rest = body[(len(body) - 1) // MAX_PIECE * MAX_PIECE :] if len(body) > MAX_PIECE else body
             await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
-    async def start_stream(self, content_type: str, *, error_frame: Callable[[ApiError], bytes]) -> None:
-        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong."""
+    async def start_stream(
+        self, content_type: str, *, error_frame: Callable[[ApiError], bytes], keep_alive: tuple[float, bytes]
+    ) -> None:
+        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong.
+
+        `keep_alive` is sent whenever nothing else was for so many seconds, so that no proxy cuts the connection.
+        """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         self._error_frame = error_frame
         await self._start_response(200, content_type, (), headers)
+        self._keep_alive = keep_alive
 
     async def send_chunk(self, data: bytes) -> None:
         """One piece of a stream. Waits while the client's socket is full."""
@@ -189,6 +197,7 @@ class RequestScope:
     def send_chunk_now(self, data: bytes) -> None:
         """One piece of a stream, without waiting and past all layers between."""
         assert self.connection is not None
+        self._last_sent = time.monotonic()
         self.connection.write_piece(data)
 
     async def end_stream(self, data: bytes) -> None:
@@ -219,22 +228,12 @@ class RequestScope:
             self._handler.cancel()
 
     @property
-    def is_sending(self) -> bool:
-        """Whether a send is waiting for the client to read."""
-        return self._sending_since is not None
-
-    @property
     def stalled_since(self) -> float | None:
         """Since when the request has been waiting for its client, who has to send its body or to read; None if it is
         not."""
         if self._sending_since is not None:
             return self._sending_since
         return self.arrival_time if self.received_time is None else None
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether the last byte of the answer is out, or on its way."""
-        return self._answered
 
     def cut(self) -> None:
         """Give up a client that does not read: end its connection, or its stream of HTTP/2, and leave the scope."""
@@ -252,10 +251,16 @@ class RequestScope:
     def tick(self, now: float) -> None:
         """Called every so often with the time, while the request lives: a task of its own would cost every request more
         than it is worth to the few that need it."""
-        if self._sending_since is not None and now - self._sending_since >= self._send_timeout:
-            self.cut()
-        elif self.on_tick is not None and not self._answered:
-            self.on_tick(now)
+        if self._sending_since is not None:  # it is not the stream that is silent but the client that does not read
+            if now - self._sending_since >= self._send_timeout:
+                self.cut()
+        elif self._keep_alive is not None and not self._answered and now - self._last_sent >= self._keep_alive[0]:
+            comment = self._keep_alive[1]
+            if self.takes_more:
+                self.send_chunk_now(comment)
+            else:
+                self._last_sent = now
+                self.start_soon(lambda: self.send_chunk(comment))
 
     # --- the scope itself
 
@@ -277,7 +282,7 @@ class RequestScope:
                     except Exception as error:
                         await self._answer_with(error)
                     finally:
-                        self.on_tick = None  # it may start companions, which a closing group would refuse
+                        self._keep_alive = None  # it may start companions, which a closing group would refuse
                 if self._ended_by is not None and not self._answered:
                     await self._answer_with(self._ended_by)
                 self._task_group.cancel_scope.cancel()
@@ -320,7 +325,7 @@ class RequestScope:
     def _leave(self) -> None:
         assert self._task_group is not None
         self.client_gone = True
-        self.on_tick = None
+        self._keep_alive = None
         self._task_group.cancel_scope.cancel()
 
     async def _answer_with(self, error: Exception) -> None:
@@ -345,6 +350,7 @@ class RequestScope:
             ended = time.monotonic()
             self._num_sending -= 1
             self._sending_since = ended if self._num_sending else None  # the handler and a keep-alive may overlap
+            self._last_sent = ended
             self.blocked_seconds += ended - started
 
     async def _start_response(

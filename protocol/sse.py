@@ -1,4 +1,4 @@
-"""Frames of a `text/event-stream` body. Imported by the streamed wire formats and by the app's SSE response."""
+"""Frames of a `text/event-stream` body. Imported by the streamed wire formats and by the app's streams."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream of chat and completions, one that failed too."""

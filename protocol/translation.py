@@ -43,18 +43,12 @@ class DialectRequest(RequestFields):
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "n": (1,),
-        "max_completion_tokens": (),
         "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "allowed_token_ids": (),
         "bad_words": ([],),
         "logprobs": (False,),
-        "functions": (),
         "function_call": ("none",),
+        **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+        **dict.fromkeys(("max_completion_tokens", "allowed_token_ids", "functions"), ()),
     }
 
     def chat_fields(self) -> dict[str, Any]:

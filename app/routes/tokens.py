@@ -21,7 +21,7 @@ async def tokenize(server: Server, request: RequestScope) -> None:
         token_ids = await model.prompts.encode_chat(body, longest)
     else:
         special = body.add_special_tokens
-        token_ids = await model.prompts.encode_text(body.prompt, longest, add_special_tokens=special)
+        (token_ids,) = await model.prompts.encode_texts([body.prompt], longest, add_special_tokens=special)
 
     def write() -> bytes:
         strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None

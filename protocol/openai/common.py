@@ -48,23 +48,12 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     wire: ClassVar[WireFormat]
     prompt_field: ClassVar[str]
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "dry_multiplier": (0,),
-        "kv_transfer_params": (),
-        "length_penalty": (1,),
-        "logprob_token_ids": (),
-        "lora_path": (),
-        "mirostat": (0,),
-        "mm_processor_kwargs": (),
-        "no_stop_trim": (False,),
-        "prompt_embeds": (),
-        "repetition_detection": (),
-        "return_prompt_text": (False,),
-        "stop_regex": (),
-        "stream_interval": (1,),
-        "typical_p": (1,),
-        "use_beam_search": (False,),
+        **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0,)),
+        **dict.fromkeys(("length_penalty", "stream_interval", "typical_p"), (1,)),
+        **dict.fromkeys(("no_stop_trim", "return_prompt_text", "use_beam_search"), (False,)),
+        **dict.fromkeys(("kv_transfer_params", "logprob_token_ids", "lora_path", "mm_processor_kwargs"), ()),
+        **dict.fromkeys(("prompt_embeds", "repetition_detection", "stop_regex"), ()),
         "vllm_xargs": ({},),
-        "xtc_probability": (0,),
     }
 
     max_tokens: int | None = None

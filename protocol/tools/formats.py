@@ -27,7 +27,11 @@ class _NewReader(Protocol):
 _MISTRAL_ID = 9  # characters
 
 
-@dataclass(frozen=True, kw_only=True)
+def _new_openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """How one family writes calls.
 
@@ -41,7 +45,7 @@ class ToolFormat:
     tag: Callable[[str, JsonSchema], Tag]
     opening: str | None
     separator: str
-    new_call_id: NewCallId
+    new_call_id: NewCallId = _new_openai_id
     known_call_id: Callable[[str], str] | None = None
 
     def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
@@ -72,10 +76,6 @@ def _for_programs(grammar: StructuredOutput) -> StructuredOutput:
     return structs.replace(grammar, any_whitespace=False, closed=True)
 
 
-def _new_openai_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 def _new_mistral_id() -> str:
     # The family's templates refuse a conversation with ids of another form.
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(_MISTRAL_ID))
@@ -88,27 +88,10 @@ def _known_mistral_id(call_id: str) -> str:
 
 
 FORMATS = {
-    "hermes": ToolFormat(
-        tags=hermes.TAGS,
-        new_reader=hermes.new_reader,
-        tag=hermes.tag,
-        opening=hermes.OPENING,
-        separator="\n",
-        new_call_id=_new_openai_id,
-    ),
-    "llama3": ToolFormat(
-        tags=llama3.TAGS,
-        new_reader=llama3.new_reader,
-        tag=llama3.tag,
-        opening=None,
-        separator="; ",
-        new_call_id=_new_openai_id,
-    ),
+    "hermes": ToolFormat(hermes.TAGS, hermes.new_reader, hermes.tag, hermes.OPENING, separator="\n"),
+    "llama3": ToolFormat(llama3.TAGS, llama3.new_reader, llama3.tag, None, separator="; "),
     "mistral": ToolFormat(
-        tags=mistral.TAGS,
-        new_reader=mistral.new_reader,
-        tag=mistral.tag,
-        opening=mistral.OPENING,
+        *(mistral.TAGS, mistral.new_reader, mistral.tag, mistral.OPENING),
         separator="",
         new_call_id=_new_mistral_id,
         known_call_id=_known_mistral_id,

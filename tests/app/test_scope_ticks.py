@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import pytest
 
-from app.events import EventStream
 from app.scope import RequestScope
 
 
@@ -41,8 +40,7 @@ async def test_a_silent_stream_that_has_ended_is_not_kept_alive(leaves: str) -> 
     request = scope_of(sent, [b"{}"])
 
     async def handler(request: RequestScope) -> None:
-        events = EventStream(request, keep_alive=0.0, error_frame=lambda error: b"")
-        await events.start()
+        await request.start_stream("text/event-stream", error_frame=lambda error: b"", keep_alive=(0.0, b":\n\n"))
         request.tick(time.monotonic())
         await anyio.wait_all_tasks_blocked()
         assert len(sent) == 2, "it was not kept alive"

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from app.progress import ProgressBars
+from app.progress import loading
 from app.setting_sources import CONFIG_VARIABLE, allowed_values, flag_name, load_settings, shown
 from app.settings import Settings, env_name
 from engine.errors import HeadraceError
@@ -55,7 +55,7 @@ def pull(settings: Settings) -> int:
     """Fetch the model and check it, so that the server starts without a network."""
     from gpu.checkpoint import open_model
 
-    with ProgressBars() as progress:
+    with loading() as progress:
         files = open_model(
             settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
         )

@@ -13,7 +13,8 @@ What was computed for prompts, and computed again after a preemption, is `prompt
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -51,11 +52,13 @@ TOKEN_BUCKETS: Final = tuple(digit * 10**power for power in range(6) for digit i
 LOOP_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+K = TypeVar("K", bound=str)
+
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Metrics:
-    """The counters of one server: an `Observer`, and more. Not thread-safe in its order of events: call it from the event loop."""
+    """The counters of one server, an `Observer`. Not thread-safe: call it from the event loop."""
 
     def __init__(self, model_name: str, *, prefix: str = "vllm:") -> None:
         disable_created_metrics()  # a second series per counter that nobody asked for
@@ -72,6 +75,11 @@ class Metrics:
 
         def counter(name: str, text: str) -> Counter:
             return Counter(prefix + name, text, labels, registry=self._registry).labels(*values)
+
+        def by(label: str, name: str, text: str, kinds: Iterable[K]) -> dict[K, Counter]:
+            counters = Counter(prefix + name, text, (*labels, label), registry=self._registry)
+            # All exist from the start, so that a rate over them has a zero to begin from.
+            return {kind: counters.labels(*values, str(kind)) for kind in kinds}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(prefix + name, text, labels, registry=self._registry, buckets=buckets).labels(*values)
@@ -100,44 +108,17 @@ class Metrics:
         self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
 
-        finished = Counter(
-            prefix + "request_success",
-            "Requests that ended, by reason.",
-            (*labels, "finished_reason"),
-            registry=self._registry,
-        )
-        by_source = Counter(
-            prefix + "prompt_tokens_by_source",
-            "Prompt tokens of scheduled choices, by where their keys and values came from.",
-            (*labels, "source"),
-            registry=self._registry,
-        )
-        self._computed_tokens = by_source.labels(*values, "local_compute")
-        self._reused_tokens = by_source.labels(*values, "local_cache_hit")
-        rejections = Counter(
-            prefix + "admission_rejections",
-            "Requests that were refused with 429, by the limit that refused them.",
-            (*labels, "reason"),
-            registry=self._registry,
-        )
-        self._rejections = {reason: rejections.labels(*values, reason.value) for reason in Limit}
-        # All reasons exist from the start, so that a rate over them has a zero to begin from.
-        self._finished = {reason: finished.labels(*values, reason.value) for reason in FinishReason}
+        self._finished = by("finished_reason", "request_success", "Requests that ended, by reason.", FinishReason)
+        text = "Prompt tokens of scheduled choices, by where their keys and values came from."
+        by_source = by("source", "prompt_tokens_by_source", text, ("local_compute", "local_cache_hit"))
+        self._computed_tokens, self._reused_tokens = by_source.values()
+        text = "Requests that were refused with 429, by the limit that refused them."
+        self._rejections = by("reason", "admission_rejections", text, Limit)
         # Not vLLM's, so they have a name of their own whatever the prefix is.
-        self._loop_lag = WeightedHistogram(
-            "headrace:event_loop_lag_seconds",
-            "How late the event loop woke a task that slept for 20 ms.",
-            {},
-            self._registry,
-            LOOP_BUCKETS,
-        )
-        self._loop_hold = WeightedHistogram(
-            "headrace:event_loop_hold_seconds",
-            "Processor time for which a request, or what a step has brought, kept the event loop at a stretch.",
-            {},
-            self._registry,
-            LOOP_BUCKETS,
-        )
+        text = "How late the event loop woke a task that slept for 20 ms."
+        self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
+        self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
         self._http = Counter(
             "http_requests",
             "HTTP requests by route, method and status class.",

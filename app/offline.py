@@ -15,7 +15,7 @@ from typing import Any
 
 import engine.frontend.llm
 from app.loading import core_factory, open_files
-from app.progress import ProgressBars, generating
+from app.progress import generating, loading
 from app.setting_sources import load_settings
 from engine.frontend.llm import Generation, OnStep
 from engine.messages import SamplingParams
@@ -32,7 +32,7 @@ class LLM(engine.frontend.llm.LLM):
         """
         given = settings if model is None else settings | {"model": model}
         chosen = load_settings(given, spelled=str)
-        with ProgressBars() if progress else nullcontext() as report:
+        with loading() if progress else nullcontext() as report:
             files = open_files(chosen, report)
             core = core_factory(chosen, files)()
         super().__init__(core, files.tokenizer, seed=chosen.seed)

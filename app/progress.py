@@ -13,37 +13,26 @@ if TYPE_CHECKING:
     from gpu.checkpoint import Progress
 
 
-class ProgressBars:
+@contextmanager
+def loading() -> Iterator[Progress]:
     """Shows slow steps as bars in a terminal, and as one line per step elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
 
-    def __enter__(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        console = Console(stderr=True)
-        self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        tasks: dict[str, TaskID] = {}
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def report(phase: str, done: int, total: int | None) -> None:
             if phase not in tasks:
-                tasks[phase] = self._bars.add_task(phase, total=total)
+                tasks[phase] = bars.add_task(phase, total=total)
                 if not console.is_terminal:
                     print(phase, file=sys.stderr)
-            self._bars.update(tasks[phase], completed=done, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
 
-        self._bars.start()
-        return report
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        yield report
 
 
 @contextmanager

@@ -68,11 +68,11 @@ def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
     return {
         "id": request.request_id,
         "status": status,
-        "finish_reason": outputs.finish_reason if outputs else None,
+        "finish_reason": outputs and outputs.finish_reason,
         "error": request.error_code,
-        "prompt_tokens": outputs.num_prompt_tokens if outputs else None,
-        "cached_tokens": outputs.num_cached_tokens if outputs else None,
-        "output_tokens": outputs.num_output_tokens if outputs else None,
+        "prompt_tokens": outputs and outputs.num_prompt_tokens,
+        "cached_tokens": outputs and outputs.num_cached_tokens,
+        "output_tokens": outputs and outputs.num_output_tokens,
         "seconds": end - start,
         "segments": [
             {"name": name, "seconds": until - since} for (name, since), until in zip(reached, ends, strict=True)

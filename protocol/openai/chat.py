@@ -95,34 +95,21 @@ class ChatMessage(ClientModel):
         }
 
 
+_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content")
+
 CHAT = WireFormat(
     chunk_object="chat.completion.chunk",
     full_object="chat.completion",
     opening={"delta": {"role": "assistant", "content": ""}},
     closing={"delta": {}},
     chunk_text=lambda text: {"delta": {"content": text}},
-    full_text=lambda text: {
-        "message": {
-            "role": "assistant",
-            "content": text,
-            "refusal": None,
-            "annotations": None,
-            "audio": None,
-            "function_call": None,
-            "reasoning": None,
-            "reasoning_content": None,
-        }
-    },
+    full_text=lambda text: {"message": {"role": "assistant", "content": text, **dict.fromkeys(_MESSAGE_NULLS)}},
     logprobs=ChatLogprobs,
     prompt_in_choice=False,
     choice_nulls={"token_ids": None},
-    body_nulls={
-        "service_tier": None,
-        "system_fingerprint": None,
-        "prompt_logprobs": None,
-        "prompt_token_ids": None,
-        "kv_transfer_params": None,
-    },
+    body_nulls=dict.fromkeys(
+        ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
+    ),
 )
 
 

@@ -21,6 +21,11 @@ MAX_METADATA_VALUE = 512
 
 LOGPROBS = "message.output_text.logprobs"
 
+_ECHOED = (
+    *("frequency_penalty", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
+    *("presence_penalty", "previous_response_id", "prompt_cache_key", "safety_identifier", "temperature"),
+    *("top_logprobs", "top_p", "truncation", "user"),
+)
 _HOSTED_SEARCH = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
 
 
@@ -288,26 +293,11 @@ class ResponsesRequest(InputTokensRequest):
 
     def echo(self) -> dict[str, Any]:
         """What the response object says about the request it answers: every key, null where nothing was asked for."""
-        return {
+        return {name: getattr(self, name) for name in _ECHOED} | {
             "background": False,
-            "frequency_penalty": self.frequency_penalty,
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": self.max_tool_calls,
-            "metadata": self.metadata,
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "presence_penalty": self.presence_penalty,
-            "previous_response_id": self.previous_response_id,
-            "prompt_cache_key": self.prompt_cache_key,
             "reasoning": self.reasoning.model_dump(),
-            "safety_identifier": self.safety_identifier,
             "service_tier": "default",
-            "temperature": self.temperature,
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools],
-            "top_logprobs": self.top_logprobs,
-            "top_p": self.top_p,
-            "truncation": self.truncation,
-            "user": self.user,
         }

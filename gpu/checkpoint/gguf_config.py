@@ -10,7 +10,7 @@ from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
 from gpu.checkpoint.gguf_file import GGUFFile
-from gpu.checkpoint.header_fields import FIELDS, check_field, check_integer, check_number, shown
+from gpu.checkpoint.header_fields import FIELDS, HeaderField, Numbers, check_field, shown
 from gpu.checkpoint.hf_config import check_config
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
@@ -30,14 +30,17 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     if file.get("split.count", int, 1) != 1:
         raise ModelError(f"{file.path.name} is one of several parts. Join them with `llama-gguf-split --merge` first.")
     family = GGUF_FAMILIES[architecture]
-    own_keys = {name: f"{architecture}.{field.gguf}" for name, field in family.numbers.items()}
-    expert_count = f"{architecture}.expert_count"
-    if expert_count not in own_keys.values() and file.get(expert_count, int, 0) != 0:
+    has_experts = any(field.gguf == "expert_count" for field in family.numbers.values())
+    if not has_experts and file.get(f"{architecture}.expert_count", int, 0) != 0:
         raise ModelError(f"{file.path.name} holds a mixture of experts, which is not supported; serve a dense model.")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 
-    numbers = _Numbers(file, architecture)
+    def find(_: str, field: HeaderField) -> tuple[object, str]:
+        key = f"{architecture}.{field.gguf}"
+        return file.metadata.get(key), f"metadata {key}"
+
+    numbers = Numbers(find, source=file.path.name, own=family.numbers)
     hidden_size = numbers.integer("hidden_size")
     heads = numbers.integer("num_attention_heads")
     head_dim = numbers.integer("head_dim", hidden_size // heads)
@@ -52,8 +55,8 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
         architecture=family.name,
-        vocab_size=check_integer(
-            "vocab_size", vocab_size, key="the number of rows of token_embd.weight", source=file.path.name
+        vocab_size=check_field(
+            FIELDS["vocab_size"], vocab_size, key="the number of rows of token_embd.weight", source=file.path.name
         ),
         hidden_size=hidden_size,
         intermediate_size=numbers.integer("intermediate_size"),
@@ -71,36 +74,10 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         sliding_window=numbers.integer("sliding_window") if has_window else None,
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
-        numbers={
-            name: check_field(
-                family.numbers[name], file.metadata.get(key), key=f"metadata {key}", source=file.path.name
-            )
-            for name, key in own_keys.items()
-        },
+        numbers=numbers.own(),
     )
     check_config(config, source=file.path.name)
     return config
-
-
-class _Numbers:
-    """The numbers of the table in `header_fields`, by their names there."""
-
-    def __init__(self, file: GGUFFile, architecture: str) -> None:
-        self._file = file
-        self._architecture = architecture
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Raises `ModelError` if it is out of bounds, of another type, or absent without a default."""
-        value, key = self._find(name)
-        return check_integer(name, default if value is None else value, key=key, source=self._file.path.name)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value, key = self._find(name)
-        return check_number(name, default if value is None else value, key=key, source=self._file.path.name)
-
-    def _find(self, name: str) -> tuple[object, str]:
-        key = f"{self._architecture}.{FIELDS[name].gguf}"
-        return self._file.metadata.get(key), f"metadata {key}"
 
 
 def _shortest(value: float) -> float:
@@ -108,7 +85,7 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GGUFFile, numbers: _Numbers, rope_theta: float, head_dim: int) -> RopeScaling | None:
+def _rope_scaling(file: GGUFFile, numbers: Numbers, rope_theta: float, head_dim: int) -> RopeScaling | None:
     if _ROPE_FREQUENCIES in file.tensors:
         return _llama3_scaling(file, rope_theta, head_dim)
     architecture = file.require("general.architecture", str)
@@ -129,8 +106,8 @@ def _llama3_scaling(file: GGUFFile, rope_theta: float, head_dim: int) -> RopeSca
     """
     if file.tensors[_ROPE_FREQUENCIES].shape == (head_dim // 2,):
         divisors = file.read(_ROPE_FREQUENCIES)
-        factor = check_number(
-            "factor", float(divisors.max()), key=f"the largest of {_ROPE_FREQUENCIES}", source=file.path.name
+        factor = check_field(
+            FIELDS["factor"], float(divisors.max()), key=f"the largest of {_ROPE_FREQUENCIES}", source=file.path.name
         )
         scaling = RopeScaling(rope_type="llama3", factor=factor)
         if np.allclose(divisors, _llama3_divisors(scaling, rope_theta, head_dim), rtol=1e-4):

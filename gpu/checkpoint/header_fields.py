@@ -8,6 +8,7 @@ told apart in float32, where the angles of RoPE are computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +63,37 @@ def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any
     raise ModelError(f"{source}: {key} must be {allowed}, got {shown(value)}.")
 
 
-def check_integer(name: str, value: object, *, key: str, source: str) -> int:
-    """As `check_field`, for the field `name` of the table."""
-    return check_field(FIELDS[name], value, key=key, source=source)
+class Numbers:
+    """The numbers of one header, by their names in the table, or in that of its family.
 
+    `find` gives the value of a field, or None, and what its key is called in an error. Reading one raises `ModelError`
+    if it is out of bounds, of another type, or absent without a default.
+    """
 
-def check_number(name: str, value: object, *, key: str, source: str) -> float:
-    """As `check_integer`, for a field that may have a fraction."""
-    return check_field(FIELDS[name], value, key=key, source=source)
+    def __init__(
+        self,
+        find: Callable[[str, HeaderField], tuple[object, str]],
+        *,
+        source: str,
+        own: Mapping[str, HeaderField] | None = None,
+    ) -> None:
+        self._find = find
+        self._source = source
+        self._own = own or {}
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return self._read(name, FIELDS[name], default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return self._read(name, FIELDS[name], default)
+
+    def own(self) -> dict[str, int | float]:
+        """All those that only the family has."""
+        return {name: self._read(name, field, None) for name, field in self._own.items()}
+
+    def _read(self, name: str, field: HeaderField, default: float | None) -> Any:
+        value, key = self._find(name, field)
+        return check_field(field, default if value is None else value, key=key, source=self._source)
 
 
 def check_chat_template(value: object, *, key: str, source: str) -> str | None:

@@ -13,7 +13,7 @@ from gpu.checkpoint.architecture import Architecture
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
-from gpu.checkpoint.header_fields import check_field, check_integer, check_number, shown
+from gpu.checkpoint.header_fields import Numbers, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -26,7 +26,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
     family = _family(values, source)
-    fields = _Fields(values, source, family.defaults)
+    fields = _Fields(values, source, family)
     rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
     for key, allowed in family.allowed_values.items():
         value = values.get(key, rope.get(key))
@@ -65,10 +65,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
             dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
         ),
         bos_token_id=next(iter(token_ids(values, "bos_token_id", source=f"{source}, config.json")), None),
-        numbers={
-            name: check_field(field, values.get(name), key=f"{name} in config.json", source=source)
-            for name, field in family.numbers.items()
-        },
+        numbers=fields.own(),
     )
     check_config(config, source=source)
     return config
@@ -109,37 +106,30 @@ def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
     return listed
 
 
-class _Fields:
+class _Fields(Numbers):
     """Typed access to parsed JSON; every error names the field."""
 
-    def __init__(self, values: Mapping[str, Any], source: str, defaults: Mapping[str, Any] | None = None) -> None:
-        self._values = values
-        self._source = source
-        self._defaults = defaults or {}
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Within the bounds of `header_fields`."""
-        return check_integer(name, self._find(name, default), key=f"{name} in config.json", source=self._source)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return check_number(name, self._find(name, default), key=f"{name} in config.json", source=self._source)
+    def __init__(self, values: Mapping[str, Any], source: str, family: Architecture | None = None) -> None:
+        super().__init__(
+            lambda name, _: (self._values.get(name), f"{name} in config.json"),
+            source=source,
+            own=family.numbers if family else None,
+        )
+        present = {name: value for name, value in values.items() if value is not None}
+        self._values = {**family.defaults, **present} if family else present
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._find(name, default)
+        value = self._values.get(name, default)
         if not isinstance(value, bool):
             raise ModelError(f"{self._source}: {name} in config.json must be true or false, got {shown(value)}.")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Empty where there is none."""
-        value = self._find(name, {})
+        value = self._values.get(name, {})
         if not isinstance(value, dict):
             raise ModelError(f"{self._source}: {name} in config.json must be an object, got {shown(value)}.")
         return value
-
-    def _find(self, name: str, default: object) -> object:
-        value = self._values.get(name)
-        return self._defaults.get(name, default) if value is None else value
 
 
 def _family(values: Mapping[str, Any], source: str) -> Architecture:

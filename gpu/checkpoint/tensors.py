@@ -6,7 +6,8 @@ Imported by every reader of this package.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.config import ModelConfig
@@ -16,6 +17,17 @@ from gpu.checkpoint.header_fields import shown
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
+
+
+class Shaped(Protocol):
+    """A tensor, in whatever form."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+W = TypeVar("W", bound=Shaped)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -28,52 +40,66 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def checked(weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str) -> Iterator[tuple[str, W]]:
+    """Pass on the weights that `config` calls for, each once and in its shape. Raises `ModelError` at the end if they
+    did not all come, or others did: it names what is wrong, all of it."""
+    check = _Check(config)
+    for name, weight in weights:
+        if check.takes(name, tuple(weight.shape)):
+            yield name, weight
+    check.end(source)
+
+
 def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConfig, *, source: str) -> None:
     """Raise `ModelError` unless the tensors of a file are those that `config` calls for.
 
     So what the configuration claims lies in the file in full, before memory is taken for any of it.
     """
-    check = TensorCheck(config, source)
+    check = _Check(config)
     for name, shape in found:
-        check.take(name, shape)
-    check.end()
+        check.takes(name, shape)
+    check.end(source)
 
 
-class TensorCheck:
-    """That each tensor that `config` calls for comes once, in its shape, and no other.
+class _Check:
+    """What a model lacks, and what it has no place for.
 
     A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
     """
 
-    def __init__(self, config: ModelConfig, source: str) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._source = source
-        self.shapes = tensor_shapes(config)
-        self.total = len(self.shapes)
+        self._shapes = tensor_shapes(config)
+        self._missing = dict(self._shapes)
+        self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the model wants it. Raises `ModelError` if it has no place for it."""
-        config = self._config
-        if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
             return False
-        if name not in self.shapes:
-            raise ModelError(
-                f"{self._source}: tensor {shown(name)} is repeated or has no place in a {config.architecture} of "
-                f"{config.num_hidden_layers} layers (attention_bias={config.attention_bias}, qk_norm={config.qk_norm})."
-            )
-        expected = self.shapes.pop(name)
-        if shape != expected:
-            raise ModelError(
-                f"{self._source}: tensor {name} has the shape {list(shape)}; the configuration makes it "
-                f"{list(expected)}. The weights and the configuration are of different models."
-            )
-        return True
+        expected = self._missing.pop(name, None)
+        if expected == shape:
+            return True
+        if name not in self._shapes:
+            self._faults["with no place"].append(shown(name))
+        elif expected is None:
+            self._faults["given twice"].append(name)
+        else:
+            self._faults["misshapen"].append(f"{name} is {list(shape)}, needs {list(expected)}")
+        return False
 
-    def end(self) -> None:
-        """Raises `ModelError` if something is missing."""
-        if self.shapes:
-            named = ", ".join(list(self.shapes)[:3])
+    def end(self, source: str) -> None:
+        self._faults["missing"] += self._missing
+        faults = [
+            f"{len(names)} {kind}: {', '.join(names[:_NAMES_SHOWN])}"
+            + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+            for kind, names in self._faults.items()
+            if names
+        ]
+        if faults:
+            config = self._config
+            kind = f"a {config.architecture} of {config.num_hidden_layers} layers"
             raise ModelError(
-                f"{self._source}: {len(self.shapes)} of {self.total} tensors are missing, among them {named}. The "
-                f"configuration claims {self._config.num_hidden_layers} layers. Fetch the model's files anew."
+                f"{source} does not hold the {len(self._shapes)} tensors of {kind} (attention_bias="
+                f"{config.attention_bias}, qk_norm={config.qk_norm}) that its configuration claims: "
+                f"{'; '.join(faults)}. Fetch the model's files anew."
             )

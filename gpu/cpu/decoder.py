@@ -32,7 +32,7 @@ from gpu.checkpoint.architecture import (
     records_of,
 )
 from gpu.checkpoint.families import spec_of
-from gpu.checkpoint.tensors import tensor_shapes
+from gpu.checkpoint.tensors import checked
 from gpu.cpu.library import (
     STOP_INTERVAL,
     ForwardStruct,
@@ -48,7 +48,6 @@ from gpu.cpu.library import (
 from gpu.cpu.matrices import LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.layers.rotary import angles_of, inverse_frequencies
-from gpu.models.loading import WeightsMismatch
 from gpu.weights import Weight
 
 TILE = 16  # tokens: `headrace::kTile`
@@ -72,7 +71,7 @@ class CPUCausalLM:
         num_threads: int,
         quantized: bool = True,
     ) -> None:
-        """Draws all weights. Raises WeightsMismatch if they are not those of `config`."""
+        """Draws all weights. Raises ModelError if they are not those of `config`."""
         self.config = config
         self.block_size = block_size
         self._library = library
@@ -230,17 +229,12 @@ class CPUCausalLM:
 
     def _load(self, weights: Iterable[tuple[str, Weight]], groups: dict[str, _Group]) -> None:
         """Pack every matrix as soon as its parts are there, so that little more than the model is in memory."""
-        expected = tensor_shapes(self.config)
         waiting: dict[str, Weight] = {}
-        for name, weight in weights:
-            if expected.pop(name, None) != tuple(weight.shape):
-                raise WeightsMismatch(f"Tensor {name} of shape {list(weight.shape)} has no place in this model.")
+        for name, weight in checked(weights, self.config, source="The checkpoint"):
             waiting[name] = weight
             group = groups[name]
             if all(member in waiting for member in group.members):
                 group.take([waiting.pop(member) for member in group.members])
-        if expected:
-            raise WeightsMismatch(f"{len(expected)} tensors are missing, among them {next(iter(expected))}.")
 
     def _groups(self, spec: DecoderSpec, quantized: bool) -> dict[str, _Group]:
         """What becomes of each tensor, by its name."""

@@ -1,4 +1,4 @@
-"""The way of a checkpoint tensor into a layer. Implemented by the layers, walked by gpu.models.loading."""
+"""The way of a checkpoint tensor into a layer. Implemented by the layers, walked by models."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ class Packs(Protocol):
     def pack(self) -> None:
         """Called once, when all weights of the model are loaded."""
         ...
+
+
+def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
+    """Every tensor that the model needs, by its checkpoint name."""
+    layers = (layer for layer in model.modules() if isinstance(layer, HoldsWeights))
+    return {name: slot for layer in layers for name, slot in layer.weight_slots()}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Parameter:

@@ -5,10 +5,8 @@ In reading order:
 decoder       the decoder-only transformer, wired from what a family's record says
 attention     how tokens see each other: a layer for each kind there is
 feed_forward  what a layer does with each token by itself: a layer for each kind there is
-loading       fills a model from checkpoint tensors, and proves that nothing was left out
 """
 
 from gpu.models.decoder import CausalLM
-from gpu.models.loading import WeightsMismatch
 
-__all__ = ["CausalLM", "WeightsMismatch"]
+__all__ = ["CausalLM"]

@@ -17,12 +17,13 @@ from gpu.attention import AttentionBackend, AttentionMetadata
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.architecture import Heads, LayerSpec
 from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.tensors import checked
 from gpu.layers.embedding import Embedding, LMHead
 from gpu.layers.norm import RMSNorm
 from gpu.layers.rotary import RotaryEmbedding, Rotation
+from gpu.layers.weights import Packs, weight_slots
 from gpu.models.attention import ATTENTION
 from gpu.models.feed_forward import FEED_FORWARD
-from gpu.models.loading import load_weights
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class CausalLM(nn.Module):
         Raises ModelError for an architecture, a kind of layer or a rope scaling that is not implemented.
         """
         super().__init__()
+        self.config = config
         spec, attention = spec_of(config), cache(attention)
         self.embed_tokens = Embedding(spec.embedding, dtype=dtype, device=device)
         self.rotary = RotaryEmbedding(
@@ -90,12 +92,16 @@ class CausalLM(nn.Module):
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
         return self.lm_head(hidden)
 
+    @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy and convert tensors under their Hugging Face names. Raises WeightsMismatch, which says what is missing,
-        unexpected, given twice or of the wrong shape."""
-        # Old checkpoints keep the rotary frequencies, and many a tied one its embedding a second time.
-        tied = ("lm_head.weight",) if self.lm_head.part is None else ()
-        load_weights(self, weights, ignored=("rotary_emb.inv_freq", *tied))
+        """Copy and convert tensors under their Hugging Face names, one at a time, so that no more than one need be in
+        memory besides the model. Raises ModelError unless just the tensors of the configuration come."""
+        slots = weight_slots(self)
+        for name, tensor in checked(weights, self.config, source="The checkpoint"):
+            slots[name].load(tensor)
+        for layer in self.modules():
+            if isinstance(layer, Packs):
+                layer.pack()
 
 
 class DecoderLayer(nn.Module):

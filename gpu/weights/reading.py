@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
-from gpu.checkpoint.tensors import TensorCheck
+from gpu.checkpoint.tensors import checked, tensor_shapes
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.staging import to_device
 
@@ -33,12 +33,10 @@ def weights_of(files: ModelFiles, device: str = "cpu") -> Iterator[tuple[str, to
 
 def packed_weights_of(files: ModelFiles, device: str = "cpu") -> Iterator[tuple[str, Weight]]:
     """As `weights_of`, but what is read stays on the CPU, and what is quantized comes as the file has it."""
-    check = TensorCheck(files.config, files.name)
-    for name, weight in _read(files, device):
-        if check.take(name, tuple(weight.shape)):
-            yield name, weight
-            files.progress("Loading weights", check.total - len(check.shapes), check.total)
-    check.end()
+    total = len(tensor_shapes(files.config))
+    for done, weight in enumerate(checked(_read(files, device), files.config, source=files.name), start=1):
+        yield weight
+        files.progress("Loading weights", done, total)
 
 
 def dequantized(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,11 +12,11 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from engine.errors import StepAbandoned
 from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
-from gpu.checkpoint import ModelConfig
+from gpu.checkpoint import ModelConfig, ModelError
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
 from gpu.host import processor_flags
-from gpu.models import CausalLM, WeightsMismatch
+from gpu.models import CausalLM
 from gpu.weights.dummy import dummy_weights
 from tests.gpu.paging import Span, make_metadata, positions_of
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
@@ -218,8 +218,8 @@ def test_weights_of_another_model_are_refused_by_name():
     options = {"block_size": 16, "max_model_len": 64, "num_threads": 1}
     weights = dict(dummy_weights(config))
     rest = [item for item in weights.items() if item[0] != "model.norm.weight"]
-    with pytest.raises(WeightsMismatch, match=r"1 tensors are missing, among them model\.norm\.weight"):
+    with pytest.raises(ModelError, match=r"1 missing: model\.norm\.weight\. Fetch"):
         CPUCausalLM(library, config, rest, **options)
     odd = [("model.layers.9.mlp.up_proj.weight", torch.zeros(128, 96)), *weights.items()]
-    with pytest.raises(WeightsMismatch, match=r"model\.layers\.9\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"1 with no place: .model\.layers\.9\.mlp\.up_proj\.weight.\. Fetch"):
         CPUCausalLM(library, config, odd, **options)

@@ -27,8 +27,8 @@ from gpu.checkpoint.header_fields import HeaderField
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
+from gpu.layers.weights import weight_slots
 from gpu.model_loader import WorkerOptions, load_model
-from gpu.models.loading import weight_slots
 from gpu.weights import weights_of
 from gpu.weights.dummy import dummy_weights
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint.tensors import tensor_shapes
+from gpu.layers.weights import weight_slots
 from gpu.models import CausalLM
-from gpu.models.loading import weight_slots
 from loadtest.gpu_parts.models import PUBLISHED, load_shape
 
 MODEL_TYPES = {

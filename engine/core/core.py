@@ -133,7 +133,7 @@ class EngineCore:
 
     def _finish_all(self, command: FinishRequests) -> None:
         for request_id in command.request_ids:
-            self.finish(request_id, command.reason)
+            self.finish_request(request_id, command.reason)
 
     def _close(self, command: Close) -> None:
         self.is_closed = True
@@ -154,9 +154,9 @@ class EngineCore:
                 raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
             self.grammars.compile(structured)
 
-    def finish(self, request_id: str, reason: FinishReason) -> None:
+    def finish_request(self, request_id: str, reason: FinishReason) -> None:
         """End a request from outside. Unknown and finished ids are a no-op."""
-        self.scheduler.finish(request_id, _STATUS_OF[reason])
+        self.scheduler.finish_request(request_id, _STATUS_OF[reason])
 
     def snapshot(self) -> EngineSnapshot:
         """What it looks like now."""

@@ -90,7 +90,7 @@ class LLM:
         finally:
             for stream in streams:
                 for child_id in self._outputs.close(stream):
-                    self.core.finish(child_id, FinishReason.ABORT)
+                    self.core.finish_request(child_id, FinishReason.ABORT)
             while self.core.has_work:
                 self.core.step()
         return [
@@ -103,7 +103,7 @@ class LLM:
         while self._outputs.num_choices:
             batch = self.core.step()
             for child_id in self._outputs.process(batch):
-                self.core.finish(child_id, FinishReason.STOP)
+                self.core.finish_request(child_id, FinishReason.STOP)
             self._outputs.hand_over()
             num_tokens += sum(len(output.new_token_ids) for output in batch.outputs)
             if on_step is not None:

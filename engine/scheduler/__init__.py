@@ -5,13 +5,15 @@ Used by `engine.core` on the engine's thread. Reading order:
 request           live state of one request: tokens, how many are computed, status, block table
 plan              what a step computes, and what it gave
 plan_draft        a plan while it is being made
+in_flight         what has been planned and not yet accounted for
 block_pool        KV blocks: reference counts, the free list, the index by hash
 kv_cache_manager  which blocks a request has, needs and shares
 fairness          what each tenant was served, and who is owed
 waiting_queue     requests that wait for a running slot
+request_table     all living requests, and what changes when one starts, gives way or leaves
 preemption        who gives way when blocks or running slots run out
+admission         which waiting requests start
 deadlines         who is out of time
 step_budget       how much prefill a step can afford beside running streams
-in_flight         what has been planned and not yet accounted for
 scheduler         all of it together: `schedule` and `update`
 """

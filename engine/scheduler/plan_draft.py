@@ -31,7 +31,7 @@ class PlanDraft:
         self.prefills.pop(request.request_id, None)
         self.new_block_ids.pop(request.request_id, None)
 
-    def finished(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
+    def as_plan(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
         """The plan."""
         num_tokens = list(self.num_tokens.values())
         num_sampled = num_tokens

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
+from engine.scheduler.plan import NewRequestData
 from engine.snapshot import RequestSnapshot
 from engine.structured import TokenMatcher
 
@@ -217,6 +218,19 @@ class Request:
         new = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(new)
         return new
+
+    def to_new_request(self) -> NewRequestData:
+        """What a runner that does not know it has to be told."""
+        return NewRequestData(
+            request_id=self.request_id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=list(self.block_ids),
+            sampling=self.sampling,
+            stop_token_ids=sorted(self.eos_token_ids.union(self.sampling.stop_token_ids)),
+            pooling=self.pooling,
+        )
 
     def snapshot(self) -> RequestSnapshot:
         """What it looks like now."""

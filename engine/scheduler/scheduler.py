@@ -2,12 +2,12 @@
 
 There is no prefill phase and no decode phase. Each request has `num_computed_tokens`, which catches up with its
 `num_tokens`; a step gives every running request some of the distance, under one token budget. A request that has
-caught up samples a token, which puts it one token behind again: that is decoding. Chunked prefill, prefix caching,
-resuming after a preemption and mixed batches are all the same rule.
+caught up samples a token, or several, which puts it one token behind again: that is decoding. Chunked prefill, prefix
+caching, resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
-(so that no prefill delays a stream), then waiting requests, by fair share of their tenant, the tenant's own priority,
-and arrival (`engine/scheduler/waiting_queue.py`).
+(so that no prefill delays a stream), then waiting requests (`engine/scheduler/admission.py`), by fair share of their
+tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`).
 
 When blocks run out, the running request of the worst rank (`engine/scheduler/preemption.py`) is preempted: its blocks
 are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
@@ -24,20 +24,20 @@ Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no ran
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 from engine.core.config import EngineConfig
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
+from engine.scheduler.admission import Admission
 from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
-from engine.scheduler.in_flight import StepsInFlight
+from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.plan_draft import PlanDraft
-from engine.scheduler.preemption import worst_ranked
+from engine.scheduler.preemption import bystander, worst_ranked
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from engine.scheduler.waiting_queue import WaitingQueue
+from engine.scheduler.request_table import RequestTable
 from engine.structured import TokenMatcher
 
 
@@ -52,26 +52,21 @@ class Scheduler:
             )
         self.config = config
         self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=config.enable_prefix_caching)
-        self.requests: dict[str, Request] = {}
-        self.running: dict[str, Request] = {}
-        self.shares = TenantShares()
-        self.waiting = WaitingQueue(self.shares)
+        self._table = table = RequestTable(self.kv)
+        # Its parts, which are never replaced.
+        self.requests, self.running, self.waiting = table.requests, table.running, table.waiting
+        self.shares, self._in_flight = table.shares, table.in_flight
+        self._admission = Admission(table, config.max_num_seqs)
         self._deadlines = Deadlines()
-        self._in_flight = StepsInFlight()
         self._arrivals = 0
         self._step = 0
-        self._num_grammars = 0  # living requests that have one
-        self._removed: list[str] = []  # rows that the runner still holds for requests that no longer run
         self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
-        self._num_preemptions = 0
         self._prompt_tokens = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell of an end or let the runner drop a row."""
-        return bool(self.running or self.waiting or self._removed or self._ended)
+        return bool(self.running or self.waiting or self._table.removed or self._ended)
 
     # --- arrivals and departures
 
@@ -89,22 +84,19 @@ class Scheduler:
             max_model_len=self.config.max_model_len,
             grammar=grammar,
         )
-        self._num_grammars += grammar is not None
         self._arrivals += 1
-        self.requests[request.request_id] = request
-        self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
-        self.waiting.push(request)
+        self._table.add(request)
         self._deadlines.watch(request)
         longest = self.config.max_model_len - request.generates
         if not 0 < request.num_prompt_tokens <= longest:
             # The front end refuses such prompts; one that came through would block the queue for ever.
             self.fail(request.request_id, f"a prompt of {request.num_prompt_tokens} tokens: 1 to {longest} can run")
 
-    def finish(self, request_id: str, status: RequestStatus) -> Request | None:
+    def finish_request(self, request_id: str, status: RequestStatus) -> Request | None:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._release(request)
+            self._table.remove(request)
             request.status = status
         return request
 
@@ -119,7 +111,7 @@ class Scheduler:
         self, request: Request, status: RequestStatus, error: str | None = None, refusal: Refusal | None = None
     ) -> None:
         """End a request and tell the front end with the next outputs."""
-        self.finish(request.request_id, status)
+        self.finish_request(request.request_id, status)
         self._ended.append(
             EngineCoreOutput(
                 request_id=request.request_id,
@@ -131,22 +123,6 @@ class Scheduler:
                 refusal=refusal,
             )
         )
-
-    def _release(self, request: Request) -> None:
-        """Take a living request out of all tables."""
-        self._in_flight.void(request.request_id)
-        del self.requests[request.request_id]
-        if request.grammar is not None:
-            self._num_grammars -= 1
-            request.grammar.close()
-        self.shares.leave(request.tenant)
-        if request.request_id in self.running:
-            del self.running[request.request_id]
-            self.shares.stop(request.tenant)
-            self._removed.append(request.request_id)
-        else:
-            self.waiting.remove(request)
-        self.kv.free(request)
 
     # --- plan
 
@@ -202,177 +178,34 @@ class Scheduler:
             if self._extend(plan, request, end, now, only):
                 plan.add_prefill(request, num_tokens, num_behind)
         if not plan.ran_out_of_blocks and plan.budget > 0 and self.waiting:
-            self._admit_waiting(plan, now, seconds_per_prefill_token, only)
+            for request in self._admission.admit(plan, now, seconds_per_prefill_token, only):
+                if request.grammar is not None and request.grammar.error is not None:
+                    self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
+                else:
+                    self._end(request, RequestStatus.FINISHED_EXPIRED)
 
         self._step += 1
         self._in_flight.begin(plan)
-        removed, self._removed = self._removed, []
-        return plan.finished(self._step, removed)
+        removed, self._table.removed = self._table.removed, []
+        return plan.as_plan(self._step, removed)
 
     def retract(self, plan: SchedulerOutput) -> None:
         """The latest plan is not handed on: it has no requests."""
         self._in_flight.retract()
-        self._removed = plan.removed_request_ids + self._removed
+        self._table.removed = plan.removed_request_ids + self._table.removed
 
     def _extend(self, plan: PlanDraft, request: Request, end: int, now: float, only: Collection[str] | None) -> bool:
         """Give a running request the blocks of its first `end` tokens. Returns False if it has to wait for them."""
         while (block_ids := self.kv.extend(request, end)) is None:
             plan.ran_out_of_blocks = True
-            victim = self._bystander(only) or self._worst_ranked(self.running.values())
+            victim = bystander(self._table, only) or worst_ranked(self._table, self.running.values())
             if victim is None or victim is request:
                 return False
             plan.drop(victim)
-            self._preempt(victim, now)
+            self._table.put_back(victim, now)
         if block_ids:
             plan.new_block_ids[request.request_id] = block_ids
         return True
-
-    def _admit_waiting(
-        self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
-    ) -> None:
-        """Start waiting requests while budget, running slots and blocks last.
-
-        A request whose next block is being computed for somebody else, in this very step or in the one in flight,
-        waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
-        crowd with one system prompt, prefill it once.
-        """
-        in_flight = self._in_flight.latest
-        being_computed = {
-            self.kv.block_hash(request, index)
-            for request_id in in_flight.prefills | plan.prefills
-            for request in (self.requests[request_id],)
-            for index in self._blocks_completed(
-                request, in_flight.num_tokens.get(request_id, 0) + plan.num_tokens.get(request_id, 0)
-            )
-        }
-        admitted: list[Request] = []
-        dismissed: list[Request] = []
-        unmeetable: list[Request] = []
-        broken: list[Request] = []
-        passed_over = 0
-        candidates: Iterable[Request] = self.waiting.below_limits()
-        if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
-            candidates = [request for request in self.waiting if request.request_id in only]
-        for request in candidates:
-            if plan.budget == 0 or passed_over == self.config.max_num_seqs:
-                break
-            if request.grammar is not None and not request.grammar.is_ready:
-                if request.grammar.error is not None:
-                    broken.append(request)
-                continue
-            prefix = self.kv.find_prefix(request)
-            if self._is_being_computed(request, len(prefix), being_computed):
-                passed_over += 1
-                continue
-            num_missing = request.num_tokens - len(prefix) * self.kv.block_size
-            # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
-            if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
-                unmeetable.append(request)
-                continue
-            while not (fits := self._fits(request, prefix)):
-                victim = self._who_makes_room(request, admitted, only)
-                if victim is None:
-                    break
-                plan.drop(victim)
-                self._unseat(victim, now)
-                dismissed.append(victim)
-            if not fits:
-                break
-            self.kv.adopt_prefix(request, prefix)
-            num_tokens = min(num_missing, plan.budget)
-            self.kv.extend(request, request.num_computed_tokens + num_tokens)
-            being_computed.update(
-                self.kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
-            )
-            plan.add_prefill(request, num_tokens, num_missing)
-            plan.new_requests.append(self._to_new_request(request))
-            self._seat(request, now)
-            admitted.append(request)
-        for request in admitted:
-            self.waiting.remove(request)
-        for request in dismissed:
-            self.waiting.push_front(request)
-        for request in unmeetable:
-            self._end(request, RequestStatus.FINISHED_EXPIRED)
-        for request in broken:
-            assert request.grammar is not None
-            self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
-
-    def _fits(self, request: Request, prefix: list[int]) -> bool:
-        return len(self.running) < self.config.max_num_seqs and self.kv.can_admit(request, prefix)
-
-    def _who_makes_room(
-        self, newcomer: Request, admitted: Collection[Request], only: Collection[str] | None
-    ) -> Request | None:
-        """The running request that gives its running slot and blocks to a waiting one, if any has to.
-
-        While a step is restricted that is whoever may not run. Otherwise it is the worst-ranked request of a tenant
-        above its share, if the newcomer's tenant is below its own and was served no more: without this, a tenant that
-        fills all running slots with long generations would shut everybody else out until they end.
-        """
-        if only is not None:
-            return self._bystander(only)
-        slots = self.config.max_num_seqs
-        if not self.shares.is_below_its_share(newcomer.tenant, slots):
-            return None
-        served = self.shares.served(newcomer.tenant)
-        above = self.shares.above_their_share(slots)
-        candidates = (
-            request
-            for request in self.running.values()
-            if request.tenant in above
-            and (newcomer.precedence, served) <= (request.precedence, self.shares.served(request.tenant))
-            and request not in admitted
-        )
-        return self._worst_ranked(candidates)
-
-    def _bystander(self, only: Collection[str] | None) -> Request | None:
-        """While a step is restricted: a running request that may not run, the worst-ranked one."""
-        if only is None:
-            return None
-        idle = [request for request in self.running.values() if request.request_id not in only]
-        return self._worst_ranked(idle)
-
-    def _worst_ranked(self, candidates: Iterable[Request]) -> Request | None:
-        return worst_ranked(candidates, self.shares, len(self.running))
-
-    def _blocks_completed(self, request: Request, num_tokens: int) -> range:
-        """Indices of the blocks that become full and computed when the request advances by `num_tokens`, as far as it
-        is known what they will hold."""
-        if not self.kv.enable_prefix_caching:
-            return range(0)
-        start = request.num_computed_tokens
-        end = min(start + num_tokens, len(request.token_ids))
-        return range(start // self.kv.block_size, end // self.kv.block_size)
-
-    def _is_being_computed(self, request: Request, index: int, being_computed: set[bytes]) -> bool:
-        if not (being_computed and request.reads_prefix_cache):
-            return False
-        if index >= (request.num_tokens - 1) // self.kv.block_size:
-            return False
-        return self.kv.block_hash(request, index) in being_computed
-
-    def _to_new_request(self, request: Request) -> NewRequestData:
-        return NewRequestData(
-            request_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed_tokens,
-            block_ids=list(request.block_ids),
-            sampling=request.sampling,
-            stop_token_ids=sorted(request.eos_token_ids.union(request.sampling.stop_token_ids)),
-            pooling=request.pooling,
-        )
-
-    def _seat(self, request: Request, now: float) -> None:
-        self.running[request.request_id] = request
-        self.shares.start(request.tenant)
-        request.status = RequestStatus.RUNNING
-        request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-            self._prefix_cache_queries += request.num_prompt_tokens
-            self._prefix_cache_hits += request.num_cached_tokens
 
     def put_back(self, plans: Sequence[SchedulerOutput], now: float) -> dict[str, int]:
         """Preempt the requests of a step that has failed and of those planned on top of it: all steps in flight.
@@ -390,9 +223,9 @@ class Scheduler:
                 end = request.num_computed_tokens + num_tokens if request_id in steps[0] else request.num_tokens
                 reach[request_id] = min(end, request.num_tokens)
         for request_id in dict.fromkeys(chain.from_iterable(steps)):
-            self._preempt(self.running[request_id], now)
+            self._table.put_back(self.running[request_id], now)
         removed = chain.from_iterable(plan.removed_request_ids for plan in plans)
-        self._removed = list(dict.fromkeys([*removed, *self._removed]))
+        self._table.removed = list(dict.fromkeys([*removed, *self._table.removed]))
         return reach
 
     def give_up(self, now: float) -> None:
@@ -403,26 +236,11 @@ class Scheduler:
         """
         for request_id in self._in_flight.end():
             if request_id in self._in_flight:
-                self._preempt(self.running[request_id], now)
-
-    def _preempt(self, request: Request, now: float) -> None:
-        self._unseat(request, now)
-        self.waiting.push_front(request)
-
-    def _unseat(self, request: Request, now: float) -> None:
-        self._in_flight.void(request.request_id)
-        request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
-        del self.running[request.request_id]
-        self.shares.stop(request.tenant)
-        self._removed.append(request.request_id)
-        self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        self._num_preemptions += 1
+                self._table.put_back(self.running[request_id], now)
 
     def matchers_of(self, plan: SchedulerOutput) -> list[tuple[int, TokenMatcher]]:
         """The requests of a plan that have a grammar, by their places in it."""
-        if not self._num_grammars:
+        if not self._table.num_grammars:
             return []
         grammars = ((index, self.requests[request_id].grammar) for index, request_id in enumerate(plan.request_ids))
         return [(index, grammar) for index, grammar in grammars if grammar is not None]
@@ -430,8 +248,8 @@ class Scheduler:
     # --- accounting
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
-        """Book what the oldest step in flight computed and sampled. Returns what each request gained; finished ones are
-        gone from here."""
+        """Account for what the oldest step in flight computed and sampled. Returns what each request gained; finished
+        ones are gone from here."""
         valid = self._in_flight.end()
         all_valid = len(valid) == len(plan.request_ids)
         for index in output.not_finite:
@@ -463,7 +281,7 @@ class Scheduler:
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
             if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
-                self._book_prefill(request, computed_before, num_scheduled, now)
+                self._account_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.publish_computed(request)
             if token_ids:
@@ -475,7 +293,7 @@ class Scheduler:
             )
             gained.append(gain)
             if has_ended:
-                self._book_end(request, gain)
+                self._describe_end(request, gain)
                 ended.append(request)
             if logprobs and index in logprobs:
                 gain.logprobs = logprobs[index][: len(token_ids)]
@@ -490,16 +308,16 @@ class Scheduler:
         for tenant, num_tokens in num_sampled_of.items():
             self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
         for request in ended:
-            self._release(request)
+            self._table.remove(request)
         return gained
 
-    def _book_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
+    def _account_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
         request.note(EventKind.PREFILL, now, num_tokens)
         self.shares.charge(request.tenant, num_tokens)
         self._prompt_tokens += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before)
 
     @staticmethod
-    def _book_end(request: Request, gain: EngineCoreOutput) -> None:
+    def _describe_end(request: Request, gain: EngineCoreOutput) -> None:
         """A sampled token was the last one."""
         if not request.generates:
             gain.new_token_ids = []
@@ -521,22 +339,15 @@ class Scheduler:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             kv_cache_usage=self.kv.usage,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._table.num_preemptions,
             prompt_tokens=self._prompt_tokens,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
+            prefix_cache_queries=self._table.prefix_cache_queries,
+            prefix_cache_hits=self._table.prefix_cache_hits,
         )
-        self._num_preemptions = self._prompt_tokens = self._prefix_cache_queries = self._prefix_cache_hits = 0
+        self._prompt_tokens = self._table.num_preemptions = 0
+        self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0
         return stats
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
-        self.kv.pool.check_integrity(request.block_ids for request in self.requests.values())
-        if set(self.running) & {request.request_id for request in self.waiting}:
-            raise AssertionError("a request is both running and waiting")
-        if len(self.running) + len(self.waiting) != len(self.requests):
-            raise AssertionError("a living request is neither running nor waiting")
-        if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
-            raise AssertionError("the tenants' counts differ from the requests there are")
-        if not set(self._in_flight.latest.num_tokens) <= set(self.running):
-            raise AssertionError("a step in flight counts for a request that does not run")
+        self._table.check_integrity()

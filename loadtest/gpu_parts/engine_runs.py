@@ -132,7 +132,7 @@ def decode_steps(report: Report, model: Loaded, card: Card, sizes: Sizes) -> Non
             except RuntimeError as problem:  # some machines let nobody trace
                 report.note(f"{model.name}: idle time was not measured: {problem}")
         for number in range(batch):
-            model.core.finish(f"d{batch}-{number}", FinishReason.ABORT)
+            model.core.finish_request(f"d{batch}-{number}", FinishReason.ABORT)
         model.drain()
 
 

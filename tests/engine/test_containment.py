@@ -184,7 +184,7 @@ def test_suspects_that_leave_hold_nobody_up() -> None:
         core.add(request)
     core.step()
     for request in requests[:4]:
-        core.finish(request.request_id, FinishReason.ABORT)
+        core.finish_request(request.request_id, FinishReason.ABORT)
     assert_only_these_failed(core, requests[4:], run_to_end(core))
 
 

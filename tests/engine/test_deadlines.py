@@ -221,7 +221,7 @@ def test_who_ends_before_the_deadline_is_not_ended_again(clock: Clock) -> None:
     core.add(request("in time", clock, max_tokens=3, within=5.0, first_token_within=4.0))
     core.add(request("aborted", clock, max_tokens=30, within=5.0, first_token_within=4.0))
     core.step()
-    core.finish("aborted", FinishReason.ABORT)
+    core.finish_request("aborted", FinishReason.ABORT)
     outputs = run_to_end(core)
     clock.now += 10
     core.add(request("next", clock, max_tokens=3))

@@ -385,7 +385,7 @@ class TenantsMachine(RuleBasedStateMachine):
         if living:
             request_id = random.Random(seed).choice(living)
             self.left.add(request_id)
-            self.core.finish(request_id, FinishReason.ABORT)
+            self.core.finish_request(request_id, FinishReason.ABORT)
 
     @rule(num_steps=st.integers(1, 12))
     def run(self, num_steps: int) -> None:

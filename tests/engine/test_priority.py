@@ -44,7 +44,7 @@ def test_preempted_requests_of_a_tenant_resume_in_order_of_arrival() -> None:
         core.add(make_request([ord(name)], name, max_tokens=30))
     core.step()
     for name in "bdac":
-        core.scheduler._preempt(core.scheduler.running[name], 0.0)
+        core.scheduler._table.put_back(core.scheduler.running[name], 0.0)
     core.add(make_request([1], "e", max_tokens=30))
     assert [request.request_id for request in core.scheduler.waiting] == list("abcde")
 

@@ -319,7 +319,7 @@ def test_client_gone_while_queued_is_never_prefilled() -> None:
     core.add(make_request([1], "a", max_tokens=3))
     core.add(make_request([2], "gone", max_tokens=3))
     core.step()
-    core.finish("gone", FinishReason.ABORT)
+    core.finish_request("gone", FinishReason.ABORT)
     run_to_end(core)
     assert set(simulated(core).computed) == {"a"}
     assert_nothing_left(core)
@@ -328,7 +328,7 @@ def test_client_gone_while_queued_is_never_prefilled() -> None:
 def test_client_gone_before_the_first_step_costs_no_step() -> None:
     core = make_core()
     core.add(make_request([1], "gone"))
-    core.finish("gone", FinishReason.ABORT)
+    core.finish_request("gone", FinishReason.ABORT)
     assert_nothing_left(core)
 
 
@@ -338,7 +338,7 @@ def test_client_gone_while_running_gives_its_blocks_back_at_once(steps: int) -> 
     core.add(make_request(range(12), "gone"))
     for _ in range(steps):
         core.step()
-    core.finish("gone", FinishReason.ABORT)
+    core.finish_request("gone", FinishReason.ABORT)
     assert core.scheduler.kv.usage == 0.0
     assert not core.step().outputs
     assert_nothing_left(core)
@@ -351,7 +351,7 @@ def test_client_gone_while_preempted_is_never_resumed() -> None:
     while preemptions(core, "gone") == 0:
         core.step()
     computed = simulated(core).computed["gone"]
-    core.finish("gone", FinishReason.ABORT)
+    core.finish_request("gone", FinishReason.ABORT)
     run_to_end(core)
     assert simulated(core).computed["gone"] == computed
     assert_nothing_left(core)
@@ -359,13 +359,13 @@ def test_client_gone_while_preempted_is_never_resumed() -> None:
 
 def test_ending_an_unknown_or_finished_request_is_a_no_op() -> None:
     core = make_core()
-    core.finish("nobody", FinishReason.ABORT)
+    core.finish_request("nobody", FinishReason.ABORT)
     assert not core.has_work
     core.add(make_request([1], "a", max_tokens=1))
     core.step()
-    core.finish("a", FinishReason.ABORT)
+    core.finish_request("a", FinishReason.ABORT)
     run_to_end(core)
-    core.finish("a", FinishReason.ABORT)
+    core.finish_request("a", FinishReason.ABORT)
     assert_nothing_left(core)
 
 

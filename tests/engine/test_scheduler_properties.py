@@ -157,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
             if living.status is RequestStatus.WAITING:
                 assert request_id not in self.executor.computed
                 self.never_to_run.add(request_id)
-        self.core.finish(request_id, reason)
+        self.core.finish_request(request_id, reason)
         assert request_id not in self.core.scheduler.requests
 
     @precondition(lambda self: self.core.scheduler.requests)

@@ -127,7 +127,7 @@ def answers(
         if waiting and core.num_steps % 3 == 0:
             core.add(waiting.pop())
         for request_id in outputs.process(core.step()):
-            core.finish(request_id, FinishReason.STOP)
+            core.finish_request(request_id, FinishReason.STOP)
         outputs.hand_over()
         core.scheduler.check_integrity()
         assert core.num_steps < 5000

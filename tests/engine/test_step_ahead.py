@@ -108,7 +108,7 @@ def test_who_leaves_in_flight_gives_back_at_once_and_is_heard_of_no_more() -> No
     core.add(make_request(range(100), "gone", max_tokens=20))
     while not any(output.new_token_ids for output in core.step().outputs):
         pass
-    core.finish("gone", FinishReason.ABORT)
+    core.finish_request("gone", FinishReason.ABORT)
     assert core.scheduler.kv.usage == 0.0
     follower = make_request(range(200, 320), "follower", max_tokens=5)
     core.add(follower)  # its blocks are those that the step in flight still writes to
@@ -122,7 +122,7 @@ def test_an_id_can_be_used_again_while_a_step_with_its_first_owner_is_in_flight(
     core = core_ahead()
     core.add(make_request(range(9), "same", max_tokens=20))
     core.step()
-    core.finish("same", FinishReason.ABORT)
+    core.finish_request("same", FinishReason.ABORT)
     again = make_request(range(50, 57), "same", max_tokens=6)
     core.add(again)
     assert_right(run_to_end(core), [again])

@@ -217,7 +217,7 @@ def test_outputs_follow_their_grammars_through_preemptions_and_departures(
             break
         if step == 5:
             for index in leaving & set(range(len(requests))):
-                core.finish(requests[index].request_id, FinishReason.ABORT)
+                core.finish_request(requests[index].request_id, FinishReason.ABORT)
         for output in core.step().outputs:
             outputs[output.request_id].append(output)
         core.scheduler.check_integrity()
@@ -256,7 +256,7 @@ def test_others_run_while_a_grammar_is_being_compiled() -> None:
     while not ended:
         ended += [output.request_id for output in core.step().outputs if output.finish_reason is not None]
     assert ended == ["plain"]
-    core.finish("leaving", FinishReason.ABORT)
+    core.finish_request("leaving", FinishReason.ABORT)
     assert core.has_work
     assert core.step().outputs == []
     go_on.set()

@@ -86,7 +86,7 @@ def drive(
         for request in arrivals.pop(number, ()):
             core.add(request)
         if number in leaving:
-            core.finish(leaving.pop(number), FinishReason.ABORT)
+            core.finish_request(leaving.pop(number), FinishReason.ABORT)
         if not (core.has_work or arrivals):
             assert not leaving
             return story

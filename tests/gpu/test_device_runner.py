@@ -153,7 +153,7 @@ def drive(core: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tupl
             core.add(request)
         del waiting[:2]
         if number == 7:
-            core.finish("r4", FinishReason.ABORT)
+            core.finish_request("r4", FinishReason.ABORT)
         if not (core.has_work or waiting):
             break
         batch = core.step()

@@ -1,0 +1,111 @@
+"""Which waiting requests start in a step. Used by the Scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from engine.scheduler.plan_draft import PlanDraft
+from engine.scheduler.preemption import who_makes_room
+from engine.scheduler.request import Request
+from engine.scheduler.request_table import RequestTable
+
+
+class Admission:
+    """Gives waiting requests running slots, blocks and what is left of a step's budget."""
+
+    def __init__(self, table: RequestTable, max_num_seqs: int) -> None:
+        self._table = table
+        self._kv = table.kv
+        self._max_num_seqs = max_num_seqs
+
+    def admit(
+        self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
+    ) -> list[Request]:
+        """Start waiting requests while budget, running slots and blocks last.
+
+        A request whose next block is being computed for somebody else, in this very step or in the one in flight,
+        waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
+        crowd with one system prompt, prefill it once.
+
+        Returns those that wait in vain: their deadline cannot be kept at that speed, or their grammar has an error.
+        """
+        table, kv = self._table, self._kv
+        being_computed = self._being_computed(plan)
+        admitted: list[Request] = []
+        dismissed: list[Request] = []
+        in_vain: list[Request] = []
+        passed_over = 0
+        candidates: Iterable[Request] = table.waiting.below_limits()
+        if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
+            candidates = [request for request in table.waiting if request.request_id in only]
+        for request in candidates:
+            if plan.budget == 0 or passed_over == self._max_num_seqs:
+                break
+            if request.grammar is not None and not request.grammar.is_ready:
+                if request.grammar.error is not None:
+                    in_vain.append(request)
+                continue
+            prefix = kv.find_prefix(request)
+            if self._is_being_computed(request, len(prefix), being_computed):
+                passed_over += 1
+                continue
+            num_missing = request.num_tokens - len(prefix) * kv.block_size
+            # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
+            if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
+                in_vain.append(request)
+                continue
+            while not (fits := self._fits(request, prefix)):
+                victim = who_makes_room(table, request, self._max_num_seqs, admitted, only)
+                if victim is None:
+                    break
+                plan.drop(victim)
+                table.preempt(victim, now)
+                dismissed.append(victim)
+            if not fits:
+                break
+            kv.adopt_prefix(request, prefix)
+            num_tokens = min(num_missing, plan.budget)
+            kv.extend(request, request.num_computed_tokens + num_tokens)
+            being_computed.update(
+                kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)
+            )
+            plan.add_prefill(request, num_tokens, num_missing)
+            plan.new_requests.append(request.to_new_request())
+            table.start(request, now)
+            admitted.append(request)
+        for request in admitted:
+            table.waiting.remove(request)
+        for request in dismissed:
+            table.waiting.push_front(request)
+        return in_vain
+
+    def _fits(self, request: Request, prefix: list[int]) -> bool:
+        return len(self._table.running) < self._max_num_seqs and self._kv.can_admit(request, prefix)
+
+    def _being_computed(self, plan: PlanDraft) -> set[bytes]:
+        """Hashes of the blocks that prefills in this step and in the one in flight will complete."""
+        in_flight = self._table.in_flight.latest
+        return {
+            self._kv.block_hash(request, index)
+            for request_id in in_flight.prefills | plan.prefills
+            for request in (self._table.requests[request_id],)
+            for index in self._blocks_completed(
+                request, in_flight.num_tokens.get(request_id, 0) + plan.num_tokens.get(request_id, 0)
+            )
+        }
+
+    def _blocks_completed(self, request: Request, num_tokens: int) -> range:
+        """Indices of the blocks that become full and computed when the request advances by `num_tokens`, as far as it
+        is known what they will hold."""
+        if not self._kv.enable_prefix_caching:
+            return range(0)
+        start = request.num_computed_tokens
+        end = min(start + num_tokens, len(request.token_ids))
+        return range(start // self._kv.block_size, end // self._kv.block_size)
+
+    def _is_being_computed(self, request: Request, index: int, being_computed: set[bytes]) -> bool:
+        if not (being_computed and request.reads_prefix_cache):
+            return False
+        if index >= (request.num_tokens - 1) // self._kv.block_size:
+            return False
+        return self._kv.block_hash(request, index) in being_computed

@@ -1,0 +1,95 @@
+"""All living requests: who waits, who runs, and what changes with that.
+
+When a request arrives, starts, is preempted or leaves, then its place in the queue, its tenant's share, its blocks, the
+steps in flight and the runner's rows change together. They do so here and nowhere else. Owned by the Scheduler.
+"""
+
+from __future__ import annotations
+
+from engine.messages import EventKind
+from engine.scheduler.fairness import TenantShares
+from engine.scheduler.in_flight import StepsInFlight
+from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.waiting_queue import WaitingQueue
+
+
+class RequestTable:
+    """`removed` are the rows that the runner still holds for requests that no longer run. The counters grow until
+    somebody takes them."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.kv = kv
+        self.requests: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}
+        self.shares = TenantShares()
+        self.waiting = WaitingQueue(self.shares)
+        self.in_flight = StepsInFlight()
+        self.removed: list[str] = []
+        self.num_grammars = 0  # living requests that have one
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # in tokens
+        self.prefix_cache_hits = 0
+
+    def add(self, request: Request) -> None:
+        """A request has arrived, and waits."""
+        self.requests[request.request_id] = request
+        self.num_grammars += request.grammar is not None
+        self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
+        self.waiting.push(request)
+
+    def start(self, request: Request, now: float) -> None:
+        """It gets a running slot. Whoever walks the queue takes it out of there afterwards."""
+        self.running[request.request_id] = request
+        self.shares.start(request.tenant)
+        request.status = RequestStatus.RUNNING
+        request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix_cache_queries += request.num_prompt_tokens
+            self.prefix_cache_hits += request.num_cached_tokens
+
+    def preempt(self, request: Request, now: float) -> None:
+        """It loses its running slot and its blocks. Whoever walks the queue puts it back there afterwards."""
+        self.in_flight.void(request.request_id)
+        request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
+        del self.running[request.request_id]
+        self.shares.stop(request.tenant)
+        self.removed.append(request.request_id)
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def put_back(self, request: Request, now: float) -> None:
+        """Preempt it, and let it wait for its next turn."""
+        self.preempt(request, now)
+        self.waiting.push_front(request)
+
+    def remove(self, request: Request) -> None:
+        """It has ended, for whatever reason, and nothing here is its own any more."""
+        self.in_flight.void(request.request_id)
+        del self.requests[request.request_id]
+        if request.grammar is not None:
+            self.num_grammars -= 1
+            request.grammar.close()
+        self.shares.leave(request.tenant)
+        if request.request_id in self.running:
+            del self.running[request.request_id]
+            self.shares.stop(request.tenant)
+            self.removed.append(request.request_id)
+        else:
+            self.waiting.remove(request)
+        self.kv.free(request)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
+        self.kv.pool.check_integrity(request.block_ids for request in self.requests.values())
+        if set(self.running) & {request.request_id for request in self.waiting}:
+            raise AssertionError("a request is both running and waiting")
+        if len(self.running) + len(self.waiting) != len(self.requests):
+            raise AssertionError("a living request is neither running nor waiting")
+        if self.shares.num_living.total() != len(self.requests) or self.shares.num_running.total() != len(self.running):
+            raise AssertionError("the tenants' counts differ from the requests there are")
+        if not set(self.in_flight.latest.num_tokens) <= set(self.running):
+            raise AssertionError("a step in flight counts for a request that does not run")

@@ -20,7 +20,7 @@ from app.scope import RequestScope
 from app.server import ServedModel, Server
 from app.workload import INLINE_ANSWER, weight_of
 from engine.errors import InvalidRequest
-from engine.frontend.output_processor import RequestStream
+from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded

@@ -33,7 +33,7 @@ from app.hypercorn_patches import Connection, current_connection
 from app.logs import request_logger
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
-from engine.frontend.output_processor import RequestStream
+from engine.frontend.request_stream import RequestStream
 from engine.messages import FinishReason
 from protocol.dialects import dialect_of
 from protocol.errors import ApiError, to_api_error

@@ -6,6 +6,7 @@ fair_threads      a few threads that tenants take turns at
 input_processor   the last check before the engine; `n` choices become requests of their own
 detokenizer       token ids to text, as they come; stop strings
 observer          who counts: metrics listen here
+request_stream    one request's outbox, and who reads it
 output_processor  an engine's outputs to each caller's stream
 async_llm         `AsyncLLM`, the server's front door: a request is a scope
 llm               `LLM`, the offline one

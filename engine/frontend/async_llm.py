@@ -27,7 +27,8 @@ from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.fair_threads import FairThreads
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.observer import NullObserver, Observer
-from engine.frontend.output_processor import OutputProcessor, RequestStream
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.request_stream import RequestStream
 from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

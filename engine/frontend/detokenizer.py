@@ -23,7 +23,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class TokenDecoder(Protocol):
     """Decodes the tokens of one sequence in order."""
 
-    def feed(self, token_id: int) -> str:
+    def feed_token(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is unfinished."""
         ...
 
@@ -71,7 +71,7 @@ class _ByteLevelDecoder:
         # Replaces what can never become valid, as the tokenizers library does, and keeps what still may.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def feed(self, token_id: int) -> str:
+    def feed_token(self, token_id: int) -> str:
         if token_id in self._skipped or token_id >= len(self._bytes_of):
             return ""
         return self._utf8.decode(self._bytes_of[token_id])
@@ -89,7 +89,7 @@ class _WindowDecoder:
         self._shown: list[int] = []
         self._pending: list[int] = []
 
-    def feed(self, token_id: int) -> str:
+    def feed_token(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
         self._pending.append(token_id)
@@ -127,7 +127,7 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed_text(self, text: str) -> str:
         """Add text; returns what is decided. Once `matched` is set, nothing more comes."""
         text = self._held + text
         self._held = ""

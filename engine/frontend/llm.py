@@ -15,7 +15,8 @@ from engine.core.core import EngineCore
 from engine.errors import RequestFailed
 from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.input_processor import InputProcessor
-from engine.frontend.output_processor import OutputProcessor, RequestStream
+from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 
 OnStep = Callable[[int, int], None]

@@ -1,24 +1,19 @@
 """From the engine's token ids to what a caller reads: text, stop strings, usage, and the figures of each request.
 
-One OutputProcessor serves all requests of a front end, on the front end's thread. A `RequestStream` is one request's
-outbox: steps put deltas in, one task takes them out, and deltas that pile up in between are merged, so a reader that
-lags costs memory for its text and for nothing else.
-
-Waking a task costs several times what a token costs otherwise. So a reader may leave a listener, which is called with
-what a step has brought, and is woken only for what the listener does not take.
+One OutputProcessor serves all requests of a front end, on the front end's thread. What it makes of a step goes into the
+requests' streams (`engine.frontend.request_stream`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-
-import anyio
+from collections.abc import Sequence
 
 from engine.clock import Clock
 from engine.frontend.detokenizer import StopStrings, Vocabulary
 from engine.frontend.observer import NullObserver, Observer
+from engine.frontend.request_stream import FAILURES, RequestStream
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -30,133 +25,10 @@ from engine.messages import (
     TokenLogprobs,
 )
 
-Listener = Callable[[Collection[RequestOutput]], bool]
-"""Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
-
-_FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 # What listeners get of log-probabilities at one hand-over, at about two microseconds each. What is more goes to the
 # readers, each in a turn of its own.
 LISTENED_LOGPROBS = 4096
 MAX_EVENTS = 2048  # kept of one request; more than the chunks of a prompt of a hundred thousand tokens
-
-
-class RequestStream:
-    """The deltas of one request, all its choices together; iterate it from one task.
-
-    A request has `n` choices for each of its prompts, numbered prompt by prompt. Iteration ends after the last choice
-    has finished. It raises what the engine died of, if it did.
-    """
-
-    def __init__(
-        self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest], opened_time: float
-    ) -> None:
-        self.request_id = requests[0].request_id
-        self.prompts = [request.prompt_token_ids for request in requests]
-        self.prompt_lengths = [len(prompt) for prompt in self.prompts]
-        self.num_prompt_tokens = sum(self.prompt_lengths)
-        self.child_ids = [child.request_id for child in children]
-        self.arrival_time = requests[0].arrival_time
-        self.opened_time = opened_time
-        self.events: list[tuple[int, RequestEvent]] = []  # what the engine did, with the number of the choice
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.num_output_tokens = 0
-        self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
-        self.logprobs_per_token = max(_num_logprobs(request) for request in requests)
-        self.num_unfinished = len(children)
-        self.finished_time: float | None = None  # when the engine was done with the last choice
-        self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
-        self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
-        self.error: Exception | None = None  # what the engine died of
-        self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
-        self._pending: dict[int, RequestOutput] = {}
-        self._arrived: anyio.Event | None = None
-        self._is_patient = False  # the reader waits for the end
-        self._listener: Listener | None = None
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        await self.wait()
-        if self._pending:
-            return self._pending.pop(next(iter(self._pending)))
-        if self.error is not None:
-            raise self.error
-        raise StopAsyncIteration
-
-    async def wait(self) -> None:
-        """Wait until there is something to read, or nothing more will come. Loses nothing when cancelled."""
-        while not self._pending and self.error is None and self.num_unfinished:
-            self._arrived = anyio.Event()
-            await self._arrived.wait()
-
-    async def wait_finished(self) -> None:
-        """Wait until nothing more will come, or a choice has failed. Meanwhile deltas merge into one per choice."""
-        self._is_patient = True
-        try:
-            while self.error is None and not self._is_over:
-                self._arrived = anyio.Event()
-                await self._arrived.wait()
-        finally:
-            self._is_patient = False
-
-    def listen(self, listener: Listener | None) -> None:
-        """From now on `listener` gets what steps bring. It returns whether it has taken it: if not, that stays to be
-        read, and the reader is woken. It is called between two steps of the reader's task, and must not raise."""
-        self._listener = listener
-
-    def drain(self) -> list[RequestOutput]:
-        """Everything pending, without waiting: one merged delta per choice."""
-        pending, self._pending = list(self._pending.values()), {}
-        return pending
-
-    def push(self, output: RequestOutput) -> None:
-        pending = self._pending.get(output.index)
-        if pending is None:
-            self._pending[output.index] = output
-        else:
-            _merge(pending, output)
-
-    @property
-    def num_pending_logprobs(self) -> int:
-        """How many log-probabilities wait to be read."""
-        return self.logprobs_per_token * sum(
-            len(output.token_ids) + len(output.prompt_logprobs or ()) for output in self._pending.values()
-        )
-
-    def hand_over(self, *, listened: bool = True) -> None:
-        """Everything that a step, or several, had for this stream has been pushed; now to the listener, if it is
-        `listened` to, or the reader.
-
-        Text alone is worth a wake-up, and so is an end. A token that shows nothing yet, such as the first half of a
-        character, can wait for the next.
-        """
-        if not self._pending:
-            return
-        outputs = self._pending.values()
-        if listened and self._listener is not None and self._listener(outputs):
-            self._pending.clear()
-        elif self._arrived is not None and (
-            self._is_over
-            if self._is_patient
-            else any(output.text or output.finish_reason is not None for output in outputs)
-        ):
-            self._wake()
-
-    @property
-    def _is_over(self) -> bool:
-        return not self.num_unfinished or self.finish_reason in _FAILURES
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more will come. What is pending can still be read."""
-        self.error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._arrived is not None:
-            self._arrived.set()
-            self._arrived = None
 
 
 class OutputProcessor:
@@ -192,7 +64,7 @@ class OutputProcessor:
         request."""
         unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
         reason = stream.finish_reason
-        if reason is None or (unfinished and reason not in _FAILURES):
+        if reason is None or (unfinished and reason not in FAILURES):
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
         scheduled = stream.first_scheduled_time
         if stream.first_token_time is None:
@@ -346,7 +218,7 @@ class _Choice:
                 stream.first_token_time = timestamp
         if finish_reason is not None:
             stream.num_unfinished -= 1
-            if stream.finish_reason not in _FAILURES:  # one choice that failed is a failed request
+            if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp
         stream.push(
@@ -378,35 +250,13 @@ class _Choice:
             stopped = output.finish_reason is FinishReason.STOP and not output.is_complete
             if is_last and stopped and self._hide_stop_token:
                 break  # the stop token itself is counted, not shown
-            piece = self._decoder.feed(token_id)
+            piece = self._decoder.feed_token(token_id)
             if self._stops is None:
                 text += piece
             elif self.num_output_tokens + position < self._min_tokens:
                 text += piece  # stop strings do not count yet
             else:
-                text += self._stops.feed(piece)
+                text += self._stops.feed_text(piece)
                 if self._stops.matched is not None:
                     return text, position + 1
         return text, len(output.new_token_ids)
-
-
-def _num_logprobs(request: EngineCoreRequest) -> int:
-    """For each token: its own and the likely ones."""
-    sampling = request.sampling
-    asked = [each for each in (sampling.logprobs, sampling.prompt_logprobs) if each is not None]
-    return max(asked) + 1 if asked else 0
-
-
-def _merge(pending: RequestOutput, output: RequestOutput) -> None:
-    """Add a later delta of the same choice to one that has not been read yet."""
-    pending.text += output.text
-    pending.token_ids += output.token_ids
-    if output.logprobs is not None:
-        pending.logprobs = (pending.logprobs or []) + output.logprobs
-    pending.finish_reason = output.finish_reason
-    pending.stop_reason = output.stop_reason
-    pending.num_cached_tokens = output.num_cached_tokens
-    pending.num_output_tokens = output.num_output_tokens
-    pending.error = output.error
-    pending.embedding = output.embedding
-    pending.refusal = output.refusal

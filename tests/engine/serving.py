@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from engine.core.core import EngineCore
 from engine.frontend.async_llm import AsyncLLM
-from engine.frontend.output_processor import RequestStream
+from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, RequestOutput
 from engine.scheduler.plan import SchedulerOutput
 from engine.simulation.tokens import expected_output

@@ -26,7 +26,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 
 def feed_all(vocabulary: Vocabulary, token_ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
     decoder = vocabulary.decoder(skip_special_tokens=skip_special_tokens)
-    return [decoder.feed(token_id) for token_id in token_ids]
+    return [decoder.feed_token(token_id) for token_id in token_ids]
 
 
 def assert_all_but_an_unfinished_character(text: str, whole: str) -> None:
@@ -138,7 +138,7 @@ def test_the_earliest_stop_string_ends_the_text_however_it_is_cut(
     finder = StopStrings(stops, include_in_output=include)
     shown = ""
     for piece in cut(text, cuts):
-        shown += finder.feed(piece)
+        shown += finder.feed_text(piece)
         if finder.matched is not None:
             break
     match = first_match(text, stops)
@@ -157,7 +157,7 @@ def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: 
     finder = StopStrings(stops, include_in_output=False)
     shown = ""
     for end, character in enumerate(text, 1):
-        shown += finder.feed(character)
+        shown += finder.feed_text(character)
         if finder.matched is not None:
             return
         could_become = [
@@ -168,7 +168,12 @@ def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: 
 
 def test_text_that_cannot_match_flows_on_at_once() -> None:
     finder = StopStrings(["</answer>"], include_in_output=False)
-    assert [finder.feed(piece) for piece in ("a <", "b", " </ans", "x</answer> more")] == ["a ", "<b", " ", "</ansx"]
+    assert [finder.feed_text(piece) for piece in ("a <", "b", " </ans", "x</answer> more")] == [
+        "a ",
+        "<b",
+        " ",
+        "</ansx",
+    ]
     assert finder.matched == "</answer>"
 
 

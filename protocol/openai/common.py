@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
@@ -40,6 +41,11 @@ class StreamOptions(ClientModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+@cache
+def _shared_with_sampling(request: type[GenerationRequest]) -> tuple[str, ...]:
+    return tuple(name for name in SamplingParams.__struct_fields__ if name in request.model_fields)
 
 
 class GenerationRequest(RequestFields, StructuredOutputFields):
@@ -150,19 +156,18 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         name, max_tokens = self._max_tokens()
         if max_tokens == 0 and not self.may_generate_nothing:
             raise InvalidRequest(f"{name} must be in [1, {2**31 - 1}], got 0.", param=name)
-        names = type(self).model_fields.keys() & set(SamplingParams.__struct_fields__)
-        fields = {name: getattr(self, name) for name in names} | {
+        values: dict[str, Any] = {name: getattr(self, name) for name in _shared_with_sampling(type(self))} | {
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": self.logit_bias or None,
             "seed": None if self.seed == -1 else self.seed,
             "max_tokens": max_tokens,
-            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or [],
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids),
             "logprobs": self._logprobs()[1],
             "structured_output": self.structured_output()[1],
+            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            "bad_words": tuple(self.bad_words),
             "prompt_logprobs": _larger(self.prompt_logprobs, self._echo_logprobs()),
-        }
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
         }
         params = SamplingParams(**values)
         try:

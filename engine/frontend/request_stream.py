@@ -50,7 +50,7 @@ class RequestStream:
         self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
-        self._is_patient = False  # the reader waits for the end
+        self._waits_for_end = False  # the reader waits for the end
         self._listener: Listener | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -72,13 +72,13 @@ class RequestStream:
 
     async def wait_finished(self) -> None:
         """Wait until nothing more will come, or a choice has failed. Meanwhile deltas merge into one per choice."""
-        self._is_patient = True
+        self._waits_for_end = True
         try:
             while self.error is None and not self._is_over:
                 self._arrived = anyio.Event()
                 await self._arrived.wait()
         finally:
-            self._is_patient = False
+            self._waits_for_end = False
 
     def listen(self, listener: Listener | None) -> None:
         """From now on `listener` gets what steps bring. It returns whether it has taken it: if not, that stays to be
@@ -118,7 +118,7 @@ class RequestStream:
             self._pending.clear()
         elif self._arrived is not None and (
             self._is_over
-            if self._is_patient
+            if self._waits_for_end
             else any(output.text or output.finish_reason is not None for output in outputs)
         ):
             self._wake()

@@ -2,6 +2,7 @@
 #
 #   make serve    environment, install, fetch the embedded model, start the server
 #   make test     environment, install, every check and test
+#   make check    what takes less than a minute of it: lint, types, unit tests without servers or downloads
 #
 # Flags for the server: make serve ARGS="--port 9000 --model path/to/model". Another Python: make PYTHON=python3.12 test
 
@@ -19,7 +20,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test lint format storm compiler nginx npm lock clean
+.PHONY: help serve chat test check lint format storm compiler nginx npm lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,6 +35,11 @@ chat: $(VENV)/.runtime
 test: compiler lint nginx npm
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+
+UNITS := tests/engine tests/protocol tests/app tests/test_tables_of_contents.py \
+  $(addprefix tests/gpu/test_,host.py input_batch.py kv_cache_size.py sampler_masks.py checkpoint_gguf_file.py)
+check: lint
+	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $(UNITS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -15,6 +15,8 @@ from app.cli import main
 from app.setting_sources import flag_name
 from app.settings import Settings
 
+pytestmark = pytest.mark.slow
+
 HEADRACE = [sys.executable, "-m", "app.cli"]
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("module", ["app", "app.application", "app.cli", "app.engine_process"])
 def test_import_brings_no_torch(module: str) -> None:

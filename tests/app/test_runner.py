@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A server whose answer takes a moment, under the runner that `headrace serve` uses. The drain limit is beyond what a
 # test may take, so whoever waits for it instead of for the clients never ends.
 SERVER = """

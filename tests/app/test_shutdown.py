@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SIGNAL_AFTER_THE_PARENTS_WORD = """
 import os, signal, sys
 import anyio

@@ -17,6 +17,8 @@ from app.request_record import RequestRecord
 from app.settings import Settings, SettingsError
 from app.tracing import SpanTracer, open_tracer
 
+pytestmark = pytest.mark.slow
+
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 

@@ -18,7 +18,7 @@ from tests.engine.helpers import make_request, until
 from tests.engine.processes import Serving, Where, client, engines_of_this_process, serving
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, assert_text_of, collect, expected_tokens
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(params=["thread", "process"])

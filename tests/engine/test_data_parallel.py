@@ -17,7 +17,7 @@ from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, collect, expected_tokens
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(params=["uvloop", "trio"])

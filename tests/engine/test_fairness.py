@@ -164,6 +164,7 @@ def test_a_flood_that_never_ends_keeps_nobody_from_finishing() -> None:
 # --- shares over time
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -424,6 +425,7 @@ def expected_tokens(core: EngineCore, request: EngineCoreRequest) -> list[int]:
     ).token_ids
 
 
+@pytest.mark.slow
 def test_whatever_tenants_do_each_request_is_served_and_no_limit_is_exceeded() -> None:
     _seen.clear()
     for _ in range(5):  # forty random stories mostly have all of it in them, but one run in fifty lacks a preemption

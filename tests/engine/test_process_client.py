@@ -23,7 +23,7 @@ from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
 from tests.engine.serving import TOKENIZER, collect
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from functools import partial
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -259,6 +260,7 @@ class EngineMachine(RuleBasedStateMachine):
                 _seen[f"finished {expected.finish_reason}"] += 1
 
 
+@pytest.mark.slow
 def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> None:
     _seen.clear()
     run_state_machine_as_test(

@@ -26,6 +26,8 @@ from protocol.chat_template import (
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, CompiledTemplate
 from protocol.template_process import TemplateProcesses
 
+pytestmark = pytest.mark.slow
+
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "hi"}]
 

@@ -20,6 +20,8 @@ from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError
 from protocol.jinja_sandbox import Failure, RenderingFailed
 from protocol.template_process import TemplateProcesses
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 60.0
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SWITCH = "{% if loop %}" + LOOP + "{% elif bomb %}{{ ('a' * bomb) | length }}{% else %}{{ text }}{% endif %}"

@@ -33,7 +33,7 @@ class Endpoint:
         self._log = server.settings.log_requests and not quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = _open_scope(self._server, scope, receive, send)
+        request = RequestScope(scope, receive, send, self._server.settings)
         current_tenant.set(request.tenant.name)
         on_hold = self._server.metrics.on_loop_hold
         await in_steps(self._run(request), lambda seconds: on_hold(seconds, self._route, request.request_id))
@@ -67,7 +67,7 @@ class Refusal:
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = _open_scope(self._server, scope, receive, send)
+        request = RequestScope(scope, receive, send, self._server.settings)
         self._server.enter(request, quiet=True)
         try:
             await request.refuse(self._error)
@@ -78,15 +78,3 @@ class Refusal:
 def refuse_with(server: Server) -> Callable[[ApiError], ASGIApp]:
     """Makes a `Refusal` of an error."""
     return partial(Refusal, server)
-
-
-def _open_scope(server: Server, scope: Scope, receive: Receive, send: Send) -> RequestScope:
-    settings = server.settings
-    return RequestScope(
-        scope,
-        receive,
-        send,
-        max_body_bytes=settings.max_body_bytes,
-        body_timeout=settings.body_timeout,
-        send_timeout=settings.send_timeout,
-    )

@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.hypercorn_patches import Connection, current_connection
 from app.logs import request_logger
+from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
 from engine.frontend.request_stream import RequestStream
@@ -66,16 +67,7 @@ class RequestScope:
         *("query_string", "received_time", "request_id", "status", "tenant"),
     )
 
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        max_body_bytes: int,
-        body_timeout: float,
-        send_timeout: float,
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.http_version: str = scope["http_version"]
@@ -99,9 +91,9 @@ class RequestScope:
         self._asgi_send = send
         self._num_sending = 0
         self._sending_since: float | None = None  # since when the client has not read any of what is being sent
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout = body_timeout
-        self._send_timeout = send_timeout
+        self._max_body_bytes = settings.max_body_bytes
+        self._body_timeout = settings.body_timeout
+        self._send_timeout = settings.send_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
         self._error_frame: Callable[[ApiError], bytes] | None = None

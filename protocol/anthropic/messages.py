@@ -20,7 +20,7 @@ from protocol.anthropic.blocks import (
 )
 from protocol.body import ClientModel, at_most, at_most_inside, fail_fast, known_types
 from protocol.openai.chat import MAX_MESSAGES
-from protocol.translation import DialectRequest, TranslatedChat, chat_request
+from protocol.translation import DialectRequest, TranslatedChat, chat_request, tool_fields
 
 MAX_TOOLS = 128
 MIN_THINKING = 1024  # tokens
@@ -50,13 +50,8 @@ class Tool(ClientModel):
 
     def for_chat(self) -> dict[str, Any]:
         """The tool in chat's form."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-            "strict": self.strict,
-        }
-        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+        function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
+        return {"type": "function", "function": function | {"parameters": self.input_schema}}
 
 
 class ToolChoice(ClientModel):
@@ -150,7 +145,10 @@ class CountTokensRequest(DialectRequest):
             raise InvalidRequest("messages must have content: all of their blocks are missing.", param="messages")
         if self.system is not None and (text := system_text(self.system)):
             messages.insert(0, {"role": "system", "content": text})
-        fields = {**super().chat_fields(), "messages": messages, **self._tool_fields()}
+        choice = self.tool_choice or ToolChoice(type="auto")
+        parallel = not choice.disable_parallel_tool_use
+        fields = {**super().chat_fields(), "messages": messages}
+        fields |= tool_fields(self.tools, choice.for_chat(), parallel=parallel)
         if messages[-1]["role"] == "assistant":  # the client has begun the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         config = self.output_config or OutputConfig()
@@ -162,18 +160,6 @@ class CountTokensRequest(DialectRequest):
             **fields,
             "reasoning_effort": config.effort,
             "chat_template_kwargs": {"enable_thinking": thinks},
-        }
-
-    def _tool_fields(self) -> dict[str, Any]:
-        if not self.tools:
-            if self.tool_choice is not None and self.tool_choice.type in ("any", "tool"):
-                raise InvalidRequest("tool_choice needs tools; send some or leave it out.", param="tool_choice")
-            return {}
-        choice = self.tool_choice or ToolChoice(type="auto")
-        return {
-            "tools": [tool.for_chat() for tool in self.tools],
-            "tool_choice": choice.for_chat(),
-            "parallel_tool_calls": not choice.disable_parallel_tool_use,
         }
 
 

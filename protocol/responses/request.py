@@ -12,7 +12,7 @@ from engine.errors import InvalidRequest
 from protocol.body import ClientModel, at_most, check_type, fail_fast, json_type, known_types, type_tag
 from protocol.openai.common import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
-from protocol.translation import DialectRequest, TranslatedChat, chat_request
+from protocol.translation import DialectRequest, TranslatedChat, chat_request, tool_fields
 
 MAX_TOOLS = 128
 MAX_METADATA = 16  # entries
@@ -231,16 +231,8 @@ class InputTokensRequest(DialectRequest):
                 )
 
             tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
-        if not tools:
-            if choice not in ("none", "auto"):
-                raise InvalidRequest("tool_choice needs tools; send some or leave it out.", param="tool_choice")
-            return {}
         named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
-        return {
-            "tools": [tool.for_chat() for tool in tools],
-            "tool_choice": named,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
+        return tool_fields(tools, named, parallel=self.parallel_tool_calls)
 
 
 class ResponsesRequest(InputTokensRequest):

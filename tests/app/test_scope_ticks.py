@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import MutableMapping
 from typing import Any
@@ -11,6 +10,7 @@ import anyio
 import pytest
 
 from app.scope import RequestScope
+from app.settings import Settings
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -31,7 +31,7 @@ def scope_of(sent: list[MutableMapping[str, Any]], body: list[bytes]) -> Request
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "http_version": "1.1", "query_string": b"", "headers": []}
-    return RequestScope(scope, receive, send, max_body_bytes=9, body_timeout=9.0, send_timeout=math.inf)
+    return RequestScope(scope, receive, send, Settings())
 
 
 @pytest.mark.parametrize("leaves", ["by itself", "because it is cut"])

@@ -110,6 +110,7 @@ class RowTable:
         self.columns = make_columns(COLUMNS, sizes.max_num_seqs)
         self.biases = Biases(self.columns)
         self._sizes = sizes
+        self._fills = [(self.columns[column.name], column.fill) for column in COLUMNS]
         self._num_tokens = self.columns["num_tokens"]
         self._num_computed_tokens = self.columns["num_computed_tokens"]
         self._num_blocks = [0] * sizes.max_num_seqs
@@ -186,8 +187,8 @@ class RowTable:
         if not self._free_rows:
             raise ValueError(f"Request {request.request_id} finds all {num_rows} rows of the batch taken.")
         row = self._rows[request.request_id] = self._free_rows.pop()
-        for column in COLUMNS:
-            self.columns[column.name][row] = column.fill(request)
+        for numbers, fill in self._fills:
+            numbers[row] = fill(request)
         self._num_blocks[row] = 0
         self.biases.add(row, request)
         store.add(row, request)

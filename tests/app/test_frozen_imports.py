@@ -17,7 +17,7 @@ def test_nothing_is_collected_during_the_import_and_nothing_looked_at_afterwards
     before = gc.get_freeze_count()
     with frozen_imports("a.module.that.is.new"):
         assert not gc.isenabled()
-        made = [[] for _ in range(1000)]
+        made: list[list[object]] = [[] for _ in range(1000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= before + len(made)
     assert not any(candidate is made for candidate in gc.get_objects())

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import structlog
@@ -34,7 +35,7 @@ def log_to_text(log_format: str = "auto", log_level: str = "info") -> io.StringI
     return stream
 
 
-def a_request(**changes: object) -> None:
+def a_request(**changes: Any) -> None:
     known = {
         "request_id": "chatcmpl-1",
         "method": "POST",

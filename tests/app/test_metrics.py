@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,7 +30,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def stats(**changes: float) -> SchedulerStats:
-    stats = {
+    stats: dict[str, Any] = {
         "step": 1,
         "num_running": 0,
         "num_waiting": 0,
@@ -114,7 +116,7 @@ def test_a_prompt_is_counted_as_its_usage_says(metrics: Metrics) -> None:
 
 def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:
     """Peers count an aborted request's tokens in one place and not in the other, and bills disagree."""
-    done = {"prompt_tokens": 10, "output_tokens": 5, "cached_tokens": 4, "e2e_seconds": 1.0}
+    done: dict[str, Any] = {"prompt_tokens": 10, "output_tokens": 5, "cached_tokens": 4, "e2e_seconds": 1.0}
     metrics.on_request_finished(FinishReason.STOP, **done, queue_seconds=0.1)
     metrics.on_request_finished(FinishReason.ABORT, **done, queue_seconds=None)
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1

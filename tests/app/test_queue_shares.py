@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from app.tenants import ANONYMOUS, Tenant
 from protocol.errors import ApiError
 
 
-def tenants_of(*weights: float, **fields: int) -> list[Tenant]:
+def tenants_of(*weights: float, **fields: Any) -> list[Tenant]:
     return [Tenant(name=f"tenant-{number}", weight=weight, **fields) for number, weight in enumerate(weights)]
 
 

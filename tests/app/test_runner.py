@@ -61,6 +61,7 @@ class Server:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def ends_well(self) -> bool:
+        assert self.process.stdout is not None
         return self.process.wait() == 0 and self.process.stdout.read() == "drained\n"
 
 
@@ -70,6 +71,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         [sys.executable, "-c", SERVER, request.param], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
+            assert process.stdout is not None
+            assert process.stderr is not None
             port = int(process.stdout.readline())
             assert "Running on" in process.stderr.readline()
             yield Server(process, port)

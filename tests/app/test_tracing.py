@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -23,7 +24,7 @@ TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT_ID = "00f067aa0ba902b7"
 
 
-def a_trace(**changes: object) -> RequestRecord:
+def a_trace(**changes: Any) -> RequestRecord:
     now = time.monotonic()
     fields = {
         "method": "POST",
@@ -53,7 +54,14 @@ def recorded(trace: RequestRecord) -> dict[str, ReadableSpan]:
 
 
 def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
     return (span.end_time - span.start_time) / 1e9
+
+
+def attributes_of(span: ReadableSpan) -> dict[str, Any]:
+    assert span.attributes is not None
+    return dict(span.attributes)
 
 
 def test_queue_prefill_and_decode_fill_the_request_without_a_gap() -> None:
@@ -68,7 +76,9 @@ def test_queue_prefill_and_decode_fill_the_request_without_a_gap() -> None:
     assert spans["queue"].start_time == root.start_time
     assert spans["queue"].end_time == spans["prefill"].start_time
     assert spans["decode"].end_time == root.end_time
-    assert all(spans[name].parent.span_id == root.context.span_id for name in ("queue", "prefill", "decode"))
+    parents = [spans[name].parent for name in ("queue", "prefill", "decode")]
+    assert all(parent and parent.span_id == root.context.span_id for parent in parents)
+    assert root.end_time is not None
     assert abs(root.end_time - time.time_ns()) < 60e9, "spans carry the time of day, not of the monotonic clock"
 
 
@@ -77,12 +87,13 @@ def test_a_request_aborted_in_the_queue_has_only_a_queue() -> None:
     spans = recorded(a_trace(**never_ran, num_output_tokens=0))
     assert set(spans) == {"queue", "/v1/chat/completions"}
     assert seconds(spans["queue"]) == pytest.approx(4.0, abs=1e-3)
-    assert spans["/v1/chat/completions"].attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert attributes_of(spans["/v1/chat/completions"])["gen_ai.response.finish_reasons"] == ("abort",)
 
 
 def test_the_callers_trace_goes_on() -> None:
     root = recorded(a_trace(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01"))["/v1/chat/completions"]
     assert f"{root.context.trace_id:032x}" == TRACE_ID
+    assert root.parent is not None
     assert f"{root.parent.span_id:016x}" == PARENT_ID
 
 
@@ -96,8 +107,7 @@ def test_a_broken_traceparent_starts_a_new_trace(traceparent: str) -> None:
 
 
 def test_the_attributes_count_and_do_not_quote() -> None:
-    attributes = recorded(a_trace())["/v1/chat/completions"].attributes
-    assert dict(attributes) == {
+    assert attributes_of(recorded(a_trace())["/v1/chat/completions"]) == {
         "gen_ai.request.id": "chatcmpl-1",
         "gen_ai.response.model": "tiny",
         "gen_ai.response.finish_reasons": ("stop",),

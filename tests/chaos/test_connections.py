@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import h11
 import orjson
@@ -186,7 +187,7 @@ def test_unread_answers_do_not_hold_up_the_end(worker_class: str) -> None:
 # --- a full server
 
 CONNECTIONS = 4  # connections
-FULL = {"max_connections": CONNECTIONS, "max_num_seqs": 2 * CONNECTIONS, "send_timeout": 60}
+FULL: dict[str, Any] = {"max_connections": CONNECTIONS, "max_num_seqs": 2 * CONNECTIONS, "send_timeout": 60}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ WAYS: list[tuple[str, Start]] = [
 ]
 
 
-def start(worker_class: str, how: Start, **settings: object) -> ChaosServer:
+def start(worker_class: str, how: Start, **settings: Any) -> ChaosServer:
     """A server whose steps take a moment, so that there is something in flight."""
     server = ChaosServer(worker_class, how, device="simulated", max_num_seqs=3, **settings)
     server.faults.order("slow", seconds=0.01)

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.chaos.test_drain import children, is_running
 from tests.server.harness import TIMEOUT
 
 
-def start(worker_class: str = "uvloop", how: Start = "serve", **settings: object) -> ChaosServer:
+def start(worker_class: str = "uvloop", how: Start = "serve", **settings: Any) -> ChaosServer:
     """A server with engine processes whose steps take a moment, so that there is something in flight."""
     server = ChaosServer(worker_class, how, device="simulated", engine="process", **settings)
     server.faults.order("slow", seconds=0.01)

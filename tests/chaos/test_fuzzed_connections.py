@@ -210,8 +210,8 @@ def check_fuzz(worker_class: str, exchanges: int) -> None:
                 pass
         left_open = [converse(server, random.Random(seed - number)) for number in range(LEFT_OPEN)]
         server.poll(lambda: server.num_open_files, lambda now: now <= before)
-        for client in left_open:
-            client.close()
+        for left in left_open:
+            left.close()
         with server.connect() as client:
             client.get("/livez")
             assert client.read_head().status_code == 200

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ BOTH_KINDS = pytest.mark.parametrize("server", ["uvloop", "trio"], indirect=True
 
 @pytest.fixture(scope="module")
 def server(request: pytest.FixtureRequest) -> Iterator[ChaosServer]:
-    settings = {"send_timeout": SEND_TIMEOUT, "sse_keep_alive": KEPT_ALIVE_EVERY, "max_num_seqs": 64}
+    settings: dict[str, Any] = {"send_timeout": SEND_TIMEOUT, "sse_keep_alive": KEPT_ALIVE_EVERY, "max_num_seqs": 64}
     with ChaosServer(request.param, "hypercorn.toml", device="simulated", **settings) as running:
         yield running.wait_ready()
 

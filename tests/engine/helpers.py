@@ -210,6 +210,12 @@ class RecordingObserver:
     def on_delivery(self, seconds: float) -> None: ...
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None, token
+    return token_id
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that another thread does; the test's own timeout is the limit."""
     while not condition():  # noqa: ASYNC110 - a thread cannot set an anyio.Event

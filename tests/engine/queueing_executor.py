@@ -28,7 +28,7 @@ class QueueingExecutor(CheckedExecutor):
         self._queue: deque[QueuedStep] = deque()
         self._in_flight: deque[QueuedStep] = deque()  # whose results nobody has asked for
 
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> QueuedStep:  # type: ignore[override]
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> QueuedStep:
         if self.is_shut_down:
             raise PlanViolation("a plan after the shutdown")
         self.plans.append(plan)

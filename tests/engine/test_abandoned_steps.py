@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import pytest
@@ -88,7 +89,7 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(is_long: Callable[[SchedulerOutput], bool], **options: int) -> AsyncIterator[Serving]:
+async def serving(is_long: Callable[[SchedulerOutput], bool], **options: Any) -> AsyncIterator[Serving]:
     cores: list[EngineCore] = []
     devices: list[LayeredDevice] = []
 

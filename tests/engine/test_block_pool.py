@@ -33,8 +33,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         contents = data.draw(st.lists(st.sampled_from(sorted(self.contents)), min_size=1, unique=True))
-        block_ids = [self.pool.find(content) for content in contents]
-        assert block_ids == [self.contents[content] for content in contents]
+        block_ids = [self.contents[content] for content in contents]
+        assert [self.pool.find(content) for content in contents] == block_ids
         self.pool.share(block_ids)
         self.free = [i for i in self.free if i not in block_ids]
         self.tables.append(block_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import anyio
@@ -38,11 +39,14 @@ async def test_messages_arrive_on_the_loop_once_and_in_order() -> None:
         received.extend(messages)
         threads.add(threading.get_ident())
 
+    def has_received(count: int) -> bool:
+        return len(received) == count
+
     channel = RequestChannel(deliver)
     messages: list[Event] = [message(number) for number in range(100)]
     for start in range(0, 100, 10):
         send_from_thread(channel, messages[start : start + 10])
-        await until(lambda end=start + 10: len(received) == end)
+        await until(partial(has_received, start + 10))
     assert received == messages
     assert threads == {threading.get_ident()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -32,7 +34,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def core_with(clock: Clock, **options: int) -> EngineCore:
+def core_with(clock: Clock, **options: Any) -> EngineCore:
     return make_core(before_step=clock.before_step, clock=clock, **options)
 
 
@@ -70,7 +72,7 @@ def expected_tokens(core: EngineCore, each: EngineCoreRequest) -> list[int]:
 def test_a_request_that_expires_in_the_queue_is_never_prefilled(clock: Clock, kind: str) -> None:
     core = core_with(clock, max_num_seqs=1)
     core.add(request("runs", clock, max_tokens=50))
-    core.add(request("expires", clock, **{kind: 0.2}))
+    core.add(request("expires", clock, **dict[str, Any]({kind: 0.2})))
     outputs = run_to_end(core)
     assert ends(outputs) == {"runs": FinishReason.LENGTH, "expires": FinishReason.TIMEOUT}
     (end,) = outputs["expires"]
@@ -151,7 +153,7 @@ def test_an_engine_that_was_slow_at_first_finds_out_that_it_is_not(clock: Clock)
 @pytest.mark.parametrize("kind", ["within", "first_token_within"])
 def test_a_request_that_expires_in_its_prefill_frees_its_blocks_at_the_next_step(clock: Clock, kind: str) -> None:
     core = core_with(clock, max_num_batched_tokens=10)
-    core.add(request("expires", clock, prompt=100, **{kind: 0.25}))
+    core.add(request("expires", clock, prompt=100, **dict[str, Any]({kind: 0.25})))
     for _ in range(3):
         assert not core.step().outputs[-1].finish_reason
     assert core.scheduler.kv.usage > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, decoders
 from engine.frontend.detokenizer import StopStrings, Vocabulary
 from engine.frontend.output_processor import OutputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput, SchedulerStats
-from tests.engine.helpers import byte_level_tokenizer, make_request, sentencepiece_tokenizer
+from tests.engine.helpers import byte_level_tokenizer, id_of, make_request, sentencepiece_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
 SENTENCEPIECE = sentencepiece_tokenizer()
@@ -85,7 +86,7 @@ def test_spaces_between_words_survive_sentencepiece() -> None:
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
-    end = BYTE_LEVEL.token_to_id("<|im_end|>")
+    end = id_of(BYTE_LEVEL, "<|im_end|>")
     token_ids = [*BYTE_LEVEL.encode("a").ids, end, *BYTE_LEVEL.encode("b").ids]
     assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids)) == "ab"
     assert "".join(feed_all(BYTE_LEVEL_VOCABULARY, token_ids, skip_special_tokens=False)) == "a<|im_end|>b"
@@ -182,7 +183,7 @@ def test_text_that_cannot_match_flows_on_at_once() -> None:
 # --- through the output processor
 
 
-def generate(text: str, *, per_step: int = 1, finish: FinishReason | None = None, **sampling: object) -> RequestOutput:
+def generate(text: str, *, per_step: int = 1, finish: FinishReason | None = None, **sampling: Any) -> RequestOutput:
     """What one request shows when the engine generates this text and, after it, maybe an end."""
     processor = OutputProcessor(BYTE_LEVEL_VOCABULARY)
     request = make_request([1], "r", **sampling)
@@ -254,7 +255,7 @@ def test_a_piece_that_only_looks_like_a_byte_is_text() -> None:
     tokenizer = sentencepiece_tokenizer()
     tokenizer.add_tokens(["<0xGG>", "<0x+1>"])
     vocabulary = Vocabulary(tokenizer)
-    assert [vocabulary.token_bytes(tokenizer.token_to_id(piece)) for piece in ("<0x0A>", "<0xGG>", "<0x+1>")] == [
+    assert [vocabulary.token_bytes(id_of(tokenizer, piece)) for piece in ("<0x0A>", "<0xGG>", "<0x+1>")] == [
         b"\n",
         b"<0xGG>",
         b"<0x+1>",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import anyio
 import pytest
@@ -32,12 +34,15 @@ class Work:
         self.gates[name] = threading.Event()
         await self.threads.run(lambda: self._run(name))
 
+    def has_begun(self, count: int) -> bool:
+        return len(self.began) >= count
+
     def _run(self, name: str) -> None:
         self.began.append(name)
         assert self.gates[name].wait(30)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110 - threads tell nobody
             await anyio.sleep(0.001)
@@ -55,7 +60,7 @@ async def test_a_tenant_waits_for_one_turn_of_each_other_and_not_for_all_of_them
             group.start_soon(work.run, tenant, name)
             await settle()
         for count in range(6):
-            await until(lambda count=count: len(work.began) > count)
+            await until(partial(work.has_begun, count + 1))
             work.gates[work.began[-1]].set()
     assert work.began == ["a1", "a2", "b1", "c1", "a3", "b2"]
 
@@ -117,7 +122,7 @@ async def test_what_a_function_returns_and_raises_comes_back() -> None:
     assert await threads.run(lambda: 5) == 5
     with pytest.raises(ZeroDivisionError):
         await threads.run(lambda: 1 // 0)
-    assert await threads.run(lambda: None) is None
+    assert await threads.run(cast("Callable[[], object]", lambda: None)) is None
 
 
 class Gate:

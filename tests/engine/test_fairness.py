@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import combinations, count
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -47,7 +48,7 @@ def request_of(
     return replace(request, tenant_weight=weight, tenant_max_running=max_running, precedence=precedence)
 
 
-def flooded(tenant: str = "flood", *, requests: int = 30, max_tokens: int = 100, **options: int) -> EngineCore:
+def flooded(tenant: str = "flood", *, requests: int = 30, max_tokens: int = 100, **options: Any) -> EngineCore:
     """A core whose running slots are full of one tenant's long generations, with more of them waiting."""
     core = make_core(**options)
     for _ in range(requests):
@@ -183,7 +184,7 @@ def test_while_tenants_are_backlogged_they_are_served_by_their_weights(
     core = make_core(max_num_seqs=num_slots, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=128)
     tenants = {f"tenant-{number}": weight for number, weight in enumerate(weights)}
     owner: dict[str, str] = {}
-    served: Counter[str] = Counter()
+    served: dict[str, float] = defaultdict(float)
     lead: dict[tuple[str, str], tuple[float, float]] = {}  # least and most by which the first was ahead
     most_served = 0.0
     for _ in range(500):

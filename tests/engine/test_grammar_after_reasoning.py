@@ -9,7 +9,7 @@ from engine.frontend.detokenizer import Vocabulary
 from engine.messages import StructuredOutput, StructuredOutputKind
 from engine.structured import GrammarCompiler
 from protocol.structured import Tag, choice, json_schema, tagged_json
-from tests.engine.helpers import byte_level_tokenizer
+from tests.engine.helpers import byte_level_tokenizer, id_of
 
 TOKENIZER = byte_level_tokenizer()
 COMPILER = GrammarCompiler(Vocabulary(TOKENIZER), vocab_size=TOKENIZER.get_vocab_size(), eos_token_ids=(258,))
@@ -46,7 +46,7 @@ def test_the_grammar_begins_after_the_closing_tag(answer: str, structured: Struc
 
 
 def test_tags_that_are_special_tokens_are_meant_as_such() -> None:
-    opening, closing = (TOKENIZER.token_to_id(token) for token in ("<|im_start|>", "<|endoftext|>"))
+    opening, closing = (id_of(TOKENIZER, token) for token in ("<|im_start|>", "<|endoftext|>"))
     structured = msgspec.structs.replace(choice(["yes"]), reasoning=("<|im_start|>", "<|endoftext|>"))
     thought, answer = (TOKENIZER.encode(text).ids for text in ("<hm>", "yes"))
     assert accepts(structured, [opening, *thought, closing, *answer])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from tests.engine.helpers import make_core, make_request, simulated
 from tests.engine.test_fairness import first_seats, request_of, run_alone, seats_held
 
 
-def keep_waiting(core: EngineCore, tenant: str, number: int, **fields: int) -> None:
+def keep_waiting(core: EngineCore, tenant: str, number: int, **fields: Any) -> None:
     """So many requests of the tenant wait, or run."""
     while core.scheduler.shares.num_living[tenant] < number:
         core.add(request_of(tenant, **{"max_tokens": 20, **fields}))
@@ -179,7 +180,7 @@ def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_
     core = make_core(max_num_seqs=num_slots, max_num_batched_tokens=draw.choice([8, 32]), num_blocks=256)
     tenants = {f"tenant-{number}": priority_of[kind] for number, kind in enumerate(kinds)}
     owner: dict[str, str] = {}
-    served: Counter[str] = Counter(dict.fromkeys(tenants, 0))
+    served: dict[str, float] = dict.fromkeys(tenants, 0.0)
     for _ in range(500):
         for tenant, priority in tenants.items():
             while core.scheduler.shares.num_living[tenant] < 8:
@@ -192,9 +193,9 @@ def test_whatever_priorities_tenants_give_those_who_always_have_work_are_served_
                 owner[request.request_id] = tenant
                 core.add(request)
         lines = defaultdict(list)
-        for request in core.scheduler.requests.values():
-            if not request.num_preemptions and request.request_id not in core.scheduler.running:
-                lines[request.tenant].append(request)
+        for living in core.scheduler.requests.values():
+            if not living.num_preemptions and living.request_id not in core.scheduler.running:
+                lines[living.tenant].append(living)
         for output in core.step().outputs:
             served[owner[output.request_id]] += OUTPUT_TOKEN_COST * len(output.new_token_ids)
         plan = simulated(core).plans.pop()

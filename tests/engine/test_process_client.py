@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot
+from engine.commands import AddRequests, EngineDied, EngineReady, Event, FinishRequests, GetSnapshot
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, FinishReason
@@ -76,7 +76,7 @@ async def test_a_signal_that_comes_before_python_has_started_does_no_harm() -> N
         assert client.pid is not None
         os.kill(client.pid, signal.SIGTERM)
         os.kill(client.pid, signal.SIGINT)
-        assert await llm.wait_ready()
+        assert isinstance(await llm.wait_ready(), EngineReady)
 
 
 async def test_how_far_loading_is_is_told_in_order() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import anyio
 import pytest
@@ -43,7 +44,7 @@ from tests.engine.queueing_executor import QueueingExecutor
 VOCAB_SIZE, MAX_MODEL_LEN = 1000, 128
 
 
-def core_ahead(**options: object) -> EngineCore:
+def core_ahead(**options: Any) -> EngineCore:
     return make_core(pipeline_depth=2, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, **options)
 
 
@@ -173,7 +174,7 @@ def test_a_step_that_could_not_even_be_submitted_counts_as_one_that_failed() -> 
     class Refusing(QueueingExecutor):
         num_refused = 0
 
-        def submit(self, plan, abandoned=None):  # type: ignore[no-untyped-def]
+        def submit(self, plan, abandoned=None):
             if plan.step in (3, 4, 9):
                 self.num_refused += 1
                 self._introduced.update(new.request_id for new in plan.new_requests)
@@ -242,7 +243,7 @@ def test_each_step_is_asked_for_its_own_requests_whether_anybody_wants_it() -> N
     asked: list[tuple[str, ...]] = []
 
     class Asking(QueueingExecutor):
-        def submit(self, plan, abandoned=None):  # type: ignore[no-untyped-def]
+        def submit(self, plan, abandoned=None):
             assert not abandoned()
             step = super().submit(plan)
             assert not abandoned()
@@ -266,7 +267,7 @@ def test_deeper_than_two_is_refused() -> None:
 
 def test_what_a_grammar_has_to_read_first_is_not_planned_ahead() -> None:
     class Watching(QueueingExecutor):
-        def submit(self, plan, abandoned=None):  # type: ignore[no-untyped-def]
+        def submit(self, plan, abandoned=None):
             in_flight = [request_id for step in self._in_flight for request_id in step.plan.request_ids]
             assert not {"bound"}.intersection(plan.request_ids, in_flight)
             return super().submit(plan, abandoned)
@@ -298,7 +299,7 @@ async def test_an_idle_engine_lets_its_executor_prepare_and_serves_who_comes_mea
 
     executor = Preparing(64, 4, VOCAB_SIZE)
     core = EngineCore(EngineConfig(max_model_len=MAX_MODEL_LEN, pipeline_depth=2), executor)
-    received: list[object] = []
+    received: list[Any] = []
     channel = RequestChannel(received.extend)
     channel.put(AddRequests.of([make_request(range(5), "a", max_tokens=3)]))
     async with anyio.create_task_group() as tasks:

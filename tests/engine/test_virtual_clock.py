@@ -39,7 +39,7 @@ class Timed(RecordingObserver):
     def on_inter_token(self, seconds: float, count: int) -> None:
         self.gaps += [seconds] * count
 
-    def on_request_finished(self, reason: FinishReason, *, e2e_seconds: float, **figures) -> None:  # type: ignore[no-untyped-def,override]
+    def on_request_finished(self, reason: FinishReason, *, e2e_seconds: float, **figures) -> None:
         super().on_request_finished(reason, e2e_seconds=e2e_seconds, **figures)
         self.whole.append(e2e_seconds)
 

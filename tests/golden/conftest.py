@@ -1,5 +1,7 @@
 """The embedded model twice, in float32 on the CPU: loaded by this project, and as `transformers` reads it."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.golden.oracle import Oracle
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> LLM:
+def smollm2() -> Iterator[LLM]:
     threads = torch.get_num_threads()
     llm = LLM(
         str(embedded_gguf()),

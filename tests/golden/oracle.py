@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.messages import TokenLogprobs
@@ -48,6 +48,7 @@ class Oracle:
         rows = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         self.model.generation_config.eos_token_id = eos
+        assert isinstance(self.model, GenerationMixin)
         output = self.model.generate(
             rows,
             attention_mask=mask,

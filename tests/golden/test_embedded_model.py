@@ -5,7 +5,7 @@ import pytest
 from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams
 from engine.scheduler.plan import NewRequestData
-from tests.golden.driving import fresh_llm, plans_of
+from tests.golden.driving import RecordedExecutor, fresh_llm, plans_of
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
 from tests.gpu.test_input_batch import plan_of
@@ -65,6 +65,7 @@ def test_in_small_chunks_with_few_seats_and_few_blocks(smollm2, smollm2_oracle, 
     plans = plans_of(llm.core)
     assert sum(max(plan.values()) > 1 for plan in plans) > 10, "prefills are cut into chunks"
     assert any({1} < set(plan.values()) for plan in plans), "which share steps with decodes"
+    assert isinstance(llm.core.executor, RecordedExecutor)
     introduced = [new.request_id for plan in llm.core.executor.plans for new in plan.new_requests]
     assert len(introduced) > len(set(introduced)) == len(prompts), "somebody was preempted and came back"
 

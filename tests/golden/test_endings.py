@@ -1,5 +1,7 @@
 """How generations of the embedded model end, what text they give, and what a seed promises."""
 
+from typing import Any
+
 import pytest
 
 from engine.frontend.llm import LLM, Completion
@@ -12,7 +14,7 @@ ANSWER = "The capital of France is Paris."
 PARIS = 7042  # the token
 ROOM = 30
 
-ENDINGS = {
+ENDINGS: dict[str, dict[str, Any]] = {
     "eos": {},
     "eos shown": {"include_stop_str_in_output": True, "skip_special_tokens": False},
     "length": {"max_tokens": 3},

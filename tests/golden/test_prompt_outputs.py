@@ -1,5 +1,7 @@
 """What requests ask of their prompts, as transformers computes it: log-probabilities of its tokens, hidden states."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ def prompt(smollm2: LLM) -> list[int]:
     return smollm2.tokenizer.encode(" ".join(PROMPTS)).ids[:120]
 
 
-def request(name: str, prompt: list[int], *, pooling: Pooling | None = None, **sampling: object) -> EngineCoreRequest:
+def request(name: str, prompt: list[int], *, pooling: Pooling | None = None, **sampling: Any) -> EngineCoreRequest:
     params = SamplingParams(**({"temperature": 0.0, "seed": 0, "max_tokens": 0} | sampling))
     return EngineCoreRequest(
         request_id=name, prompt_token_ids=prompt, sampling=params, arrival_time=0.0, pooling=pooling
@@ -77,6 +79,7 @@ def test_hidden_states_pooled(smollm2, smollm2_oracle, prompt):
         )
         for name, expected, cached in (("mean", hidden.mean(0), 0), ("last", hidden[-1], 112)):
             end = the_end(story.outputs[name])
+            assert end.embedding is not None
             vector = np.frombuffer(end.embedding, np.float32)
             np.testing.assert_allclose(vector, expected.numpy(), atol=2e-3 * float(expected.abs().max()))
             assert end.num_cached_tokens == cached

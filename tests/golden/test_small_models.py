@@ -2,6 +2,9 @@
 engine has of computing a sequence. What is compared are the raw log-probabilities of each generated position, so a
 wrong slot, position, mask or cached block shows even where it would not change the token."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -31,7 +34,7 @@ Pair = tuple[Oracle, EngineCore]
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
-def pair(request, tmp_path_factory) -> Pair:
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
     """A model that transformers made and saved, and the engine that the application makes of its directory."""
     torch.manual_seed(2)
     oracle = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], attn_implementation="eager").eval()
@@ -61,7 +64,7 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def ask(name: str, tokens: list[int], max_tokens: int = 12, **sampling: object) -> EngineCoreRequest:
+def ask(name: str, tokens: list[int], max_tokens: int = 12, **sampling: Any) -> EngineCoreRequest:
     """Greedy unless told otherwise, for exactly `max_tokens`, with the five most likely tokens of each position."""
     asked = {"seed": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 5}
     return make_request(tokens, name, **asked | sampling)
@@ -171,5 +174,6 @@ def test_everything_at_once(pair: Pair):
     assert story.num_preemptions > 0
     assert max(len(plan) for plan in plans) >= 5
     left = requests.pop("leaves")
+    assert left.sampling.max_tokens is not None
     assert len(story.tokens("leaves")) < left.sampling.max_tokens
     assert_agrees(oracle, story, *requests.values())

@@ -8,6 +8,7 @@ from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from gpu.device import DeviceRunner
+from gpu.executor import UniProcExecutor
 from gpu.rows import BatchSizes
 from tests.golden.driving import RecordedExecutor, plans_of
 from tests.golden.prompts import PROMPTS
@@ -23,6 +24,7 @@ class DeviceExecutor:
 
     def __init__(self, llm: LLM) -> None:
         loaded = llm.core.executor
+        assert isinstance(loaded, UniProcExecutor)
         runner = loaded._worker.runner
         self.block_size, self.vocab_size = loaded.block_size, loaded.vocab_size
         self.runner = DeviceRunner(
@@ -33,6 +35,8 @@ class DeviceExecutor:
             vocab_size=self.vocab_size,
         )
         self.submit = self.runner.submit
+
+    def shutdown(self) -> None: ...
 
 
 def test_in_small_chunks_with_few_slots_and_few_blocks(smollm2, smollm2_oracle):
@@ -45,13 +49,14 @@ def test_in_small_chunks_with_few_slots_and_few_blocks(smollm2, smollm2_oracle):
         pipeline_depth=2,
     )
     executor = DeviceExecutor(smollm2)
-    llm = LLM(EngineCore(config, RecordedExecutor(executor)), smollm2.tokenizer, seed=0)
+    recorded = RecordedExecutor(executor)
+    llm = LLM(EngineCore(config, recorded), smollm2.tokenizer, seed=0)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     results = llm.generate(prompts, sampling)
     for prompt, result, theirs in zip(prompts, results, smollm2_oracle.generate(prompts, NUM_TOKENS), strict=True):
         smollm2_oracle.assert_says(prompt, result.choices[0].token_ids, theirs)
     plans = plans_of(llm.core)
     assert any({1} < set(plan.values()) for plan in plans), "prefills share steps with decodes"
-    introduced = [new.request_id for plan in llm.core.executor.plans for new in plan.new_requests]
+    introduced = [new.request_id for plan in recorded.plans for new in plan.new_requests]
     assert len(introduced) > len(set(introduced)) == len(prompts), "somebody was preempted and came back"
     assert len(executor.runner.rows) == 0

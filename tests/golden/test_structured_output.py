@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import jsonschema
 
@@ -23,7 +24,7 @@ PERSON = {
 }
 
 
-def params(structured: StructuredOutput | None, **fields: object) -> SamplingParams:
+def params(structured: StructuredOutput | None, **fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 64, "structured_output": structured} | fields)
 
 
@@ -49,6 +50,7 @@ def test_a_mixed_batch_fits_its_grammars_and_leaves_the_others_alone(smollm2: LL
             jsonschema.validate(json.loads(one.text), PERSON)
     assert plainly[0].token_ids == alone
     assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", number[0].text)
+    assert number[0].logprobs is not None
     assert len(number[0].logprobs) == len(number[0].token_ids)
     assert answer[0].text in ("yes", "no")
     assert re.fullmatch(r'<call>\{\s*"f"\s*:\s*1\s*\}</call>', called[0].text)

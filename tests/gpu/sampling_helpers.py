@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from engine.messages import SamplingParams
@@ -13,13 +16,13 @@ from gpu.sampling import Biases, Penalized, SamplingMetadata
 
 def new_request(
     request_id: str = "r",
-    token_ids: tuple[int, ...] | list[int] = (0,),
+    token_ids: Sequence[int] = (0,),
     *,
     num_prompt_tokens: int | None = None,
     num_computed_tokens: int = 0,
     block_ids: list[int] | None = None,
     stop_token_ids: tuple[int, ...] = (),
-    **sampling: object,
+    **sampling: Any,
 ) -> NewRequestData:
     return NewRequestData(
         request_id=request_id,

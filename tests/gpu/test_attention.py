@@ -42,8 +42,8 @@ class Step:
 
     def alone(self, index: int) -> "Step":
         """The same cache, but only one request in the batch."""
-        lists = [[x[index]] for x in (self.spans, self.keys, self.values, self.queries)]
-        return Step(self.attention, *lists, self.cache)
+        keys, values, queries = ([x[index]] for x in (self.keys, self.values, self.queries))
+        return Step(self.attention, [self.spans[index]], keys, values, queries, self.cache)
 
     def oracle(self, index: int) -> torch.Tensor:
         query, key, value = (x[index].double() for x in (self.queries, self.keys, self.values))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,12 @@ def test_the_embedded_model_has_the_numbers_that_transformers_reads():
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    shape = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=49152, tie_word_embeddings=True))
     # The public from_pretrained(..., gguf_file=...) gives the same, but asks for the accelerate package.
@@ -106,7 +112,8 @@ def test_llama_3_rope_scaling_is_recovered_from_its_frequencies(tmp_path, factor
 
     model = open_model(str(gguf.save()))
 
-    assert model.config.rope_scaling == RopeScaling(rope_type="llama3", factor=pytest.approx(factor))
+    near = pytest.approx(factor)  # which equals the float
+    assert model.config.rope_scaling == RopeScaling(rope_type="llama3", factor=near)  # type: ignore[arg-type]
     assert len(dict(weights_of(model))) == len(random_weights(TINY))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ CONFIG = {
     "bos_token_id": 1,
     "torch_dtype": "float32",
 }
-LLAMA3_ROPE = {
+LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -77,7 +78,7 @@ def test_weights_are_mapped_and_not_copied(directory):
 def tiny_transformers_model(kind):
     import transformers
 
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -87,13 +88,13 @@ def tiny_transformers_model(kind):
         "max_position_embeddings": 64,
         "eos_token_id": [5, 6],
     }
-    special = {
+    special: dict[str, dict[str, Any]] = {
         "Llama": {"rope_parameters": {"rope_theta": 5e5, **LLAMA3_ROPE}, "tie_word_embeddings": True},
         "Mistral": {"sliding_window": 16, "head_dim": 16},
         "Qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         "Qwen3": {"head_dim": 16},
-    }[kind]
-    config = getattr(transformers, f"{kind}Config")(**shape, **special)
+    }
+    config = getattr(transformers, f"{kind}Config")(**shape, **special[kind])
     return getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
 
 

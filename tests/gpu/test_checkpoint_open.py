@@ -40,7 +40,7 @@ def test_the_embedded_model_opens_by_its_alias(alias):
     assert model.config.architecture == "LlamaForCausalLM"
     assert model.config.eos_token_ids == (2,)
     assert model.special_tokens["eos_token"] == "<|im_end|>"
-    assert "<|im_start|>assistant" in model.chat_template
+    assert "<|im_start|>assistant" in (model.chat_template or "")
     assert model.tokenizer is model.tokenizer
 
 
@@ -95,7 +95,7 @@ def test_a_fetch_without_a_network_says_what_to_do(tmp_path):
 def test_a_cached_file_is_verified_once_and_again_when_it_changes(tmp_path):
     path = tmp_path / embedded_gguf().name
     path.write_bytes(embedded_gguf().read_bytes())
-    reports = []
+    reports: list[str] = []
 
     def fetch():
         reports.clear()
@@ -182,7 +182,7 @@ def test_a_hub_repository_is_fetched_without_its_pickles_and_then_opens_offline(
     code = """
 from gpu.checkpoint import ModelError, open_model
 for name in {names}:
-    reports = []
+    reports: list[str] = []
     try:
         model = open_model(name, progress=lambda *report: reports.append(report))
         print(model.name, model.config.hidden_size, model.chat_template, {{phase for phase, _, _ in reports}})

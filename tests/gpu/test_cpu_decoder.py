@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.gpu.test_models import LLAMA3_ROPE, model_config
 # What is built is run; that it was built where it can be is a test of its own.
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 96,
     "intermediate_size": 128,
@@ -215,7 +216,7 @@ def test_weights_of_another_model_are_refused_by_name():
     config = model_config(MODELS["llama"])
     library = load_library()
     assert library is not None
-    options = {"block_size": 16, "max_model_len": 64, "num_threads": 1}
+    options: dict[str, Any] = {"block_size": 16, "max_model_len": 64, "num_threads": 1}
     weights = dict(dummy_weights(config))
     rest = [item for item in weights.items() if item[0] != "model.norm.weight"]
     with pytest.raises(ModelError, match=r"1 missing: model\.norm\.weight\. Fetch"):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,6 @@ from gpu.kernels.dispatch import interpreted
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
 from gpu.rows import BatchSizes
-from gpu.runner import Runner
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import CONFIG, random_weights
 from tests.gpu.test_input_batch import plan_of
@@ -67,7 +67,7 @@ class RunnerExecutor:
 
     num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner | DeviceRunner) -> None:
         self.runner = runner
         self.plans: list[SchedulerOutput] = []
 
@@ -111,7 +111,7 @@ def crowd(seed: int, *, greedy: bool = True, processors: bool = True) -> list[En
         prompt = shared[: draw.randrange(24)] if number % 3 == 0 else []
         prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 20))]
         max_tokens = draw.randint(1, 18)
-        options: dict[str, object] = draw.choice(
+        options: dict[str, Any] = draw.choice(
             [
                 {},
                 {"ignore_eos": True},
@@ -248,7 +248,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         by_mask = name in ("index", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
@@ -264,7 +264,7 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
     but those of a prompt."""
     graphs = Again()
     executor = make_executor("device", graphs)
-    features: list[dict[str, object]] = [
+    features: list[dict[str, Any]] = [
         {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2},
         {"min_tokens": 3, "stop_token_ids": (1, 2)},
         {"logprobs": 2, "top_p": 0.9},
@@ -326,7 +326,7 @@ def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:
         (found,), (expected,) = device.prompt_logprobs.values(), host.prompt_logprobs.values()
         assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], abs=1e-4)
     vectors = [np.frombuffer(steps[1].embeddings[1], dtype=np.float32) for steps in outputs]
-    np.testing.assert_allclose(*vectors, atol=1e-4)
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
 
 
 def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +343,10 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
             happened.append("asked")
             return TokenMasks(indices=np.array([0, 2]), bits=bits)
 
+    def started(model: CausalLM, forward: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+        happened.append("started")
+        return forward(model, *given)
+
     sampled = []
     for executor in (make_executor("host"), make_executor("device"), make_executor("device", Again())):
         everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0, logprobs=0) for i in range(3)]
@@ -350,11 +354,8 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
         while runner.prepare():
             pass
         executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
-        forward = type(runner._model).forward
         with monkeypatch.context() as patch:
-            patch.setattr(
-                type(runner._model), "forward", lambda *given, f=forward: (happened.append("started"), f(*given))[1]
-            )
+            patch.setattr(type(runner._model), "forward", partialmethod(started, type(runner._model).forward))
             plan = plan_of({r.request_id: 1 for r in everyone})
             plan.masks = Masks()
             output = executor.submit(plan).result()
@@ -383,12 +384,14 @@ def test_a_step_that_fails_or_is_broken_off_advances_nobody() -> None:
 
 def test_numbers_that_are_not_finite_are_told() -> None:
     executor = make_executor("device")
-    logits = executor.runner._model.compute_logits
+    runner = executor.runner
+    assert isinstance(runner, DeviceRunner)
+    logits = runner._model.compute_logits
 
     def broken(hidden: torch.Tensor) -> torch.Tensor:
         return logits(hidden).index_fill_(0, torch.tensor([1]), float("nan"))
 
-    executor.runner._sampler._compute_logits = broken  # type: ignore[union-attr]
+    runner._sampler._compute_logits = broken
     everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(3)]
     output = executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
     assert output.not_finite == [1]

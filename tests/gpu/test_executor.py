@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def executor() -> UniProcExecutor:
 
 
 def prompts() -> list[NewRequestData]:
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 1},
         {"temperature": 1.0, "seed": 2, "top_p": 0.9},
@@ -134,7 +135,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
         config=CONFIG,
         chat_template=None,
         special_tokens={},
-        load_tokenizer=lambda: None,
+        load_tokenizer=lambda: pytest.fail("nobody needs it"),
         tensors=None,
         progress=lambda *report: reports.append(report),
     )
@@ -152,6 +153,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
     total = len(tensor_shapes(CONFIG))
     assert reports[-1] == ("Loading weights", total, total)
     assert outputs[0] == 1
+    assert isinstance(outputs[1], ModelRunnerOutput)
     assert 0 <= outputs[1].sampled_token_ids[0][0] < CONFIG.vocab_size
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def experts(layer: LayerSpec, index: int, count: int = 2) -> LayerSpec:
         for name, part in vars(dense).items()
     }
     router = Part(f"model.layers.{index}.mlp.gate", f"blk.{index}.ffn_gate_inp", (count, dense.gate.shape[1]))
-    return replace(layer, feed_forward=ExpertsSpec(router, tuple(map(SwiGLUSpec, *parts.values()))))
+    other = ExpertsSpec(router, tuple(map(SwiGLUSpec, *parts.values())))
+    return replace(layer, feed_forward=other)  # type: ignore[arg-type] - a kind that nobody knows yet
 
 
 def other_norm(layer: LayerSpec, index: int) -> LayerSpec:
@@ -91,13 +93,13 @@ def another_epsilon(layer: LayerSpec, index: int) -> LayerSpec:
 
 def all_biases(layer: LayerSpec, index: int) -> LayerSpec:
     attention = layer.attention
-    qkv = tuple(replace(part, bias=True) for part in attention.qkv)
-    return replace(layer, attention=replace(attention, qkv=qkv, out=replace(attention.out, bias=True)))
+    query, key, value = (replace(part, bias=True) for part in attention.qkv)
+    return replace(layer, attention=replace(attention, qkv=(query, key, value), out=replace(attention.out, bias=True)))
 
 
 def one_bias(layer: LayerSpec, index: int) -> LayerSpec:
-    query, *others = layer.attention.qkv
-    return replace(layer, attention=replace(layer.attention, qkv=(replace(query, bias=True), *others)))
+    query, key, value = layer.attention.qkv
+    return replace(layer, attention=replace(layer.attention, qkv=(replace(query, bias=True), key, value)))
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
     return register
 
 
-def config_of(**more: object) -> ModelConfig:
+def config_of(**more: Any) -> ModelConfig:
     return replace(model_config(LlamaConfig(**SMALL | {"head_dim": 16})), **{"architecture": NEW} | more)
 
 
@@ -148,7 +150,7 @@ def test_a_dense_family_is_served_once_its_record_is_there(tmp_path, monkeypatch
 
 
 def moe_layer(config: ModelConfig, index: int) -> LayerSpec:
-    return experts(llama_layer(config, index), index, config.numbers["num_experts"])
+    return experts(llama_layer(config, index), index, int(config.numbers["num_experts"]))
 
 
 MOE = Architecture(

@@ -12,7 +12,9 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -119,6 +121,13 @@ def overlapping_tensors(folder: Path) -> Path:
     return path
 
 
+def linear_scaling(folder: Path, factor: float) -> Path:
+    model = tiny_gguf(folder / "m.gguf").add_weights(WEIGHTS)
+    put(model, "llama.rope.scaling.type", "linear")
+    put(model, "llama.rope.scaling.factor", factor)
+    return model.save()
+
+
 ZEROS = np.zeros((8,), dtype=np.float32)
 A, CONTEXT = "llama.attention.", "llama.context_length"
 GGUF_TRAPS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -180,18 +189,11 @@ GGUF_TRAPS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 }
 GGUF_TRAPS |= {
     f"linear scaling by {value}": (
-        lambda folder, value=value: linear_scaling(folder, value),
+        partial(linear_scaling, factor=value),
         ["llama.rope.scaling.factor", f"got {value}", "0.01 to 10000"],
     )
     for value in (0.0, -1.0, math.nan, math.inf)
 }
-
-
-def linear_scaling(folder: Path, factor: float) -> Path:
-    model = tiny_gguf(folder / "m.gguf").add_weights(WEIGHTS)
-    put(model, "llama.rope.scaling.type", "linear")
-    put(model, "llama.rope.scaling.factor", factor)
-    return model.save()
 
 
 @pytest.mark.parametrize("trap", GGUF_TRAPS)
@@ -209,7 +211,7 @@ def test_a_gguf_file_that_lies_is_refused_by_name(trap: str, tmp_path: Path, loa
 
 def tokenizer_json(**changes: object) -> str:
     model = {"type": "BPE", "vocab": {token: index for index, token in enumerate(ALPHABET)}, "merges": ["t h"]}
-    whole = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "ByteLevel"}}
+    whole: dict[str, object] = {"version": "1.0", "added_tokens": [], "model": model, "decoder": {"type": "ByteLevel"}}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     whole |= {"normalizer": None, "pre_tokenizer": byte_level, "post_processor": None}
     return json.dumps(whole | {"decoder": byte_level} | changes)
@@ -304,11 +306,16 @@ def pipe_for(name: str) -> Callable[[Path], None]:
     return lambda folder: os.mkfifo(folder / name)
 
 
+def pipe_for_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "a.safetensors")
+
+
 NORM = "model.norm.weight"
 INDEX = "model.safetensors.index.json"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
-WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+WINDOW: dict[str, Any] = {"sliding_window": 8, "use_sliding_window": True}
 DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "20 million layers": (with_json(num_hidden_layers=20_000_000), ["num_hidden_layers", "20000000", "1 to 1,024"]),
     "a number as a text": (with_json(hidden_size="64"), ["hidden_size", "'64'"]),
@@ -455,7 +462,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["added_tokens", "65,536", "an array of 70,000"],
     ),
     "weights that are a pipe": (
-        lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "a.safetensors")),
+        pipe_for_weights,
         ["a.safetensors", "not a file"],
     ),
     "a header longer than the file": (with_length(2**40), ["1,099,511,627,776 bytes"]),
@@ -498,8 +505,8 @@ def test_a_directory_that_lies_is_refused_by_name(trap: str, tmp_path: Path, loa
     assert [word for word in words if word not in outcome.message] == [], outcome
 
 
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
-HONEST_STEPS = {
+METASPACE: dict[str, object] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+HONEST_STEPS: dict[str, dict[str, list[dict[str, object]]]] = {
     "Llama 2's": {
         "normalizer": [{"type": "Prepend", "prepend": "▁"}, replacing(" ", "▁")],
         "decoder": [

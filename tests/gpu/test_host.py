@@ -1,6 +1,7 @@
 """The machine as a container sees it."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpu.host import available_memory, cuda_devices, has_bfloat16_instructions, usable_cores
@@ -8,7 +9,7 @@ from gpu.host import available_memory, cuda_devices, has_bfloat16_instructions, 
 GIB = 2**30
 
 
-def write(root: Path, files: dict[str, object]) -> Path:
+def write(root: Path, files: Mapping[str, object]) -> Path:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

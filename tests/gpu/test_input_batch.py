@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -220,9 +221,16 @@ def test_every_column_is_filled_from_the_request_and_a_row_without_one_is_off():
     rows, batch = make_rows(2, 8, 4)
     off = {column.name: rows.columns[column.name].tolist() for column in COLUMNS}
     assert off == {column.name: [column.default] * 2 for column in COLUMNS}
-    parameters = {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": -1, "logprobs": 2}
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
-    more = {"logit_bias": {1: 1.0}, "min_tokens": 2, "stop_token_ids": (3,)}
+    parameters: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "seed": -1,
+        "logprobs": 2,
+    }
+    penalties: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+    more: dict[str, Any] = {"logit_bias": {1: 1.0}, "min_tokens": 2, "stop_token_ids": (3,)}
     request = new_request("a", [4, 5, 6], num_prompt_tokens=2, num_computed_tokens=1, **parameters, **penalties, **more)
     rows.apply(plan_of({}, new=[request]), batch)
     lengths = {"num_prompt_tokens": 2, "num_tokens": 3, "num_computed_tokens": 1}

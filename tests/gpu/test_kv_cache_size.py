@@ -1,6 +1,7 @@
 """The KV cache is as large as it may be, and what cannot work says what would."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ CONFIG = ModelConfig(
 BYTES_PER_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, float32, tokens
 
 
-def size(**changes: object):
+def size(**changes: Any):
     options = {
         "element_size": 4,
         "block_size": 16,
@@ -32,6 +33,12 @@ def size(**changes: object):
         "kv_cache_memory": None,
     }
     return kv_cache_size(CONFIG, **(options | changes))
+
+
+def number_after(prefix: str, message: str) -> int:
+    found = re.search(rf"{prefix}(\d+)", message)
+    assert found, message
+    return int(found[1])
 
 
 def test_the_budget_is_filled_with_whole_blocks():
@@ -57,9 +64,9 @@ def test_a_context_that_does_not_fit_names_one_that_does():
     message = str(caught.value)
     assert caught.value.setting == "max_model_len"
     assert "4096" in message
-    works = int(re.search(r"max_model_len=(\d+)", message)[1])
+    works = number_after("max_model_len=", message)
     assert size(max_model_len=works, budget=10 * BYTES_PER_BLOCK).max_model_len == works
-    enough = int(re.search(r"kv_cache_memory=(\d+)", message)[1])
+    enough = number_after("kv_cache_memory=", message)
     assert size(max_model_len=4096, kv_cache_memory=enough).max_model_len == 4096
     with pytest.raises(ConfigError):
         size(max_model_len=works + 1, budget=10 * BYTES_PER_BLOCK)
@@ -74,7 +81,7 @@ def test_a_context_that_the_model_does_not_have_names_its_limit(max_model_len: i
 def test_memory_for_less_than_a_block_names_enough():
     with pytest.raises(ConfigError) as caught:
         size(kv_cache_memory=BYTES_PER_BLOCK - 1)
-    enough = int(re.search(r"kv_cache_memory=(\d+)", str(caught.value))[1])
+    enough = number_after("kv_cache_memory=", str(caught.value))
     assert size(kv_cache_memory=enough).max_model_len == 8192
     with pytest.raises(ConfigError):
         size(budget=-7)

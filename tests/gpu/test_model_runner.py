@@ -1,5 +1,7 @@
 """However a request's tokens are split over steps and mixed with others, it says the same."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def make_runner() -> tuple[ModelRunner, HistoryModel]:
 
 def requests() -> list[NewRequestData]:
     """Six requests of all kinds, each with its own blocks, in no particular order within the cache."""
-    sampling = [
+    sampling: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 5},
         {"temperature": 0.9, "seed": 6, "top_p": 0.8, "top_k": 30},
@@ -163,13 +165,13 @@ def test_a_step_in_which_nobody_samples_computes_no_logits():
     assert model.num_logit_rows == []
 
 
-def test_a_step_that_fails_advances_nobody():
+def test_a_step_that_fails_advances_nobody(monkeypatch: pytest.MonkeyPatch):
     runner, model = make_runner()
     runner.submit(plan_of({"a": 2}, new=[new_request("a", [1, 2], block_ids=[0], temperature=0.0)])).result()
     before = token_ids_of(runner.rows, runner.input_batch, "a")
-    forward, model.forward = model.forward, lambda *_: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        runner.submit(plan_of({"a": 1})).result()
-    model.forward = forward
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.submit(plan_of({"a": 1})).result()
     assert token_ids_of(runner.rows, runner.input_batch, "a") == before
     assert runner.submit(plan_of({"a": 1})).result().sampled_token_ids[0][0] >= 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gpu.layers.rotary import inverse_frequencies
 from gpu.models import CausalLM
 from tests.gpu.paging import Span, make_metadata, positions_of
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -27,7 +28,7 @@ SMALL = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,  # large, so that attention is far from uniform and mistakes show
 }
-LLAMA3_ROPE = {
+LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -213,9 +214,7 @@ def test_bfloat16_stays_close_to_float32(pair):
 # ------------------------------------------------------------------------------------------------ shapes
 
 
-def shape(
-    architecture: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: object
-):
+def shape(architecture: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **more: Any):
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
@@ -265,7 +264,7 @@ def test_an_unknown_rope_scaling_names_itself_and_what_is_supported():
 
 
 def test_llama3_frequencies_are_those_of_transformers():
-    scaling = {
+    scaling: dict[str, Any] = {
         "rope_type": "llama3",
         "factor": 32.0,
         "low_freq_factor": 1.0,
@@ -344,7 +343,7 @@ def test_rotary_frequencies_and_a_tied_head_in_the_checkpoint_are_ignored():
 def test_weights_are_converted_to_the_dtype_of_the_model(checkpoint):
     model = build(model_config(ORACLES["qwen2"]), dtype=torch.float16)
     model.load_weights((name, tensor.double()) for name, tensor in checkpoint.items())
-    merged = model.layers[2].feed_forward.gate_up.weight
+    merged = model.layers.get_parameter("2.feed_forward.gate_up.weight")
     assert merged.dtype == torch.float16
     assert torch.equal(merged[80:], checkpoint["model.layers.2.mlp.up_proj.weight"].half())
 

@@ -135,7 +135,8 @@ def _after_a_key(chance: random.Random, data: bytearray) -> int:
 
 
 def _places(data: bytearray, key: bytes) -> list[int]:
-    places, place = [], data.find(key, 24)
+    places: list[int] = []
+    place = data.find(key, 24)
     while place >= 0 and len(places) < 100:
         places.append(place)
         place = data.find(key, place + 1)

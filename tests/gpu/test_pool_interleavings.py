@@ -184,7 +184,10 @@ class TicketAndCount:
     def check(memory: Memory) -> None: ...
 
 
-def caller(pool: type, *loops: tuple[int, int], others: int = 0) -> Thread:
+Protocol = type[Pool] | type[TicketAndCount]
+
+
+def caller(pool: Protocol, *loops: tuple[int, int], others: int = 0) -> Thread:
     """Runs loops, (number, count) of each. When those of all callers are over, the pool ends, as it is destroyed."""
     for loop, count in loops:
         yield from pool.run(loop, count)
@@ -195,7 +198,7 @@ def caller(pool: type, *loops: tuple[int, int], others: int = 0) -> Thread:
         yield notify_all()
 
 
-def walk(pool: type, *callers: Callable[[], Thread], helpers: int, sleeping: bool) -> int:
+def walk(pool: Protocol, *callers: Callable[[], Thread], helpers: int, sleeping: bool) -> int:
     threads: dict[str, Callable[[], Thread]] = {f"caller {i}": each for i, each in enumerate(callers)}
     threads |= {f"helper {i}": partial(pool.help, f"helper {i}", sleeping) for i in range(helpers)}
     return explore(threads, dict(pool.memory), pool.check)

@@ -1,6 +1,7 @@
 """The sampler: order of operations, penalties, logprobs, and a row's independence of its batch."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from gpu.sampling import sample
 from gpu.sampling.greedy import largest
+from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.penalties import apply_penalties
 from tests.gpu.sampling_helpers import SamplingRows, metadata_of, new_request
 
@@ -111,12 +113,17 @@ def test_a_seed_draws_anew_at_every_position():
     assert len(set(sample(logits, metadata).token_ids.tolist())) > 80
 
 
+def penalize(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
+    assert metadata.penalties is not None
+    apply_penalties(logits, metadata.penalties)
+
+
 def test_repetition_penalty_is_that_of_transformers():
     logits, penalty = random_logits(3), 1.7
     tokens = [[1, 5, 5, 900], [2, 2, 2, 2], [1002, 0, 7, 0]]
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(tokens), logits.clone())
     metadata = metadata_of([new_request(token_ids=t, num_prompt_tokens=2, repetition_penalty=penalty) for t in tokens])
-    apply_penalties(logits, metadata.penalties)
+    penalize(logits, metadata)
     torch.testing.assert_close(logits, expected)
 
 
@@ -126,7 +133,7 @@ def test_presence_and_frequency_penalties_count_the_output_only():
         new_request(token_ids=[1, 1, 2, 3, 3], num_prompt_tokens=2, presence_penalty=0.5, frequency_penalty=0.25),
         new_request(token_ids=[4, 4, 4]),
     ]
-    apply_penalties(logits, metadata_of(requests).penalties)
+    penalize(logits, metadata_of(requests))
     assert logits.tolist() == [[0, 0, -0.75, -1.0, 0, 0], [0] * 6]
 
 
@@ -136,7 +143,7 @@ def test_penalties_follow_the_tokens_that_are_appended():
     for token in [5, 400, 5, *range(500, 900)]:
         state.penalized.append(np.array([0, 1]), np.array([1, token]))
     logits = torch.zeros(1, VOCAB)
-    apply_penalties(logits, state.select([1], [700]).penalties)
+    penalize(logits, state.select([1], [700]))
     expected = torch.zeros(1, VOCAB)
     expected[0, 5], expected[0, 400], expected[0, 500:900] = -2.0, -1.0, -1.0
     assert torch.equal(logits, expected)
@@ -220,16 +227,13 @@ def test_more_logprobs_than_tokens_give_all_there_are():
 
 
 def test_rows_without_a_finite_distribution_are_reported_and_spare_their_neighbours():
-    requests = [
-        new_request(seed=i, **kind)
-        for kind in (
-            {"temperature": 0.0},
-            {"temperature": 1.0},
-            {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
-            {"temperature": 0.0, "logprobs": 2},
-        )
-        for i in range(5)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 50},
+        {"temperature": 0.0, "logprobs": 2},
     ]
+    requests = [new_request(seed=i, **kind) for kind in kinds for i in range(5)]
     sound = random_logits(len(requests))
     broken = sound.clone()
     for kind in range(4):

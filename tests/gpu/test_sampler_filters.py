@@ -1,5 +1,7 @@
 """The tokens that min-p, top-k and top-p leave are those of a brute-force reference, on every path."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_rows_whose_cut_lies_outside_the_candidates_fall_back_to_a_full_sort(mon
     widths = []
     within = filters._cutoffs_within
 
-    def spy(probs: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(probs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         widths.append((len(probs), args[-1]))
         return within(probs, *args)
 

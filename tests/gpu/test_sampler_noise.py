@@ -1,5 +1,7 @@
 """The draws are a pure function of seed and position, and they are uniform."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says():
 def test_frequencies_follow_temperature_and_filters():
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
     draws = 20_000
-    request = {"seed": 7, "temperature": 0.8, "top_k": 4, "top_p": 0.9}
+    request: dict[str, Any] = {"seed": 7, "temperature": 0.8, "top_k": 4, "top_p": 0.9}
     requests = [new_request(token_ids=[0] * (1 + i % 50), **request | {"seed": i // 50}) for i in range(draws)]
     drawn = sample(logits.repeat(draws, 1), metadata_of(requests)).token_ids
     # By hand: of the best four, the first three hold 0.935 of the mass and the first two 0.812.
@@ -67,7 +69,8 @@ def test_the_largest_uniform_falls_on_a_token_that_is_kept(monkeypatch: pytest.M
     monkeypatch.setattr(sampler, "uniform", lambda seeds, positions: np.full(len(seeds), 1 - 2.0**-53))
     logits = torch.randn(200, 1003, generator=torch.Generator().manual_seed(0))
     logits[:, -3:] = -torch.inf
-    for kind in ({}, {"top_k": 40}):
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 40}]
+    for kind in kinds:
         metadata = metadata_of([new_request(temperature=1.0, **kind)] * 200)
         drawn = torch.from_numpy(sample(logits.clone(), metadata).token_ids)
         level = logits.topk(kind.get("top_k", 1000)).values[:, -1]

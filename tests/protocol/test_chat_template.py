@@ -5,6 +5,7 @@ Every promise holds for both ways of rendering: in the server, for templates tha
 
 import threading
 from functools import cache
+from typing import Any
 
 import jinja2
 import pytest
@@ -273,7 +274,7 @@ def test_the_templates_that_headrace_knows_are_chatml_and_the_embedded_models():
 
 
 def test_values_nested_deeper_than_python_can_walk_are_the_requests_error():
-    deep = []
+    deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(InvalidRequest):

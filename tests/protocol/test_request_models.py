@@ -1,5 +1,7 @@
 """What requests are taken and how the others are refused: 400, the field in the client's words, no prompt text."""
 
+from typing import Any
+
 import orjson
 import pytest
 
@@ -296,7 +298,7 @@ def test_the_neutral_value_of_an_unsupported_field_is_taken():
 
 
 def test_every_sampling_field_reaches_the_engine():
-    fields = {
+    fields: dict[str, Any] = {
         "n": 2,
         "temperature": 1,
         "top_p": 0.5,

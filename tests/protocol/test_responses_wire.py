@@ -175,7 +175,7 @@ def test_a_call_is_an_item_with_its_arguments():
 )
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_stream_that_fails_ends_with_the_response_so_far(error, name, status, begun):
-    ended = []
+    ended: list[dict[str, Any]] = []
     writer = ResponseStreamWriter(HEAD, ECHO, done=ended.append).read_with(ScriptedParser([[ContentDelta("Hi")]]))
     frames = writer.feed_output(output("Hi", num_output_tokens=1)) if begun else b""
     events = checked(frames + writer.fail_stream(error, [output(" you", num_output_tokens=3)]))

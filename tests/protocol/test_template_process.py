@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_a_process_killed_twice_during_a_rendering_is_one_error() -> None:
         seen: set[int] = set()
         while rendering.is_alive():
             for pid in children() - seen:
-                wait_for(lambda pid=pid: is_busy(pid))
+                wait_for(partial(is_busy, pid))
                 seen.add(pid)
                 os.kill(pid, signal.SIGKILL)
         assert len(seen) == 2

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +141,9 @@ class Server:
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         return self.client.post(path, json=body, headers=headers)
 
-    def complete(self, prompt: str | list[int], **fields: object) -> dict[str, Any]:
+    def complete(
+        self, prompt: Sequence[str] | Sequence[int] | Sequence[Sequence[int]], **fields: Any
+    ) -> dict[str, Any]:
         """The body of a greedy, not streamed completion."""
         answer = self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
         assert answer.status_code == 200, answer.text

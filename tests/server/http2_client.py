@@ -7,7 +7,7 @@ import json
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import h2.config
 import h2.connection
@@ -119,7 +119,7 @@ class Http2Client:
         """The headers of the answer, `:status` among them."""
         event = self._next(stream_id)
         assert isinstance(event, h2.events.ResponseReceived), event
-        return dict(event.headers)
+        return cast("dict[str, str]", dict(event.headers))  # text, since the connection decodes it
 
     def chunks(self, stream_id: int) -> Iterator[bytes]:
         """The body, piece by piece; it must end in order."""

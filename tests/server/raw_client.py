@@ -117,7 +117,7 @@ class RawClient:
         self._socket.close()
 
 
-def sse_events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any] | str]:
+def sse_events(chunks: Iterable[bytes]) -> Iterator[Any]:
     """The events of a stream as they arrive: JSON objects, and "[DONE]" as a string.
 
     Comments are passed over. An event that has a name has to say it in its data, too, as `type`.

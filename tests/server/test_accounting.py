@@ -103,7 +103,7 @@ def _send(server: ChaosServer, number: int, attempt: int, stop: str) -> Told:
     chance = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     body: dict[str, Any] = {"prompt": _prompt(number), "temperature": 0, "ignore_eos": True, "n": 1 + number % 3 // 2}
-    body |= {
+    variant: dict[str, dict[str, Any]] = {
         "length": {"max_tokens": chance.randrange(1, 60)},
         "crowd": {"max_tokens": 3, "n": PLACES},  # finds room in an empty queue only
         "stop": {"prompt": _prompt(3), "max_tokens": 200, "stop": stop},
@@ -112,7 +112,8 @@ def _send(server: ChaosServer, number: int, attempt: int, stop: str) -> Told:
         "doomed": {"max_tokens": 20},
         "invalid": {"temperature": -1},
         "too long": {"prompt": [1] * 8192},
-    }[kind]
+    }
+    body |= variant[kind]
     request_id = f"{kind.replace(' ', '-')}-{number}-{attempt}"
     if kind == "left":
         return _send_and_leave(server, body, request_id, chance.randrange(4))
@@ -186,9 +187,9 @@ def test_every_refused_request_is_counted_as_refused_and_nowhere_else(storm: Sto
 def test_every_request_is_in_the_log_and_in_the_http_metrics_once(storm: Storm) -> None:
     assert storm.log.keys() >= {told.request_id for told in storm.told}
     for family in ("2xx", "4xx", "5xx"):
-        told = [told for told in storm.told if f"{told.status // 100}xx" == family]
+        answered = [told for told in storm.told if f"{told.status // 100}xx" == family]
         counted = storm.after.http_requests(COMPLETIONS, family) - storm.before.http_requests(COMPLETIONS, family)
-        assert counted == len(told)
+        assert counted == len(answered)
     for told in storm.told:
         assert storm.log[told.request_id]["status"] == told.status
 

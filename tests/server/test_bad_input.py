@@ -201,10 +201,11 @@ def test_number_that_json_cannot_hold_is_refused_wherever_it_stands(server: Serv
 
 
 def test_over_long_prompts_say_the_limit_in_the_words_that_clients_look_for(server: Server) -> None:
-    for path, body in [
-        ("/v1/completions", {"prompt": "word " * 6000}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 6000}]}),
-    ]:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "word " * 6000},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "word " * 6000}]},
+    }
+    for path, body in bodies.items():
         answer = server.post(path, body)
         error = check_refusal(answer.status_code, answer.text)
         assert error["code"] == "context_length_exceeded"

@@ -87,9 +87,12 @@ def _shapes() -> Iterator[Payload]:
         )
         yield Payload("POST", path, _with(path, '"stream_options": {}'), param="stream_options")
         yield Payload("POST", path, _with(path, '"response_format": {"type": "json"}'), param="response_format")
-    for prompt in ("", [], [[]], [""], ["a", []], {"a": 1}, [["a"]], [[[1]]]):
+    prompts: list[Any] = ["", [], [[]], [""], ["a", []], {"a": 1}, [["a"]], [[[1]]]]
+    for prompt in prompts:
         yield Payload("POST", COMPLETIONS, json.dumps({"prompt": prompt}).encode(), param="prompt")
-    for messages in ([], [[]], [{}], ["a"], [{"role": "user"}], [{"role": "root", "content": "a"}], {"0": "a"}):
+    conversations: list[Any]
+    conversations = [[], [[]], [{}], ["a"], [{"role": "user"}], [{"role": "root", "content": "a"}], {"0": "a"}]
+    for messages in conversations:
         yield Payload("POST", CHAT, json.dumps({"messages": messages}).encode(), param="messages")
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         yield Payload(

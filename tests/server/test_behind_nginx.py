@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -68,14 +69,14 @@ def test_client_gone_behind_the_proxy_is_aborted(
 
 
 def test_stream_says_the_same_through_the_proxy(narrow_tiny_server: Server, nginx: Nginx) -> None:
-    body = {"prompt": "A headrace is", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": "A headrace is", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = narrow_tiny_server.complete(**body)["choices"][0]["text"]
     with nginx.connect() as client:
         client.post(PATH, {**body, "stream": True})
         assert client.read_head().status_code == 200
         *chunks, done = sse_events(client.chunks())
     assert done == "[DONE]"
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole  # type: ignore[index]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
 
 def test_headers_and_comments_keep_a_queued_stream_alive_and_are_not_buffered(
@@ -86,7 +87,7 @@ def test_headers_and_comments_keep_a_queued_stream_alive_and_are_not_buffered(
     with server.connect() as crowd, nginx.connect_impatient() as client, nginx.connect_impatient() as silent:
         crowd.post(PATH, endless(stream=True, n=SLOTS))
         server.wait_until(lambda now: now.running == SLOTS)
-        body = {"prompt": "A headrace is", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": "A headrace is", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         silent.post(PATH, body)
         client.post(PATH, {**body, "stream": True})
         assert client.read_head().status_code == 200
@@ -102,7 +103,7 @@ def test_headers_and_comments_keep_a_queued_stream_alive_and_are_not_buffered(
         crowd.leave_with_rst()
         *events, done = sse_events(chunks)
         assert done == "[DONE]"
-        text = "".join(event["choices"][0]["text"] for event in events)  # type: ignore[index]
+        text = "".join(event["choices"][0]["text"] for event in events)
     assert text == server.complete(**body)["choices"][0]["text"]
     server.wait_idle()
 

@@ -158,7 +158,7 @@ def test_a_ttft_timeout_that_was_kept_ends_nothing_later(server: Server) -> None
 
 
 def test_a_request_that_expires_changes_nobody_elses_text(server: Server) -> None:
-    body = {"prompt": [40, 41, 42], "max_tokens": 400, "ignore_eos": True, "seed": 7}
+    body: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 400, "ignore_eos": True, "seed": 7}
     alone = server.complete(**body | {"temperature": 1})
     with server.connect() as client:
         client.post(COMPLETIONS, body)

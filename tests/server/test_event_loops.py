@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,12 @@ pytestmark = pytest.mark.parametrize("narrow_server", ["uvloop", "asyncio", "tri
 
 
 def test_stream_and_whole_answer_agree(narrow_server: Server) -> None:
-    body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     whole = narrow_server.complete(**body)["choices"][0]["text"]
     with narrow_server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
         *chunks, done = sse_events(answer.iter_bytes())
     assert done == "[DONE]"
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole  # type: ignore[index]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
 
 
 def test_chat_knows_paris(narrow_server: Server) -> None:
@@ -43,7 +44,7 @@ def test_first_events_reach_a_client_before_the_last_are_made(narrow_server: Ser
     """Nothing on the way holds events back."""
     narrow_server.wait_idle()
     with narrow_server.connect() as client:
-        body = {"prompt": "On and on", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body: dict[str, Any] = {"prompt": "On and on", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         client.post("/v1/completions", body)
         assert client.read_head().status_code == 200
         event = next(sse_events(client.chunks()))
@@ -56,7 +57,7 @@ def test_queued_stream_gets_its_headers_while_it_waits(narrow_server: Server) ->
     """So that neither client nor proxy takes a full server for a dead one."""
     narrow_server.wait_idle()
     with narrow_server.connect() as busy, narrow_server.connect() as queued:
-        body = {"prompt": "On and on", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body: dict[str, Any] = {"prompt": "On and on", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         busy.post("/v1/completions", {**body, "n": 5})
         narrow_server.wait_until(lambda now: now.running == 5)
         queued.post("/v1/completions", body)

@@ -35,7 +35,7 @@ priority_over_others = true
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("fair") / "tenants.toml"
     path.write_text(FILE)
-    settings = {"max_num_seqs": SLOTS, "max_queued_requests": PLACES, "timeline_size": TIMELINES}
+    settings: dict[str, Any] = {"max_num_seqs": SLOTS, "max_queued_requests": PLACES, "timeline_size": TIMELINES}
     with tiny_server(api_keys_file=path, **settings) as running:
         running.client.headers["authorization"] = "Bearer guest"
         yield running.wait_ready()

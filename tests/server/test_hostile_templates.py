@@ -148,8 +148,12 @@ def test_a_helper_that_is_killed_is_replaced_once_and_a_killed_server_leaves_non
         with ThreadPoolExecutor() as pool:
             looping = pool.submit(ask, server, "nested ranges")
             killed: set[int] = set()
+
+            def busy_helpers() -> set[int]:
+                return set(filter(busy, helpers(server) - killed))
+
             for _ in range(2):
-                found = server.poll(lambda dead=frozenset(killed): set(filter(busy, helpers(server) - dead)), bool)
+                found = server.poll(busy_helpers, bool)
                 killed |= found
                 for pid in found:
                     os.kill(pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,12 @@ from tests.server.test_client_gone import PHASES, SLOTS
 from tests.server.tiny_model import tiny_server
 from tests.server.victims import LONG, PATH, SHORT, endless
 
-STORY = {"prompt": "A headrace is a channel that", "temperature": 0, "ignore_eos": True, "max_tokens": 60}
+STORY: dict[str, Any] = {
+    "prompt": "A headrace is a channel that",
+    "temperature": 0,
+    "ignore_eos": True,
+    "max_tokens": 60,
+}
 
 _ALL = list(itertools.product(PHASES, [True, False], [1, 4]))
 _CROSS_SECTION = [

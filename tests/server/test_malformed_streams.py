@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import h2.errors
 import pytest
@@ -15,7 +16,12 @@ from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.tiny_model import tiny_server
 
-STORY = {"prompt": "A headrace is a channel that", "temperature": 0, "ignore_eos": True, "max_tokens": 20}
+STORY: dict[str, Any] = {
+    "prompt": "A headrace is a channel that",
+    "temperature": 0,
+    "ignore_eos": True,
+    "max_tokens": 20,
+}
 PATH = "/v1/completions"
 EVERY_LOOP = pytest.mark.parametrize("server", ["uvloop", "asyncio", "trio"], indirect=True, scope="module")
 

@@ -170,8 +170,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
 
     def run(case: tuple[dict[str, Any], list[str]]) -> tuple[int, list[str]]:
         settings, _ = case
-        filled = {name: str(value).replace("{}", str(directory)) for name, value in settings.items()}
-        with tiny_server(**({"model": directory / "tiny"} | filled)) as server:
+        filled: dict[str, Any] = {name: str(value).replace("{}", str(directory)) for name, value in settings.items()}
+        with tiny_server(**{"model": directory / "tiny", **filled}) as server:
             return server.wait_exit(), server.log.strip().splitlines()
 
     with ThreadPoolExecutor(AT_ONCE) as pool:

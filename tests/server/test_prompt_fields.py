@@ -82,6 +82,7 @@ def test_echo_puts_the_prompt_before_the_answer(server: Server) -> None:
     streamed = stream(server, COMPLETIONS, {"prompt": prompts, **fields, "echo": True})
     for whole, part in zip(echoed, streamed.choices, strict=True):
         assert part.text == whole["text"]
+        assert part.logprobs is not None
         assert part.logprobs["tokens"] == whole["logprobs"]["tokens"]
         assert part.logprobs["text_offset"] == whole["logprobs"]["text_offset"]
 

@@ -74,7 +74,7 @@ def test_what_comes_after_the_closing_tag_is_the_answer(sdk: openai.OpenAI) -> N
     with sdk.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
-        streamed = stream.current_completion_snapshot.choices[0].message
+        streamed: Any = stream.current_completion_snapshot.choices[0].message
     assert (streamed.reasoning, streamed.content) == (whole.reasoning, whole.content)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.server.harness import TIMEOUT, Server
@@ -9,7 +11,12 @@ from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
 from tests.server.victims import PATH
 
-STORY = {"prompt": "A headrace is a channel that", "temperature": 0, "ignore_eos": True, "max_tokens": 50}
+STORY: dict[str, Any] = {
+    "prompt": "A headrace is a channel that",
+    "temperature": 0,
+    "ignore_eos": True,
+    "max_tokens": 50,
+}
 PARTS = 50  # of a body; more than Hypercorn queues
 
 pytestmark = pytest.mark.parametrize(

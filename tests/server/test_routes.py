@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -124,7 +125,9 @@ def test_compressed_body_is_415(server: Server) -> None:
 def test_one_connection_serves_many_requests(server: Server) -> None:
     """A refused request must not spoil the connection for the next one."""
     with server.connect() as client:
-        for body, status in [({"prompt": ""}, 400), ({"prompt": "a", "max_tokens": 1}, 200), ({}, 400)] * 2:
+        asked: list[tuple[dict[str, Any], int]]
+        asked = [({"prompt": ""}, 400), ({"prompt": "a", "max_tokens": 1}, 200), ({}, 400)]
+        for body, status in asked * 2:
             client.post("/v1/completions", body)
             assert client.read_head().status_code == status
             client.read_body()

@@ -161,4 +161,4 @@ def _carry_out(server: Server, order: Order) -> str:
             return orjson.loads(client.read_body())["choices"][0]["text"]
         *chunks, done = sse_events(client.chunks())
         assert done == "[DONE]"
-        return "".join(chunk["choices"][0]["text"] for chunk in chunks)  # type: ignore[index]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)

@@ -156,7 +156,7 @@ class Storm:
             if stream:
                 *chunks, done = sse_events(client.chunks())
                 assert done == "[DONE]"
-                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)  # type: ignore[index]
+                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
             else:
                 text = orjson.loads(client.read_body())["choices"][0]["text"]
         self._note("survived", *([] if text == self._expected[prompt] else ["wrong text"]))

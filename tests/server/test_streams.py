@@ -35,7 +35,7 @@ def test_64_streams_at_once_each_say_what_they_say_alone(server: Server) -> None
             with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
                 *chunks, done = sse_events(answer.iter_bytes())
         assert done == "[DONE]"
-        return "".join(chunk["choices"][0]["text"] for chunk in chunks)  # type: ignore[index]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
     with ThreadPoolExecutor(len(requests)) as pool:
         streamed = list(pool.map(read, requests))

@@ -99,7 +99,7 @@ def test_a_call_that_is_cut_off_is_there_as_far_as_it_came(server: Server) -> No
 
 def test_where_it_is_free_the_model_may_answer_in_words(sdk: openai.OpenAI) -> None:
     fields = FIELDS | {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 16}
-    answers = [sdk.chat.completions.create(**fields, **extra) for extra in ({}, {"tool_choice": "none"})]
+    answers = [sdk.chat.completions.create(**fields | extra) for extra in ({}, {"tool_choice": "none"})]
     for answer in answers:
         message = answer.choices[0].message
         assert message.content or message.tool_calls
@@ -167,9 +167,8 @@ def test_langchain_binds_tools_and_reads_calls(server: Server) -> None:
     [call] = message.tool_calls
     assert call["name"] == "get_weather"
     assert call["args"]["city"] in ("Paris", "Rome")
-    streamed = None
-    for chunk in bound.stream("What is the weather in Paris?"):
-        streamed = chunk if streamed is None else streamed + chunk
+    first, *others = bound.stream("What is the weather in Paris?")
+    streamed: Any = sum(others, first)  # chunks of a message add up to one
     assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [(call["name"], call["args"])]
     structured = model.with_structured_output(get_weather, method="function_calling").invoke("Weather in Rome?")
     assert isinstance(structured, get_weather)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def make_case(
     return case
 
 
-def random_shape(rng: random.Random) -> dict[str, object]:
+def random_shape(rng: random.Random) -> dict[str, Any]:
     return {
         "heads": rng.choice([(4, 1), (6, 2), (7, 1), (2, 2)]),
         "head_dim": rng.choice([64, 80, 96, 128, 256]),

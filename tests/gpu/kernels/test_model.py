@@ -1,6 +1,7 @@
 """A whole model on the kernels, beside the same model on plain torch: what is wired is what was tested."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.gpu.paging import Span, make_metadata, positions_of
 BLOCK_SIZE = 4
 
 
-def config_of(architecture: str, **more: object) -> ModelConfig:
+def config_of(architecture: str, **more: Any) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
         vocab_size=120,

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from gpu.kernels.noise import exponential_noise
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 
 
-def make_columns(rows: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+def make_columns(rows: Sequence[Mapping[str, float]]) -> dict[str, torch.Tensor]:
     """Each row names what differs from a plain draw at temperature 1."""
     columns = device_columns(len(rows))
     for place, row in enumerate(rows):
-        for name, value in ({"temperature": 1.0} | row).items():
+        for name, value in {"temperature": 1.0, **row}.items():
             columns[name][place] = value
     return columns
 
@@ -32,7 +33,7 @@ def random_row(rng: random.Random) -> dict[str, float]:
     return row
 
 
-def draw(logits: torch.Tensor, rows: list[dict[str, float]], positions: list[int] | None = None) -> list[int]:
+def draw(logits: torch.Tensor, rows: Sequence[Mapping[str, float]], positions: list[int] | None = None) -> list[int]:
     places = torch.arange(len(rows))
     at = places if positions is None else torch.tensor(positions)
     token_ids, finite = sample_tokens(logits, make_columns(rows), places, at)
@@ -85,7 +86,7 @@ def test_cutoffs_keep_what_sorting_keeps(form):
         probs = (logits[i].double() / row.get("temperature", 1.0)).softmax(0)
         order = probs.argsort(descending=True)
         kept = int((logits[i] >= levels[i]).sum())
-        allowed = min(row.get("top_k") or len(probs), int((probs >= row.get("min_p", 0.0) * probs.max()).sum()))
+        allowed = min(int(row.get("top_k") or len(probs)), int((probs >= row.get("min_p", 0.0) * probs.max()).sum()))
         assert kept <= allowed
         mass = probs[order[:allowed]].cumsum(0) / probs[order[:allowed]].sum()
         nucleus = min(int((mass < row.get("top_p", 1.0)).sum()) + 1, allowed)

@@ -85,35 +85,30 @@ def bench(report: Report, options: argparse.Namespace) -> None:
         correct = check_all(report, device, tiny=options.tiny)
         _free(device)
         if "kernels" in parts:
-            sizes = kernel_speed.Sizes.tiny() if options.tiny else kernel_speed.Sizes()
-            speed = kernel_speed.KernelSpeed(report, timer, card, dtype, sizes, correct)
+            kernel_sizes = kernel_speed.Sizes.tiny() if options.tiny else kernel_speed.Sizes()
+            speed = kernel_speed.KernelSpeed(report, timer, card, dtype, kernel_sizes, correct)
             _guarded(report, "kernels", lambda: speed.run(partial(time_is_left, "kernels")))
     left_for_engine, left_for_peers = partial(time_is_left, "engine"), partial(time_is_left, "peers")
     models = ["tiny"] if options.tiny else options.models.split(",")
     sizes = engine_runs.Sizes.tiny() if options.tiny else engine_runs.Sizes()
+
+    def beside(name: str) -> None:
+        transformers_beside(report, name, load_shape(name), device, sizes, left_for_peers)
+
     for name in models:
         _free(device)
         if "engine" in parts:
-            _guarded(
-                report,
-                f"{name} offline",
-                lambda name=name: offline(report, name, device, card, sizes, left_for_engine),
-            )
+            part = partial(offline, report, name, device, card, sizes, left_for_engine)
+            _guarded(report, f"{name} offline", part)
         _free(device)
         if "served" in parts:
             if time_is_left("served"):
                 left = options.seconds - (time.monotonic() - started)
-                _guarded(
-                    report, f"{name} served", lambda name=name, left=left: served(report, name, device, sizes, left)
-                )
+                _guarded(report, f"{name} served", partial(served, report, name, device, sizes, left))
             else:
                 report.note(f"{name} over HTTP was left out, for time")
         if "peers" in parts:
-            _guarded(
-                report,
-                f"{name} beside transformers",
-                lambda name=name: transformers_beside(report, name, load_shape(name), device, sizes, left_for_peers),
-            )
+            _guarded(report, f"{name} beside transformers", partial(beside, name))
 
 
 def offline(

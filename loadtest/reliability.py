@@ -23,7 +23,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +364,7 @@ async def drain(worker: dict[str, str]) -> None:
         )
 
 
-CASES: dict[str, Callable[[dict[str, str]], Awaitable[None]]] = {
+CASES: dict[str, Callable[[dict[str, str]], Coroutine[Any, Any, None]]] = {
     case.__name__: case for case in (abort, kills, prefill, probes, overload, stalled, drain)
 }
 

@@ -64,6 +64,7 @@ class Stream(asyncio.Protocol):
         self._tail = b""
         self._head_read = False
         self._num_sent = 0
+        self._started = self._last = 0.0
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: Any) -> None:  # uvloop's transports are no asyncio.Transport
@@ -163,11 +164,13 @@ async def load(url: str, num_streams: int, work: Work, *, reconnect: bool = Fals
     target = urlsplit(url)
     loop = asyncio.get_running_loop()
     started, cpu = time.perf_counter(), time.process_time()
+    host = target.hostname
+    assert host is not None, url
 
     async def connect(*, is_first: bool) -> Stream:
         _, stream = await loop.create_connection(
             lambda: Stream(target.netloc, work, reconnect=reconnect, is_first=is_first),
-            target.hostname,
+            host,
             target.port or 80,
         )
         return stream

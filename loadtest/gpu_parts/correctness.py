@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
         slots = torch.randperm(10 * 16, device=device)[:40]
         slots[7] = -1
         caches = [torch.zeros(10, 2, 2, 16, head_dim, device=device, dtype=t) for t in (dtype, torch.float32)]
-        more = {"num_heads": 8, "eps": 1e-6}
+        more: dict[str, Any] = {"num_heads": 8, "eps": 1e-6}
         norms = (qk_norm, None if qk_norm is None else qk_norm.float())
         reference = rope_and_cache_reference(
             qkv.float(), positions, table.float(), caches[1], slots, qk_norm=norms[1], **more

@@ -14,12 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.executor import Prepares
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
 from gpu.checkpoint import ModelConfig
 from gpu.executor import UniProcExecutor
+from gpu.model_loader import WorkerOptions
 from gpu.weights.dummy import dummy_weights
-from gpu.worker import Worker, WorkerOptions
+from gpu.worker import Worker
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card, ModelWork
 
@@ -97,7 +97,7 @@ def loaded(name: str, config: ModelConfig, device: torch.device, sizes: Sizes) -
     )
     core = EngineCore(engine_config, executor)
     try:
-        while isinstance(executor, Prepares) and executor.prepare():
+        while executor.prepare():
             pass
         yield Loaded(name, ModelWork(config), core, device)
     finally:
@@ -228,9 +228,7 @@ def _idle_per_step(core: EngineCore, steps: int = 16) -> float:
             core.step()
         torch.cuda.synchronize()
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        (event.time_range.start, event.time_range.end) for event in trace.events() if event.device_type.name == "CUDA"
     )
     idle, reached = 0.0, spans[0][1] if spans else 0.0
     for start, end in spans:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,9 +71,7 @@ class KernelSpeed:
             self._add(
                 "paged_decode",
                 f"decode attention, {batch} x {context}",
-                lambda paged=paged: kernels.paged_decode(
-                    paged.query, paged.cache, paged.block_table, paged.seq_lens, scale=0.1
-                ),
+                partial(kernels.paged_decode, paged.query, paged.cache, paged.block_table, paged.seq_lens, scale=0.1),
                 num_bytes,
             )
             del paged
@@ -98,8 +97,10 @@ class KernelSpeed:
             self._add(
                 "paged_prefill",
                 name,
-                lambda paged=paged: kernels.paged_prefill(
-                    paged.query, paged.cache, paged.block_table, paged.seq_lens, paged.query_start_loc, scale=0.1
+                partial(
+                    kernels.paged_prefill,
+                    *(paged.query, paged.cache, paged.block_table, paged.seq_lens, paged.query_start_loc),
+                    scale=0.1,
                 ),
                 0,
                 4 * pairs * width,
@@ -118,16 +119,18 @@ class KernelSpeed:
             residual, delta = (self._random(rows, sizes.hidden) for _ in range(2))
             num_bytes = 4 * residual.numel() * item
             name = f"add and norm, {rows} rows"
-            self._add(
-                "add_rms_norm", name, lambda r=residual, d=delta: kernels.add_rms_norm(r, d, weight, 1e-5), num_bytes
-            )
+            self._add("add_rms_norm", name, partial(kernels.add_rms_norm, residual, delta, weight, 1e-5), num_bytes)
             self._add_torch(
-                name, lambda r=residual, d=delta: F.rms_norm(r.add_(d), weight.shape, weight, 1e-5), num_bytes
+                name,
+                partial(lambda r, d: F.rms_norm(r.add_(d), weight.shape, weight, 1e-5), residual, delta),
+                num_bytes,
             )
             gate_up = self._random(rows, 2 * sizes.inner)
             name, num_bytes = f"silu and mul, {rows} rows", 3 * rows * sizes.inner * item
-            self._add("silu_and_mul", name, lambda x=gate_up: kernels.silu_and_mul(x), num_bytes)
-            self._add_torch(name, lambda x=gate_up: F.silu(x[:, : sizes.inner]) * x[:, sizes.inner :], num_bytes)
+            self._add("silu_and_mul", name, partial(kernels.silu_and_mul, gate_up), num_bytes)
+            self._add_torch(
+                name, partial(lambda x: F.silu(x[:, : sizes.inner]) * x[:, sizes.inner :], gate_up), num_bytes
+            )
             del gate_up
             num_blocks = -(-rows // 16)
             cache = self._random(num_blocks, 2, sizes.num_kv_heads, 16, sizes.head_dim)
@@ -137,16 +140,14 @@ class KernelSpeed:
             self._add(
                 "rope_and_cache",
                 f"rope and KV write, {rows} rows",
-                lambda qkv=qkv, positions=positions, table=table, cache=cache: kernels.rope_and_cache(
-                    qkv, positions, table, cache, positions, num_heads=sizes.num_heads
-                ),
+                partial(kernels.rope_and_cache, qkv, positions, table, cache, positions, num_heads=sizes.num_heads),
                 2 * qkv.numel() * item,
             )
             embedding = self._random(sizes.vocab_size, sizes.hidden)
             indices = torch.randint(0, sizes.vocab_size, (rows,), device=self.timer.device)
             name, num_bytes = f"gather, {rows} rows", 2 * rows * sizes.hidden * item
-            self._add("gather_rows", name, lambda e=embedding, i=indices: kernels.gather_rows(e, i), num_bytes)
-            self._add_torch(name, lambda e=embedding, i=indices: F.embedding(i, e), num_bytes)
+            self._add("gather_rows", name, partial(kernels.gather_rows, embedding, indices), num_bytes)
+            self._add_torch(name, partial(F.embedding, indices, embedding), num_bytes)
 
     def sampler(self) -> None:
         sizes = self.sizes
@@ -163,17 +164,15 @@ class KernelSpeed:
                 self._add(
                     "sample_tokens",
                     f"sampler, {what}, {batch} x {sizes.vocab_size}",
-                    lambda logits=logits, columns=columns, places=places, filtered=filtered: kernels.sample_tokens(
-                        logits, columns, places, places, filtered=filtered
-                    ),
+                    partial(kernels.sample_tokens, logits, columns, places, places, filtered=filtered),
                     logits.nbytes,
                 )
             name = f"sampler, temperature, {batch} x {sizes.vocab_size}"
-            self._add_torch(name, lambda logits=logits: torch.multinomial(logits.float().softmax(-1), 1), logits.nbytes)
+            self._add_torch(name, partial(lambda x: torch.multinomial(x.float().softmax(-1), 1), logits), logits.nbytes)
             self._add(
                 "compute_logprobs",
                 f"log-probabilities of 20, {batch} x {sizes.vocab_size}",
-                lambda logits=logits, places=places: kernels.compute_logprobs(logits, places, 20),
+                partial(kernels.compute_logprobs, logits, places, 20),
                 logits.nbytes,
             )
 
@@ -195,7 +194,7 @@ class KernelSpeed:
                 x, weight = self._random(rows, in_size), self._random(out_size, in_size)
                 num_bytes = (x.numel() + weight.numel() + rows * out_size) * self.dtype.itemsize
                 floor = self.card.seconds(num_bytes, 2 * rows * out_size * in_size)
-                seconds = self.timer.seconds(lambda x=x, weight=weight: F.linear(x, weight))
+                seconds = self.timer.seconds(partial(F.linear, x, weight))
                 self.report.add("cuBLAS", f"{name}, {rows} rows", seconds * 1e6, "us", floor * 1e6)
 
     def _random(self, *shape: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import tokenizers
@@ -22,10 +23,10 @@ NAME = "bench"
 
 def nano_served(report: Report, name: str, device: torch.device, sizes: Sizes, timeout: float) -> None:
     """Start a server with random weights, send all requests at once, and count what comes back."""
-    values = TINY if name == "tiny" else PUBLISHED[name]
+    values: dict[str, Any] = TINY if name == "tiny" else PUBLISHED[name]
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory), values)
-        settings = {
+        settings: dict[str, Any] = {
             "model": model,
             "served_model_name": NAME,
             "load_format": "dummy",

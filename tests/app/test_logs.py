@@ -36,7 +36,7 @@ def log_to_text(log_format: str = "auto", log_level: str = "info") -> io.StringI
 
 
 def a_request(**changes: Any) -> None:
-    known = {
+    known: dict[str, Any] = {
         "request_id": "chatcmpl-1",
         "method": "POST",
         "path": "/v1/chat/completions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import orjson
 from hypothesis import given
@@ -14,8 +15,8 @@ from app.settings import Settings
 MIB = 2**20
 
 
-def store(**settings: object) -> ResponseStore:
-    return ResponseStore(Settings(**settings))  # type: ignore[arg-type]
+def store(**settings: Any) -> ResponseStore:
+    return ResponseStore(Settings(**settings))
 
 
 def body(text: str) -> bytes:

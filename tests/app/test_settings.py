@@ -152,7 +152,7 @@ def test_keys_are_never_shown(monkeypatch: pytest.MonkeyPatch, config_file: Path
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        Settings().port = 1  # type: ignore[misc] - which is what mypy says of it, too
+        Settings().port = 1  # type: ignore[misc]  # mypy, too, says so
 
 
 def test_building_settings_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:

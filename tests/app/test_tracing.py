@@ -26,7 +26,7 @@ PARENT_ID = "00f067aa0ba902b7"
 
 def a_trace(**changes: Any) -> RequestRecord:
     now = time.monotonic()
-    fields = {
+    fields: dict[str, Any] = {
         "method": "POST",
         "path": "/v1/chat/completions",
         "status": 200,

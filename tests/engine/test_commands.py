@@ -57,7 +57,7 @@ from tests.engine.processes import Where, client
 from tests.engine.serving import MAX_MODEL_LEN, VOCAB_SIZE
 
 
-def members(union: Any) -> set[type]:
+def members(union: Any) -> set[type[msgspec.Struct]]:
     return set(get_args(union)) if isinstance(union, UnionType) else {union}
 
 

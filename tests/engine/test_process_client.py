@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.commands import AddRequests, EngineDied, EngineReady, Event, FinishRequests, GetSnapshot
+from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
-from engine.messages import EngineCoreOutputs, FinishReason
+from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
 from engine.transport.process_client import ProcessClient
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import make_request, until

@@ -9,6 +9,7 @@ from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from gpu.device import DeviceRunner
 from gpu.executor import UniProcExecutor
+from gpu.model_runner import ModelRunner
 from gpu.rows import BatchSizes
 from tests.golden.driving import RecordedExecutor, plans_of
 from tests.golden.prompts import PROMPTS
@@ -25,7 +26,9 @@ class DeviceExecutor:
     def __init__(self, llm: LLM) -> None:
         loaded = llm.core.executor
         assert isinstance(loaded, UniProcExecutor)
+        assert loaded._worker is not None
         runner = loaded._worker.runner
+        assert isinstance(runner, ModelRunner)
         self.block_size, self.vocab_size = loaded.block_size, loaded.vocab_size
         self.runner = DeviceRunner(
             runner._model,

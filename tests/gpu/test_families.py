@@ -66,7 +66,7 @@ def experts(layer: LayerSpec, index: int, count: int = 2) -> LayerSpec:
     }
     router = Part(f"model.layers.{index}.mlp.gate", f"blk.{index}.ffn_gate_inp", (count, dense.gate.shape[1]))
     other = ExpertsSpec(router, tuple(map(SwiGLUSpec, *parts.values())))
-    return replace(layer, feed_forward=other)  # type: ignore[arg-type] - a kind that nobody knows yet
+    return replace(layer, feed_forward=other)  # type: ignore[arg-type]  # a kind that nobody knows
 
 
 def other_norm(layer: LayerSpec, index: int) -> LayerSpec:

@@ -11,8 +11,9 @@ import torch
 
 from gpu.checkpoint import ModelFiles, open_model
 from gpu.weights import weights_of
-from loadtest.compare import HEADRACE, LLAMA, RATIOS, VLLM, Comparison, Record, figures_table, ratio_table
+from loadtest.compare import RATIOS, Comparison, Record, figures_table, ratio_table
 from loadtest.export_model import export_model
+from loadtest.peers import HEADRACE, LLAMA, VLLM
 from loadtest.servers import Server, headrace
 from tests.embedded_model import embedded_gguf
 from tests.server.tiny_model import NAME, write_tiny_model
@@ -48,6 +49,7 @@ def test_two_servers_take_turns_and_are_gone_afterwards(tiny_model: Path) -> Non
     assert len(ratio_table(comparison.records).splitlines()) == 2 + len(RATIOS)
     assert figures_table(comparison.records).count(f"| {LLAMA} |") == 3
     for server in servers:
+        assert server.target.pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(server.target.pid, 0)
 

@@ -5,11 +5,11 @@ import itertools
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from loadtest import stream
 from loadtest.figures import HEADER, Figures, percentile
 from loadtest.stream import Refused, StreamBroken, Target, Timeline, first_model, stream_chat
 
@@ -85,7 +85,7 @@ def test_every_piece_has_the_time_at_which_it_arrived(serve, monkeypatch):
         looked.release()
         return float(next(ticks))
 
-    monkeypatch.setattr(stream.time, "perf_counter", clock)
+    monkeypatch.setattr(time, "perf_counter", clock)
 
     def script(connection: socket.socket) -> None:
         looked.acquire()  # the start

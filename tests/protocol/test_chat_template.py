@@ -112,6 +112,13 @@ TALK = [
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": [None, True]}}}]
 
 
+def rendered_by_transformers(messages, template, *, add_generation_prompt=True, **options) -> str:
+    rendered: Any = render_jinja_template(  # which says that it returns a text
+        [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **options
+    )
+    return rendered[0][0]
+
+
 @pytest.mark.parametrize("name", TRICKY_TEMPLATES)
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -119,10 +126,8 @@ def test_templates_render_as_transformers_renders_them(name, prompt, tools):
     source = TRICKY_TEMPLATES[name]
     if name == "tojson" and tools is None:
         source = source.replace("tools", "messages")
-    expected, _ = render_jinja_template(
-        [TALK], tools=tools, chat_template=source, add_generation_prompt=prompt, **SPECIAL
-    )
-    assert text_of(source, TALK, add_generation_prompt=prompt, tools=tools) == expected[0]
+    expected = rendered_by_transformers(TALK, source, tools=tools, add_generation_prompt=prompt, **SPECIAL)
+    assert text_of(source, TALK, add_generation_prompt=prompt, tools=tools) == expected
 
 
 @settings(deadline=None)
@@ -130,8 +135,8 @@ def test_templates_render_as_transformers_renders_them(name, prompt, tools):
 def test_the_embedded_models_template_renders_as_transformers_renders_it(contents):
     files, template, *_ = smollm()
     messages = [{"role": "user", "content": content} for content in contents]
-    expected, _ = render_jinja_template([messages], chat_template=files.chat_template, add_generation_prompt=True)
-    assert segments_text(template.render(messages)) == expected[0]
+    expected = rendered_by_transformers(messages, files.chat_template)
+    assert segments_text(template.render(messages)) == expected
 
 
 def test_variables_reach_the_template_but_replace_nothing():
@@ -350,8 +355,8 @@ def test_no_user_text_becomes_a_control_token(contents):
     harmless = [{"role": "user", "content": "x"} for _ in contents]
     expected = encode_segments(template.render(harmless), encode, encode_plain)
     assert [i for i in ids if i in control] == [i for i in expected if i in control]
-    rendered, _ = render_jinja_template([messages], chat_template=files.chat_template, add_generation_prompt=True)
-    assert segments_text(segments) == rendered[0]  # and nothing is lost or left behind
+    rendered = rendered_by_transformers(messages, files.chat_template)
+    assert segments_text(segments) == rendered  # and nothing is lost or left behind
 
 
 @settings(deadline=None)
@@ -359,8 +364,8 @@ def test_no_user_text_becomes_a_control_token(contents):
 def test_ordinary_text_has_the_references_tokens(content):
     files, template, encode, encode_plain, _ = smollm()
     messages = [{"role": "user", "content": content}]
-    rendered, _ = render_jinja_template([messages], chat_template=files.chat_template, add_generation_prompt=True)
-    assert encode_segments(template.render(messages), encode, encode_plain) == encode(rendered[0])
+    rendered = rendered_by_transformers(messages, files.chat_template)
+    assert encode_segments(template.render(messages), encode, encode_plain) == encode(rendered)
 
 
 def test_jinja_is_new_enough_for_its_sandbox_to_hold():

@@ -131,7 +131,7 @@ def sse_events(chunks: Iterable[bytes]) -> Iterator[Any]:
                 name, _, data = frame.rpartition(b"\n")
                 assert data.startswith(b"data: "), frame
                 payload = data.removeprefix(b"data: ")
-                event = "[DONE]" if payload == b"[DONE]" else orjson.loads(payload)
+                event: Any = "[DONE]" if payload == b"[DONE]" else orjson.loads(payload)
                 assert not name or name == b"event: " + event["type"].encode(), frame
                 yield event
     assert not pending, f"the stream ended within an event: {pending!r}"

@@ -9,14 +9,23 @@ import anthropic
 import anyio
 import orjson
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import (
+    Message,
+    MessageParam,
+    RawMessageStreamEvent,
+    TextBlock,
+    ToolChoiceAnyParam,
+    ToolParam,
+    ToolUseBlock,
+)
+from anthropic.types.beta import BetaCacheControlEphemeralParam, BetaTextBlock
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from tests.server.harness import MODEL, TIMEOUT, Server
 from tests.server.raw_client import sse_events
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[MessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 EVENT = TypeAdapter(RawMessageStreamEvent)
 GREEDY = {"temperature": 0}
 
@@ -25,6 +34,11 @@ GREEDY = {"temperature": 0}
 def sdk(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=TIMEOUT) as client:
         yield client
+
+
+def text_of(block: object) -> str:
+    assert isinstance(block, TextBlock | BetaTextBlock)
+    return block.text
 
 
 def ask(server: Server, **fields: Any) -> dict[str, Any]:
@@ -58,15 +72,16 @@ def test_body_is_strictly_a_message(server: Server) -> None:
 
 
 def test_stream_helper_accumulates_the_same_message(sdk: anthropic.Anthropic) -> None:
-    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 32, "extra_body": GREEDY}
+    fields: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 32, "extra_body": GREEDY}
     whole = sdk.messages.create(**fields)
     with sdk.messages.stream(**fields) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == final.content[0].text == whole.content[0].text
+    assert text == text_of(final.content[0]) == text_of(whole.content[0])
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
     # The second prompt was found in the cache, as a part; together the inputs are the prompt.
+    assert final.usage.cache_read_input_tokens is not None
     assert final.usage.input_tokens + final.usage.cache_read_input_tokens == (
         whole.usage.input_tokens + whole.usage.cache_read_input_tokens
     )
@@ -133,23 +148,26 @@ def test_count_tokens(sdk: anthropic.Anthropic, server: Server) -> None:
     count = sdk.messages.count_tokens(model=MODEL, messages=QUESTION, system=system)
     usage = ask(server, system=system, max_tokens=1)["usage"]
     assert count.input_tokens == usage["input_tokens"] + usage["cache_read_input_tokens"]
-    too_long = [{"role": "user", "content": "word " * 5000}]
+    too_long: list[MessageParam] = [{"role": "user", "content": "word " * 5000}]
     assert sdk.messages.count_tokens(model=MODEL, messages=too_long).input_tokens > 4096
 
 
 def test_what_coding_agents_send_is_taken(sdk: anthropic.Anthropic) -> None:
     """The beta route and its headers, caches, budgets, accounting, and fields that mean nothing here."""
-    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    cached: BetaCacheControlEphemeralParam = {"type": "ephemeral", "ttl": "1h"}
     with sdk.beta.messages.stream(
         model=MODEL,
         max_tokens=1500,
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
-            {"type": "text", "text": "You are an agent.", **cached},
+            {"type": "text", "text": "You are an agent.", "cache_control": cached},
         ],
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "<system-reminder>Hi</system-reminder>"}]},
-            {"role": "user", "content": [{"type": "text", "text": "What is the capital of France?", **cached}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "What is the capital of France?", "cache_control": cached}],
+            },
         ],
         metadata={"user_id": "user_1_session_2"},
         thinking={"type": "enabled", "budget_tokens": 1024},
@@ -159,13 +177,13 @@ def test_what_coding_agents_send_is_taken(sdk: anthropic.Anthropic) -> None:
     ) as stream:
         message = stream.get_final_message()
     assert message.stop_reason == "end_turn"
-    assert "Paris" in message.content[0].text
+    assert "Paris" in text_of(message.content[0])
 
 
 # --- tools and formats
 
 CITIES = ["Paris", "Rome"]
-WEATHER = {
+WEATHER: ToolParam = {
     "name": "get_weather",
     "description": "The weather in a city.",
     "input_schema": {
@@ -177,11 +195,17 @@ WEATHER = {
 }
 
 
-ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
+ONE_CALL: ToolChoiceAnyParam = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def test_a_tool_that_has_to_be_used_is_used(sdk: anthropic.Anthropic) -> None:
-    fields = {"model": MODEL, "messages": QUESTION, "max_tokens": 100, "tools": [WEATHER], "extra_body": GREEDY}
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_tokens": 100,
+        "tools": [WEATHER],
+        "extra_body": GREEDY,
+    }
     whole = sdk.messages.create(**fields, tool_choice=ONE_CALL)
     assert whole.stop_reason == "tool_use"
     [block] = whole.content
@@ -190,7 +214,9 @@ def test_a_tool_that_has_to_be_used_is_used(sdk: anthropic.Anthropic) -> None:
     assert block.input["city"] in CITIES
     with sdk.messages.stream(**fields, tool_choice={"type": "tool", "name": "get_weather"}) as stream:
         final = stream.get_final_message()
-    assert final.content[0].input["city"] in CITIES
+    [block] = final.content
+    assert isinstance(block, ToolUseBlock)
+    assert block.input["city"] in CITIES
     assert final.stop_reason == "tool_use"
 
 
@@ -206,11 +232,15 @@ def test_events_of_a_tool_are_strictly_their_types(server: Server) -> None:
 
 
 def test_a_tools_result_goes_back_into_the_conversation(sdk: anthropic.Anthropic) -> None:
-    fields = {"model": MODEL, "tools": [WEATHER], "extra_body": GREEDY}
+    fields: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "extra_body": GREEDY}
     asked = sdk.messages.create(**fields, messages=QUESTION, max_tokens=100, tool_choice=ONE_CALL)
     [call, *_] = [block for block in asked.content if block.type == "tool_use"]
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}
-    messages = [*QUESTION, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    messages: list[Any] = [
+        *QUESTION,
+        {"role": "assistant", "content": asked.content},
+        {"role": "user", "content": [result]},
+    ]
     answer = sdk.messages.create(**fields, messages=messages, max_tokens=8, tool_choice={"type": "none"})
     assert {block.type for block in answer.content} == {"text"}
     without = sdk.messages.count_tokens(model=MODEL, messages=messages, tools=[WEATHER])

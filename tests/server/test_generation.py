@@ -39,7 +39,7 @@ def stream(server: Server, path: str, text: str, **fields: object) -> list[dict[
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         *chunks, done = sse_events(answer.iter_bytes())
     assert done == "[DONE]"
-    return chunks  # type: ignore[return-value]
+    return chunks
 
 
 def streamed_text(chunks: list[dict[str, Any]], index: int = 0) -> str:
@@ -336,7 +336,7 @@ def stream_prompts(server: Server, prompts: list[str]) -> list[dict[str, Any]]:
     body = {"prompt": prompts, "max_tokens": 4, "n": 2, "temperature": 0, "stream": True}
     with server.client.stream("POST", "/v1/completions", json=body) as answer:
         *chunks, _ = sse_events(answer.iter_bytes())
-    return chunks  # type: ignore[return-value]
+    return chunks
 
 
 def across_two_words(text: str) -> str:

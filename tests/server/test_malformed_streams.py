@@ -109,6 +109,7 @@ def test_trailers_and_priorities_disturb_nobody(server: Server) -> None:
 
     def depending_on_itself(stream_id: int) -> list[Frame]:
         head, body = frames_of(stream_id, {})
+        assert isinstance(head, HeadersFrame)
         head.flags.add("PRIORITY")
         head.depends_on = stream_id
         return [PriorityFrame(stream_id, depends_on=stream_id), head, body]

@@ -15,7 +15,7 @@ from tests.server.harness import MODEL, TIMEOUT, Server
 from tests.server.raw_client import sse_events
 
 QUESTION = "What is the capital of France?"
-GREEDY = {"model": MODEL, "input": QUESTION, "temperature": 0}
+GREEDY: dict[str, Any] = {"model": MODEL, "input": QUESTION, "temperature": 0}
 EVENT = TypeAdapter(ResponseStreamEvent)
 
 
@@ -97,7 +97,11 @@ def test_logprobs_come_with_their_text(sdk: openai.OpenAI) -> None:
     response = sdk.responses.create(
         **GREEDY, max_output_tokens=4, include=["message.output_text.logprobs"], top_logprobs=2
     )
-    content = response.output[0].content[0]
+    [item] = response.output
+    assert item.type == "message"
+    [content] = item.content
+    assert content.type == "output_text"
+    assert content.logprobs is not None
     assert len(content.logprobs) == 4
     assert "".join(entry.token for entry in content.logprobs) == content.text
     assert all(len(entry.top_logprobs) == 2 for entry in content.logprobs)
@@ -105,20 +109,22 @@ def test_logprobs_come_with_their_text(sdk: openai.OpenAI) -> None:
 
 def test_what_coding_agents_send_is_taken(sdk: openai.OpenAI) -> None:
     """Codex's request: nothing is kept, the whole history is sent, reasoning is asked for in every form."""
+    history: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": '{"command":["ls"]}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "README.md"},
+    ]
+    tools: list[Any] = [
+        {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
+        {"type": "web_search", "external_web_access": False},
+    ]
     stream = sdk.responses.create(
         model=MODEL,
         instructions="You are an agent.",
-        input=[
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
-            {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": '{"command":["ls"]}'},
-            {"type": "function_call_output", "call_id": "call_1", "output": "README.md"},
-        ],
-        tools=[
-            {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
-            {"type": "web_search", "external_web_access": False},
-        ],
+        input=history,
+        tools=tools,
         tool_choice="auto",
         parallel_tool_calls=True,
         reasoning={"effort": "medium", "summary": "auto"},
@@ -148,7 +154,7 @@ WEATHER = {
     },
     "strict": True,
 }
-CALLING = {**GREEDY, "tools": [WEATHER], "parallel_tool_calls": False, "max_output_tokens": 100}
+CALLING: dict[str, Any] = {**GREEDY, "tools": [WEATHER], "parallel_tool_calls": False, "max_output_tokens": 100}
 
 
 @pytest.mark.parametrize(
@@ -174,11 +180,14 @@ def test_a_streamed_call_and_its_result(sdk: openai.OpenAI) -> None:
     [call] = final.output
     assert call.type == "function_call"
     assert call.arguments == arguments
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
-    fields = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
     kept = sdk.responses.create(**fields, input=[result], previous_response_id=final.id)
-    sent = sdk.responses.create(**fields, input=[{"role": "user", "content": QUESTION}, call.to_dict(), result])
+    history: list[Any] = [{"role": "user", "content": QUESTION}, call.to_dict(), result]
+    sent = sdk.responses.create(**fields, input=history)
     assert kept.output_text == sent.output_text
+    assert kept.usage is not None
+    assert sent.usage is not None
     assert kept.usage.input_tokens == sent.usage.input_tokens
 
 
@@ -229,8 +238,10 @@ def test_a_response_is_continued_retrieved_listed_and_deleted(sdk: openai.OpenAI
     ResponseItemList.model_validate_json(
         server.client.get(f"/v1/responses/{second.id}/input_items").content, strict=True
     )
-    assert [item.role for item in listed] == ["user", "assistant", "user"]  # the SDK turns the page
-    assert sdk.responses.input_items.list(second.id).data[0].content[0].text == "Say it again."
+    items: list[Any] = list(listed)  # of every kind that there is
+    assert [item.role for item in items] == ["user", "assistant", "user"]  # the SDK turns the page
+    newest: Any = sdk.responses.input_items.list(second.id).data[0]
+    assert newest.content[0].text == "Say it again."
 
     sdk.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
@@ -255,6 +266,8 @@ def test_items_of_a_kept_response_can_be_referred_to(sdk: openai.OpenAI) -> None
     whole = ask({"role": "assistant", "content": first.output_text})
     referred = ask({"type": "item_reference", "id": first.output[0].id})
     assert referred.output_text == whole.output_text
+    assert referred.usage is not None
+    assert whole.usage is not None
     assert referred.usage.input_tokens == whole.usage.input_tokens
     with pytest.raises(openai.BadRequestError) as unknown:
         ask({"type": "item_reference", "id": "msg_x_0"})
@@ -354,9 +367,9 @@ def test_a_query_that_cannot_be_honoured_is_refused(server: Server) -> None:
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(sdk: openai.OpenAI) -> None:
     room = 150  # what the answer leaves of the context to the prompt
-    turns = [{"role": "user", "content": f"{number} " + "word " * 20} for number in range(8)]
-    end = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": QUESTION}]
-    fields = {"model": MODEL, "instructions": "Be brief."}
+    turns: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 20} for number in range(8)]
+    end: list[Any] = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": QUESTION}]
+    fields: dict[str, Any] = {"model": MODEL, "instructions": "Be brief."}
     cut = sdk.responses.create(
         **fields, input=[*turns, *end], truncation="auto", temperature=0, max_output_tokens=4096 - room
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionStreamOptionsParam
 
 from tests.server.harness import MODEL, TIMEOUT, Server
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture
@@ -29,12 +31,13 @@ def test_chat(sdk: openai.OpenAI) -> None:
 
 def test_chat_stream_with_usage(sdk: openai.OpenAI) -> None:
     whole = sdk.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=32)
-    options = {"include_usage": True}
+    options: ChatCompletionStreamOptionsParam = {"include_usage": True}
     *chunks, last = sdk.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=32, stream=True, stream_options=options
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
     assert last.usage is not None
+    assert whole.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens
 
 
@@ -47,7 +50,7 @@ def test_stream_helper_accumulates_the_same_answer(sdk: openai.OpenAI) -> None:
 
 
 def test_completion_and_its_stream(sdk: openai.OpenAI) -> None:
-    fields = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
     whole = sdk.completions.create(**fields)
     stream = sdk.completions.create(**fields, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
@@ -89,7 +92,7 @@ def test_leaving_a_stream_early_ends_the_request(server: Server, sdk: openai.Ope
 def test_asynchronous_client_streams_and_does_not(server: Server) -> None:
     async def ask() -> tuple[str, str]:
         async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=TIMEOUT) as sdk:
-            fields = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
+            fields: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
             whole = await sdk.chat.completions.create(**fields)
             stream = await sdk.chat.completions.create(**fields, stream=True)
             return whole.choices[0].message.content, "".join(

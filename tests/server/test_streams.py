@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 
@@ -20,7 +21,7 @@ actor bottle camera doctor elephant flower guitar horse insect judge king lemon 
 
 def test_64_streams_at_once_each_say_what_they_say_alone(server: Server) -> None:
     """Float32 and greedy. Lengths differ, so that the batch is another one at every step."""
-    requests = [
+    requests: list[dict[str, Any]] = [
         {"prompt": f"The {thing} is", "max_tokens": 3 + number % 4, "temperature": 0, "ignore_eos": True}
         for number, thing in enumerate(THINGS.split())
     ]
@@ -46,5 +47,5 @@ def test_64_streams_at_once_each_say_what_they_say_alone(server: Server) -> None
     tokens = after.generation_tokens - before.generation_tokens
     assert steps[1] - steps[0] < tokens / 4, "they did not run together"
 
-    alone = [server.complete(**request)["choices"][0]["text"] for request in requests]  # type: ignore[arg-type]
+    alone = [server.complete(**request)["choices"][0]["text"] for request in requests]
     assert streamed == alone

@@ -33,7 +33,7 @@ class FaultyDevice:
             raise MemoryError("of /dev/secret0 at 0x7f")
 
 
-def faulty_core(is_broken: Callable[[SchedulerOutput], bool], **options: int | bool) -> tuple[EngineCore, FaultyDevice]:
+def faulty_core(is_broken: Callable[[SchedulerOutput], bool], **options: Any) -> tuple[EngineCore, FaultyDevice]:
     device = FaultyDevice(is_broken)
     options = {"num_blocks": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **options}
     return make_core(before_step=device, **options), device

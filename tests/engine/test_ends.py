@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.core.core import EngineCore
@@ -17,7 +19,7 @@ from tests.engine.helpers import (
 )
 
 
-def output_of(core: EngineCore, **sampling: object) -> tuple[list[int], FinishReason | None, int | str | None]:
+def output_of(core: EngineCore, **sampling: Any) -> tuple[list[int], FinishReason | None, int | str | None]:
     request = make_request(range(5), **sampling)
     core.add(request)
     outputs = run_to_end(core)[request.request_id]

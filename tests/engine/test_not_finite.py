@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ class NotANumberStep:
         return self._output
 
 
-def core_with_nan(from_token: Mapping[str, int], **options: int) -> tuple[EngineCore, CheckedExecutor]:
+def core_with_nan(from_token: Mapping[str, int], **options: Any) -> tuple[EngineCore, CheckedExecutor]:
     healthy = make_core(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=256, **options)
     executor = simulated(healthy)
     return EngineCore(healthy.config, NotANumber(executor, from_token)), executor

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -21,6 +22,7 @@ from protocol.structured import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import (
     assert_nothing_left,
     byte_level_tokenizer,
+    id_of,
     make_core,
     make_request,
     run_to_end,
@@ -54,7 +56,8 @@ def changed(structured: StructuredOutput, **changes) -> StructuredOutput:
 
 
 def core_with(compiler: GrammarCompiler | None = COMPILER, **limits) -> EngineCore:
-    core = make_core(**{"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,)} | limits)
+    options: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,)}
+    core = make_core(**options | limits)
     return EngineCore(core.config, core.executor, compiler)
 
 
@@ -168,7 +171,7 @@ def test_a_required_tag_lets_nobody_end_before_it() -> None:
 
 
 def test_a_special_token_in_a_tag_is_that_token_and_not_its_letters() -> None:
-    start = TOKENIZER.token_to_id("<|im_start|>")
+    start = id_of(TOKENIZER, "<|im_start|>")
     matcher = COMPILER.compile(tagged_json([Tag("<|im_start|>call ", True, "")], text=False, required=True)).matcher()
     assert matcher.validate_tokens([start]) == 1
     assert matcher.validate_tokens(TOKENIZER.encode("<").ids) == 0
@@ -180,7 +183,7 @@ def test_a_sentencepiece_vocabulary_is_read_byte_by_byte() -> None:
     tokenizer = sentencepiece_tokenizer()
     compiler = GrammarCompiler(Vocabulary(tokenizer), vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(2,))
     matcher = compiler.compile(regex("ab é\n")).matcher()
-    ids = [tokenizer.token_to_id(token) for token in ("ab", "▁", "<0xC3>", "<0xA9>", "<0x0A>")]
+    ids = [id_of(tokenizer, token) for token in ("ab", "▁", "<0xC3>", "<0xA9>", "<0x0A>")]
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_stopped()
 
@@ -248,7 +251,7 @@ def test_others_run_while_a_grammar_is_being_compiled() -> None:
     core.add(make_request([1], "waiting", structured_output=choice(["yes"])))
     core.add(make_request([2], "leaving", structured_output=choice(["no"])))
     core.add(make_request([3], "plain", max_tokens=4))
-    ended = []
+    ended: list[str] = []
     while not ended:
         ended += [output.request_id for output in core.step().outputs if output.finish_reason is not None]
     assert ended == ["plain"]
@@ -275,10 +278,13 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone() -> None:
     plain = make_request([1], "plain", max_tokens=4)
     core = core_with()
     outputs = run(core, ambiguous, plain)
-    assert outputs["ambiguous"][-1].finish_reason is FinishReason.ERROR
-    assert "too complex" in outputs["ambiguous"][-1].error
-    assert outputs["ambiguous"][-1].refusal.code == "grammar_too_complex"
-    assert text_of(outputs["ambiguous"])[:50] not in outputs["ambiguous"][-1].error, "this goes into the log"
+    end = outputs["ambiguous"][-1]
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.error is not None
+    assert "too complex" in end.error
+    assert end.refusal is not None
+    assert end.refusal.code == "grammar_too_complex"
+    assert text_of(outputs["ambiguous"])[:50] not in end.error, "this goes into the log"
     assert len(tokens_of(outputs["plain"])) == 4
 
 

@@ -46,9 +46,11 @@ def test_a_dialect_has_no_path_outside_of_its_root_and_all_are_described() -> No
 def test_every_dialect_takes_the_parameters_of_sampling_from_one_place() -> None:
     shared = RequestFields.model_fields.keys() & set(SamplingParams.__struct_fields__)
     assert {"temperature", "top_p", "top_k", "seed"} <= shared
-    for route in (route for dialect in DIALECTS for route in (*dialect.generation, *dialect.counting)):
-        assert issubclass(route.request, RequestFields)
-        others = [get_annotations(each) for each in route.request.__mro__ if each is not RequestFields]
+    requests: list[type] = [route.request for dialect in DIALECTS for route in dialect.generation]
+    requests += [route.request for dialect in DIALECTS for route in dialect.counting]
+    for request in requests:
+        assert issubclass(request, RequestFields)
+        others = [get_annotations(each) for each in request.__mro__ if each is not RequestFields]
         assert not any(shared & annotations.keys() for annotations in others)
 
 

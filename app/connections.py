@@ -7,8 +7,9 @@ newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
 1. A connection without a request is closed after Hypercorn's `keep_alive_timeout`, whatever else comes in on it: the
    time runs from its opening or from its last answer, and only a whole head of a request stops it.
 2. A head of HTTP/1 that has begun is whole within `body_timeout`, or its connection is closed.
-3. A connection on which something waits to be sent for `send_timeout` is cut, whoever sends it. So is one that does not
-   end within that time once it was to be closed. (Answers are cut by their own scope before that, in `app.scope`.)
+3. A connection on which something waits to be sent for `send_timeout` is cut, whoever sends it: answers by their own
+   scope (`app.scope`), which can say why, and all else a little later. So is one that does not end within that time
+   once it was to be closed.
 4. There are never more than `max_connections`, nor `max_connections_per_address` from one address. A newcomer takes the
    place of whoever does not read its last answer before the connection is closed, else of whoever has been idle for
    longest, both first among those of the address that has most, so that a crowd takes its own places; else of whoever
@@ -36,6 +37,7 @@ from protocol.errors import ApiError
 ENOUGH_FILES = 2**14  # what the limit of open files is raised to, where that is allowed
 USUAL_CONNECTIONS = 2**13  # at most, where no setting says more
 PER_ENGINE_PROCESS = 16  # descriptors: sockets, pipes, the heartbeat
+AFTER_THE_SCOPE = 1.25  # times `send_timeout`: two that cut the same client at once would not both know why
 STALLED_SECONDS = 1.0  # that a client must keep its own request waiting before a newcomer takes its place
 
 _RETRY = {"connection": "close", "retry-after": "5"}
@@ -74,7 +76,7 @@ class ConnectionGuard:
     def __init__(
         self, settings: Settings, longest_stalled: Callable[[], tuple[Guarded, float] | None] = lambda: None
     ) -> None:
-        self._send_timeout = settings.send_timeout
+        self._send_timeout = AFTER_THE_SCOPE * settings.send_timeout
         self._head_timeout = settings.body_timeout
         self.limits = connection_limits(settings)
         self._max_per_address = settings.max_connections_per_address

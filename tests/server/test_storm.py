@@ -51,7 +51,7 @@ def test_hundreds_of_random_kills_leave_the_server_as_it_was(storm_server: Serve
 
 @pytest.mark.storm
 def test_ten_thousand_random_kills_leave_the_server_as_it_was(storm_server: Server) -> None:
-    check_storm(storm_server, kills=10_000, warm_up=2 * KEPT_TIMELINES, memory_growth=10 * 2**20)
+    check_storm(storm_server, kills=10_000, warm_up=6 * KEPT_TIMELINES, memory_growth=10 * 2**20)
 
 
 @pytest.mark.storm

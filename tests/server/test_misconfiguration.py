@@ -61,7 +61,7 @@ def _write_files(directory: Path) -> None:
 CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "context larger than KV memory": (
         {"model": "{}/long-context", "max_model_len": 100_000, "kv_cache_memory": "1MiB"},
-        ["max_model_len", "100000", "1.0 MiB holds", "max_model_len=8192 works", "kv_cache_memory="],
+        ["max_model_len", "100000", "1.0 MiB holds", "max_model_len=16384 works", "kv_cache_memory="],
     ),
     "context larger than the model's": (
         {"max_model_len": 10**6},

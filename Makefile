@@ -2,7 +2,8 @@
 #
 #   make serve    environment, install, fetch the embedded model, start the server
 #   make test     environment, install, every check and test
-#   make check    what takes less than a minute of it: lint, types, unit tests without servers or downloads
+#   make check    what takes about a minute of it: lint, types, unit tests without servers or downloads
+#   make storm    minutes of load and faults
 #
 # Flags for the server: make serve ARGS="--port 9000 --model path/to/model". Another Python: make PYTHON=python3.12 test
 

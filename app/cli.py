@@ -75,7 +75,7 @@ def chat(settings: Settings, *, url: str | None, system: str | None, temperature
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace",
-        description="An OpenAI-compatible server for large language models.",
+        description="A server of the OpenAI and Anthropic APIs for large language models.",
     )
     parser.add_argument("--version", action="version", version=f"headrace {_version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,chat,pull}")

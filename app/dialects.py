@@ -1,4 +1,4 @@
-"""Handlers made from the records of the dialects, of which it knows none by name.
+"""Handlers made from the records of the dialects (`protocol.dialects`): a new one brings no line here.
 
 A dialect whose answers depend on more than their request brings handlers of its own, in `app.routes`.
 """

@@ -188,6 +188,7 @@ class EngineCore:
             output = step.handle.result()
         except StepAbandoned:
             outcome, ended = StepOutcome.ABANDONED, self._clock()
+            self._last_end = ended
             self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
         except Exception as error:
@@ -285,9 +286,8 @@ class EngineCore:
         logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
         guilty = self._quarantine.split(reach) if reach else None
         if guilty is not None:
-            self._failures_in_a_row += 1
             self.scheduler.fail(guilty, f"the model step failed ({type(error).__name__})")
-        elif not reach:
+        if guilty is not None or not reach:
             self._failures_in_a_row += 1
         if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
             raise EngineDead(f"{MAX_FAILURES_IN_A_ROW} steps in a row have failed; the device is broken") from error

@@ -24,7 +24,9 @@ class TenantShares:
         self._weights: dict[str, float] = {}  # of the tenants that have requests
         self._total_weight = 0.0
         self._limits: dict[str, int] = {}  # running slots at once; 0 is no limit
-        self._served: OrderedDict[str, float] = OrderedDict()  # idle tenants in the order in which they became idle
+        self._served: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # by every tenant known; of those idle, the longest idle first
         self._latest = ""  # the tenant that got a running slot last
 
     def arrive(self, tenant: str, weight: float, max_running: int) -> None:

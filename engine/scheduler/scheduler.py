@@ -191,6 +191,7 @@ class Scheduler:
 
     def retract(self, plan: SchedulerOutput) -> None:
         """The latest plan is not handed on: it has no requests."""
+        self._step -= 1
         self._in_flight.retract()
         self._table.removed = plan.removed_request_ids + self._table.removed
 

@@ -19,8 +19,8 @@ Line = OrderedDict[str, Request]
 
 
 class WaitingQueue:
-    """One line per precedence, tenant and priority. Every operation is O(1) but for iteration and
-    what passes preempted requests. Owned by the Scheduler."""
+    """One line per precedence, tenant and priority. Every operation is O(1), except iteration and those that step over
+    preempted requests. Owned by the Scheduler."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares

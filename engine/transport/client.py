@@ -100,7 +100,7 @@ class ThreadClient:
         return {0: await self._queries.ask(question)}
 
     async def _live_in_thread(self, channel: RequestChannel) -> None:
-        # A limiter of its own: the engine must not take a running slot from tokenization, nor wait for one.
+        # A limiter of its own: the engine must neither take a thread from tokenization nor wait for one.
         await to_thread.run_sync(self._live, channel, limiter=anyio.CapacityLimiter(1))
 
     def _live(self, channel: RequestChannel) -> None:

@@ -31,7 +31,13 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     for key, allowed in family.allowed_values.items():
         value = values.get(key, rope.get(key))
         if value not in allowed:
-            named = f"{value!r:.80}" if key == "quantization_config" and isinstance(value, dict) else shown(value)
+            if key == "quantization_config" and isinstance(value, dict):
+                method = shown(value.get("quant_method"))
+                raise ModelError(
+                    f"{source}: a quantized checkpoint (quant_method={method}) is not supported; take the model's "
+                    f"unquantized files or a GGUF file."
+                )
+            named = shown(value)
             raise ModelError(f"{source}: {key}={named} in config.json is not supported; it must be {allowed[0]!r}.")
     if fields.flag("attention_bias", False) and not family.attention_bias:
         raise ModelError(

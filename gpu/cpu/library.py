@@ -115,8 +115,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_matrix_bytes": (c_int64, (POINTER(MatrixStruct),)),
     "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64)),
     "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p)),
-    "hr_write_kv": (None, (POINTER(HeadsStruct), c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
-    "hr_attend": (c_int32, (c_void_p, POINTER(HeadsStruct), c_void_p, POINTER(StepStruct), c_void_p, c_void_p)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`

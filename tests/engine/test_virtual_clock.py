@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,10 +11,12 @@ from msgspec.structs import replace
 
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
+from engine.core.executor import StepHandle
+from engine.errors import StepAbandoned
 from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.output_processor import OutputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.simulation.clock import VirtualClock
 from engine.simulation.executor import SimulatedExecutor
 from tests.engine.helpers import RecordingObserver, assert_nothing_left, byte_level_tokenizer, make_request
@@ -42,6 +45,23 @@ class Timed(RecordingObserver):
     def on_request_finished(self, reason: FinishReason, *, e2e_seconds: float, **figures) -> None:
         super().on_request_finished(reason, e2e_seconds=e2e_seconds, **figures)
         self.whole.append(e2e_seconds)
+
+
+class AbandonsItsFirstStep(SimulatedExecutor):
+    """As soon as the step's time is over."""
+
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        handle = super().submit(plan, abandoned)
+        return Abandoned(handle) if plan.step == 1 else handle
+
+
+class Abandoned:
+    def __init__(self, handle: StepHandle) -> None:
+        self._handle = handle
+
+    def result(self) -> ModelRunnerOutput:
+        self._handle.result()
+        raise StepAbandoned
 
 
 class Simulation:
@@ -118,3 +138,21 @@ def test_a_crowd_is_timed_and_ended_by_the_virtual_clock_alike_each_time(depth: 
         assert reasons.count(FinishReason.LENGTH) == 24 - reasons.count(FinishReason.TIMEOUT)
         told.append((observer.finished, observer.first_tokens, observer.gaps, observer.whole, steps))
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_time_of_an_abandoned_step_is_not_that_of_the_one_planned_on_top(depth: int) -> None:
+    clock = VirtualClock(5000.0)
+    config = EngineConfig(max_model_len=512, max_num_seqs=8, pipeline_depth=depth)
+    executor = AbandonsItsFirstStep(512, 16, 1000, cost=cost, clock=clock, sleep=clock.sleep)
+    core = EngineCore(config, executor, clock=clock)
+    core.add(make_request([1] * 32, "left", max_tokens=10))
+    core.step()
+    core.finish_request("left", FinishReason.ABORT)
+    core.add(make_request([2] * 32, "stays", max_tokens=3))
+    while core.has_work:
+        core.step()
+    steps = core.snapshot().steps
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1)), "each that was handed on has its number"
+    for step, following in pairwise(steps):
+        assert following.time == pytest.approx(step.time + step.seconds)

@@ -199,7 +199,7 @@ def test_weights_that_transformers_would_ignore_are_ignored(directory):
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; supported are llama3"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.*awq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoint .*awq.*GGUF"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),

@@ -215,17 +215,4 @@ int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_
 }
 
 void hr_matrix_row(const Matrix* w, int32_t row, float* out) { matrix_row(*w, row, out); }
-
-void hr_write_kv(const Heads* heads, uint16_t* cache, int64_t block, int32_t offset, int32_t head, const float* key,
-                 const float* value) {
-    write_kv(Cache{cache, heads}, block, offset, head, key, value);
-}
-
-int32_t hr_attend(void* handle, const Heads* heads, uint16_t* cache, const Step* step, const uint16_t* queries,
-                  float* out) {
-    return call(handle, [=](Engine& engine) {
-        attend(engine.pool, Cache{cache, heads}, *step, queries, out);
-        return kDone;
-    });
-}
 }

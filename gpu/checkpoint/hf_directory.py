@@ -74,9 +74,7 @@ def _weight_files(directory: Path) -> list[Path]:
         if not names or not all(_FILE_NAME.fullmatch(name) for name in names):
             raise ModelError(f"{directory / _INDEX} must map every tensor to a file beside it in weight_map.")
         if missing := [name for name in names if not (directory / name).is_file()]:
-            raise ModelError(
-                f"{directory} lacks {len(missing)} of the {len(names)} files that {_INDEX} names, among them {missing[0]}."
-            )
+            raise ModelError(f"{directory} lacks {missing[0]}, one of {len(missing)} files that {_INDEX} names.")
         return [directory / name for name in names]
     if (directory / "model.safetensors").is_file():
         return [directory / "model.safetensors"]

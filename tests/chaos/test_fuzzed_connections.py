@@ -198,8 +198,9 @@ def check_fuzz(worker_class: str, exchanges: int) -> None:
     with ChaosServer(worker_class, "hypercorn.toml", device="simulated", flags=flags, **settings) as server:
         server.wait_ready()
         text = server.text_alone("before", 20)
+        connected = server.num_open_files
         server.client.close()
-        before = server.num_open_files - 1  # the client's connection may not be closed yet
+        before = server.poll(lambda: server.num_open_files, lambda now: now < connected)
 
         def one(number: int) -> None:
             generator = random.Random(seed * 1_000_003 + number)

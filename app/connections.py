@@ -81,7 +81,7 @@ class ConnectionGuard:
         self.limits = connection_limits(settings)
         self._max_per_address = settings.max_connections_per_address
         self._longest_stalled = longest_stalled
-        self._open: dict[Guarded, str | None] = {}  # with their addresses
+        self._open: dict[Guarded, str] = {}  # with their addresses; "" for all that have none, or are gone already
         self._idle: dict[Guarded, float] = {}  # since when, the longest first
         self._closing: dict[Guarded, float] = {}  # since when, the longest first
         self._made_room: set[Guarded] = set()  # told to end at once, and counted no more
@@ -94,9 +94,9 @@ class ConnectionGuard:
 
     def enter(self, connection: Guarded) -> ApiError | None:
         """A connection was opened. Returns why it must be refused, if it must; then it calls `leave_refused`."""
-        address = _group(connection.address)
+        address = _group(connection.address) or ""
         most = self._max_per_address
-        crowded = address is not None and most is not None and self._per_address[address] >= most
+        crowded = address != "" and most is not None and self._per_address[address] >= most
         if crowded and not self._make_room(address):
             return self._refuse(connection, FULL_FOR_ADDRESS)
         if len(self._open) >= self.limits.connections:
@@ -104,8 +104,7 @@ class ConnectionGuard:
             if not (self._make_room(crowd) or self._make_room() or self._abort_longest_stalled()):
                 return self._refuse(connection, FULL)
         self._open[connection] = address
-        if address is not None:
-            self._per_address[address] += 1
+        self._per_address[address] += 1
         self.idle(connection)
         return None
 

@@ -6,6 +6,7 @@ Their types are checked here, the ranges of most in `SamplingParams.check`, once
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -58,9 +59,9 @@ class RequestFields(ClientModel):
     ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
 
+    @abstractmethod
     def translate(self) -> GenerationRequest:
         """What this asks for, in the one form that the server works with. Raises `ApiError` 400 and `InvalidRequest`.
 
         A dialect's own models translate themselves; OpenAI's are that form.
         """
-        raise NotImplementedError

@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
+from urllib.parse import parse_qs
 
 import anyio
 from anyio.abc import TaskGroup
@@ -36,6 +37,7 @@ from app.tenants import ANONYMOUS, Tenant
 from engine.errors import HeadraceError
 from engine.frontend.request_stream import RequestStream
 from engine.messages import FinishReason
+from protocol.dialect import Dialect
 from protocol.dialects import dialect_of
 from protocol.errors import ApiError, to_api_error
 
@@ -43,6 +45,7 @@ Handler = Callable[["RequestScope"], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
 MAX_PIECE = 2**15  # bytes of an answer that are handed to the server at once, and read within `send_timeout`
+MAX_QUERY_FIELDS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -103,6 +106,18 @@ class RequestScope:
         self._shield: anyio.CancelScope | None = None
 
     # --- what handlers use
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect that its client speaks."""
+        return dialect_of(self.path, self.headers)
+
+    def query(self) -> dict[str, list[str]]:
+        """The fields of the query, each with all of its values. Raises ApiError 400 if there are very many."""
+        try:
+            return parse_qs(self.query_string.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS)
+        except ValueError:
+            raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
 
     def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a companion of the handler inside this scope; it is cancelled when the handler has finished."""
@@ -298,7 +313,7 @@ class RequestScope:
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code = api_error.code or api_error.type
         if self.status is None:
-            body = dialect_of(self.path).error_body(api_error, self.request_id)
+            body = self.dialect.error_body(api_error, self.request_id)
             await self.send_json(api_error.status, body, api_error.headers)
         elif self._error_frame is not None and not self._answered:
             await self.end_stream(self._error_frame(api_error))
@@ -326,7 +341,7 @@ class RequestScope:
             *extra,
             *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
         ]
-        if (header := dialect_of(self.path).request_id_header) is not None:
+        if (header := self.dialect.request_id_header) is not None:
             raw.append((header, self.request_id.encode()))
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})

@@ -98,7 +98,8 @@ class Dialect:
 
     The app makes the handlers of `generation` and `counting`; those of `others` are in `app.routes`. `error_body` words
     an error, given the request's id, in the shape of `error_answer`; `request_id_header` is what the dialect's clients
-    read that id from, beside ``x-request-id``.
+    read that id from, beside ``x-request-id``. At and below `shared_roots`, where OpenAI's clients ask as well, its own
+    are known by the header `client_header`.
     """
 
     root: str
@@ -108,6 +109,8 @@ class Dialect:
     error_body: Callable[[ApiError, str | None], bytes] = _openai_error
     error_answer: type[BaseModel] = ErrorEnvelope
     request_id_header: bytes | None = None
+    shared_roots: Sequence[str] = ()
+    client_header: str | None = None
 
     @property
     def operations(self) -> list[Operation]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from protocol.anthropic.dialect import ANTHROPIC
 from protocol.dialect import Dialect
 from protocol.openai.dialect import OPENAI
@@ -10,9 +12,16 @@ from protocol.responses.dialect import RESPONSES
 DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
 
 _BELOW = [(dialect.root + "/", dialect) for dialect in sorted(DIALECTS, key=lambda each: len(each.root), reverse=True)]
+_SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.shared_roots]
 
 
-def dialect_of(path: str) -> Dialect:
-    """The dialect of a path, which need not exist: that of the longest root above it. All others have OpenAI's."""
+def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
+    """The dialect of a path, which need not exist: that of the longest root above it. All others have OpenAI's.
+
+    Of a path that two dialects share, the names of the request's headers tell, in lower case.
+    """
     path += "/"
+    for root, dialect in _SHARED:
+        if path.startswith(root) and dialect.client_header in headers:
+            return dialect
     return next((dialect for root, dialect in _BELOW if path.startswith(root)), OPENAI)

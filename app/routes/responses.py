@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
-from urllib.parse import parse_qsl
 
 import orjson
 
@@ -24,8 +23,6 @@ from protocol.responses.output import CANCELLED, ResponseBodyWriter
 from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
 from protocol.responses.truncation import fit
 from protocol.writers import AnswerContext
-
-MAX_QUERY_FIELDS = 64
 
 _CANCELLED_BY_ANOTHER = ApiError(
     409, "The response has been cancelled by another request.", code=CANCELLED, headers={"x-should-retry": "false"}
@@ -216,8 +213,5 @@ def _not_found(response_id: str) -> ApiError:
 
 
 def _query(request: RequestScope) -> Mapping[str, str]:
-    try:
-        pairs = parse_qsl(request.query_string.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS)
-    except ValueError:
-        raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
-    return dict(pairs)
+    """The fields of the query; of one that comes twice, the last."""
+    return {name: values[-1] for name, values in request.query().items()}

@@ -4,6 +4,7 @@ dialect         the record
 messages        the request bodies, and the chat requests that they mean
 blocks          turns and content blocks, and their way into chat messages
 output          the message or its events
+models          what is served, as GET /v1/models tells it
 errors          the envelope of errors, on every route below /v1/messages
 answers         the shapes of answers, for /openapi.json
 """

@@ -27,4 +27,6 @@ ANTHROPIC = Dialect(
     error_body=error_body,
     error_answer=AnthropicError,
     request_id_header=b"request-id",
+    shared_roots=("/v1/models",),
+    client_header="anthropic-version",
 )

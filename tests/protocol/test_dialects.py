@@ -37,6 +37,13 @@ def test_a_path_speaks_the_dialect_of_the_longest_root_above_it(path: str, diale
     assert dialect_of(path) is dialect
 
 
+def test_of_a_path_that_is_shared_the_headers_tell() -> None:
+    for path in ("/v1/models", "/v1/models/a/b"):
+        assert dialect_of(path, {"anthropic-version": "1"}) is ANTHROPIC
+        assert dialect_of(path, {"x-api-key": "a"}) is OPENAI
+    assert dialect_of("/v1/chat/completions", {"anthropic-version": "1"}) is OPENAI
+
+
 def test_a_dialect_has_no_path_outside_of_its_root_and_all_are_described() -> None:
     for dialect in DIALECTS:
         assert all(dialect_of(operation.path) is dialect for operation in dialect.operations)

@@ -310,6 +310,7 @@ def error_of(answer: Any, status: int, kind: str) -> str:
     assert body["type"] == "error"
     assert body["error"].keys() == {"type", "message"}
     assert body["error"]["type"] == kind
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
     return body["error"]["message"]
 
 
@@ -319,8 +320,7 @@ def test_bad_request_names_the_field_in_anthropics_envelope(
 ) -> None:
     answer = server.post(f"/v1/messages{path}", {"stream": True, **body})
     assert words in error_of(answer, 400, "invalid_request_error")
-    error = ErrorResponse.model_validate_json(answer.content, strict=True)
-    assert error.request_id == answer.headers["request-id"] == answer.headers["x-request-id"]
+    ErrorResponse.model_validate_json(answer.content, strict=True)
 
 
 def test_every_other_refusal_has_anthropics_envelope(server: Server) -> None:
@@ -333,6 +333,26 @@ def test_every_other_refusal_has_anthropics_envelope(server: Server) -> None:
     error_of(server.post("/v1/messages", {**good, "timeout": 0.001}), 504, "timeout_error")
     many = {f"x-{number}": "a" for number in range(130)}
     error_of(server.post("/v1/messages", good, **many), 431, "invalid_request_error")
+
+
+def test_models_are_listed_and_found_as_anthropics_clients_read_them(sdk: anthropic.Anthropic, server: Server) -> None:
+    [model] = sdk.models.list()
+    assert model.model_extra == {}
+    assert model == sdk.models.retrieve(MODEL)
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert model.created_at.tzinfo is not None
+    assert model.max_input_tokens == 4096
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        sdk.models.retrieve("claude")
+    assert unknown.value.type == "not_found_error"
+    assert unknown.value.request_id is not None
+
+    as_anthropics = {"anthropic-version": "2023-06-01"}
+    answer = server.client.get("/v1/models?limit=0", headers=as_anthropics)
+    assert error_of(answer, 400, "invalid_request_error").startswith("limit must be")
+    error_of(server.client.post("/v1/models", headers=as_anthropics), 405, "invalid_request_error")
+    assert server.client.get("/v1/models").json()["object"] == "list"
+    assert server.client.get("/v1/models/claude").json()["error"]["code"] == "model_not_found"
 
 
 def test_errors_become_the_sdks_own(sdk: anthropic.Anthropic) -> None:

@@ -18,6 +18,7 @@ from app.generation import (
     encode_prompts,
     generate,
     new_head,
+    tell_left_out,
 )
 from app.scope import RequestScope
 from app.server import Server, ServerHandler
@@ -28,6 +29,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import CompletionRequest
 from protocol.request_fields import RequestFields
+from protocol.tools.left_out import LeftOut
 
 
 def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
@@ -74,8 +76,10 @@ async def _count(route: CountingRoute, server: Server, request: RequestScope) ->
 async def _translated(
     server: Server, request: RequestScope, model: type[RequestFields]
 ) -> tuple[RequestFields, GenerationRequest]:
-    def read() -> tuple[RequestFields, GenerationRequest]:
+    def read() -> tuple[RequestFields, GenerationRequest, LeftOut]:
         given = parse_body(model, request.body)
-        return given, given.translate()
+        return given, given.translate(), given.left_out
 
-    return await server.workload.read(request, read)
+    given, body, left_out = await server.workload.read(request, read)
+    tell_left_out(server, request, left_out)
+    return given, body

@@ -29,6 +29,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY
 from protocol.sse import CONTENT_TYPE, KEEP_ALIVE
+from protocol.tools.left_out import LeftOut
 from protocol.writers import AnswerContext, BodyWriter, Head, StreamWriter
 
 # For admission, before anything is tokenized; the count replaces it afterwards.
@@ -67,6 +68,12 @@ class GenerationTask:
 async def parse(server: Server, model: type[M], request: RequestScope) -> M:
     """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400."""
     return await server.workload.read(request, lambda: parse_body(model, request.body))
+
+
+def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut) -> None:
+    """Warn of what the request has and nobody serves here."""
+    server.metrics.on_tools_left_out(left_out.tools)
+    request.warning = left_out.warning()
 
 
 def new_head(

@@ -33,6 +33,7 @@ from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
 from engine.messages import FinishReason, SchedulerStats
+from protocol.tools.left_out import FAMILIES, family
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -119,6 +120,9 @@ class Metrics:
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        text = "Tools that clients offered and nobody serves here, by the requests that did so."
+        tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
+        self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
         self._http = Counter(
             "http_requests",
             "HTTP requests by route, method and status class.",
@@ -175,6 +179,11 @@ class Metrics:
             self._cached_tokens.inc(cached_tokens)
         if queue_seconds is not None:
             self._queue_time.observe(queue_seconds)
+
+    def on_tools_left_out(self, types: Iterable[str]) -> None:
+        """A request offered tools of these types, of which the model is not told."""
+        for kind in {family(each) for each in types}:
+            self._left_out[kind].inc()
 
     def on_http_request(self, handler: str, method: str, status: int) -> None:
         """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""

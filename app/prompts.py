@@ -83,7 +83,7 @@ class PromptEncoder:
     async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
         """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
         num_parts = sum(len(each.content) if isinstance(each.content, list) else 1 for each in body.messages)
-        rough_size = CHARACTERS_PER_MESSAGE * (num_parts + TOOL_AS_MESSAGES * len(body.tools or ()))
+        rough_size = CHARACTERS_PER_MESSAGE * (num_parts + TOOL_AS_MESSAGES * len(body.tools))
         messages, tools, num_characters, num_beside = await self._run(
             lambda: self._conversation(body), rough_size, tokenizes=False
         )

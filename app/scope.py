@@ -58,7 +58,7 @@ class RequestScope:
 
     `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
     engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
-    `blocked_seconds` is how long sending had to wait for the client to read.
+    `blocked_seconds` is how long sending had to wait for the client to read. `warning` goes into the answer's header.
     """
 
     # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
@@ -67,7 +67,7 @@ class RequestScope:
         *("_last_sent", "_max_body_bytes", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
         *("_shield", "_task_group", "answer_id", "arrival_time", "blocked_seconds", "body", "client_gone"),
         *("connection", "error_code", "headers", "http_version", "method", "outputs", "path", "path_params"),
-        *("query_string", "received_time", "request_id", "status", "tenant"),
+        *("query_string", "received_time", "request_id", "status", "tenant", "warning"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
@@ -88,6 +88,7 @@ class RequestScope:
         self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
         self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
+        self.warning: str | None = None
         self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
         self._last_sent = self.arrival_time
         self._receive = receive
@@ -343,6 +344,8 @@ class RequestScope:
         ]
         if (header := self.dialect.request_id_header) is not None:
             raw.append((header, self.request_id.encode()))
+        if self.warning is not None:
+            raw.append((b"x-headrace-warning", self.warning.encode("ascii")))
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

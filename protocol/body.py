@@ -129,6 +129,16 @@ def check_size(value: Any, limit: int) -> None:
         raise PydanticCustomError("rule", f"takes at most {limit} bytes of JSON, got {size}")
 
 
+def at_most_bytes(limit: int) -> BeforeValidator:
+    """`check_size` for a field, before anything in it is checked."""
+
+    def check(value: Any) -> Any:
+        check_size(value, limit)
+        return value
+
+    return BeforeValidator(check)
+
+
 class _FailFast(FailFast):
     __hash__ = object.__hash__  # what `typing` needs to put an annotated type into a union
 

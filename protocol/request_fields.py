@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protocol.body import ClientModel, at_most, fail_fast
+from protocol.tools.left_out import LeftOut
 
 if TYPE_CHECKING:
     from protocol.openai.common import GenerationRequest
@@ -58,6 +59,11 @@ class RequestFields(ClientModel):
     timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
     ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What of this nobody serves here."""
+        return LeftOut()
 
     @abstractmethod
     def translate(self) -> GenerationRequest:

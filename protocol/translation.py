@@ -8,8 +8,8 @@ behind that (template, tools, reasoning, grammars, sampling) exists once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
@@ -32,14 +32,6 @@ class TranslatedChat(ChatCompletionRequest):
         error = super().in_client_words(error)
         message, param = _in_words_of(self.client_names, str(error), error.param)
         return InvalidRequest(message, param=param, code=error.code)
-
-
-class ToolForChat(Protocol):
-    """A tool in a dialect's words."""
-
-    def for_chat(self) -> dict[str, Any]:
-        """The tool in chat's form."""
-        ...
 
 
 C = TypeVar("C", bound=TranslatedChat)
@@ -65,15 +57,6 @@ class DialectRequest(RequestFields):
         if self.logit_bias is not None:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return fields
-
-
-def tool_fields(tools: Sequence[ToolForChat], choice: str | dict[str, Any], *, parallel: bool) -> dict[str, Any]:
-    """Chat's fields for what a dialect says about tools. Raises `InvalidRequest` for a demanded call of none."""
-    if not tools:
-        if choice not in ("none", "auto"):
-            raise InvalidRequest("tool_choice needs tools; send some or leave it out.", param="tool_choice")
-        return {}
-    return {"tools": [tool.for_chat() for tool in tools], "tool_choice": choice, "parallel_tool_calls": parallel}
 
 
 def chat_request(chat: type[C], fields: Mapping[str, Any]) -> C:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse
+from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse, tell_left_out
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import RequestScope
 from app.server import ServedModel, Server
@@ -22,6 +22,7 @@ from protocol.responses.items import Item, ItemReference, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter
 from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
 from protocol.responses.truncation import fit
+from protocol.tools.left_out import LeftOut
 from protocol.writers import AnswerContext
 
 _CANCELLED_BY_ANOTHER = ApiError(
@@ -35,12 +36,13 @@ async def create(server: Server, request: RequestScope) -> None:
     stores = _stores(server, body)
     previous = _previous(server, request, body)
 
-    def read() -> tuple[ResponsesChat, bytes, dict[str, Any]]:
+    def read() -> tuple[ResponsesChat, bytes, dict[str, Any], LeftOut]:
         items = _conversation(server, request, body, previous)
         context = orjson.dumps([item.listed() for item in items]) if stores else b""
-        return body.translate(items), context, body.echo()
+        return body.translate(items), context, body.echo(), body.left_out
 
-    chat, context, echo = await server.workload.read(request, read, _num_stored_bytes(body, previous))
+    chat, context, echo, left_out = await server.workload.read(request, read, _num_stored_bytes(body, previous))
+    tell_left_out(server, request, left_out)
     head = new_head(server, request, "resp_", body.model)
 
     def keep(response: dict[str, Any]) -> None:
@@ -75,11 +77,12 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
     body = await parse(server, InputTokensRequest, request)
     server.check_model_name(body.model)
     previous = _previous(server, request, body)
-    chat = await server.workload.read(
+    chat, left_out = await server.workload.read(
         request,
-        lambda: body.translate(_conversation(server, request, body, previous)),
+        lambda: (body.translate(_conversation(server, request, body, previous)), body.left_out),
         _num_stored_bytes(body, previous),
     )
+    tell_left_out(server, request, left_out)
     answer = {"object": "response.input_tokens", "input_tokens": await count_tokens(server, chat)}
     await request.send_json(200, orjson.dumps(answer))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag
 
-from protocol.body import ClientModel, at_most, fail_fast, json_text, json_type, known_types, type_tag
+from protocol.body import ClientModel, at_most, check_type, fail_fast, json_text, json_type, known_types, type_tag
+from protocol.tools.left_out import Unserved, types_schema
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
@@ -56,12 +57,54 @@ Text = Annotated[Annotated[str, Tag("$string")] | Annotated[_TextBlocks, Tag("$a
 """A string, or blocks of text."""
 
 
+class ToolReferenceBlock(ClientModel):
+    """A tool that the client's own search has found. The model knows it: all tools are offered from the start."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"Found the tool {self.tool_name}."
+
+
+_Result = Annotated[
+    Annotated[TextBlock, Tag("$text")] | Annotated[ToolReferenceBlock, Tag("$tool_reference")],
+    Discriminator(type_tag),
+    known_types("text", "tool_reference"),
+]
+_Results = Annotated[list[_Result], fail_fast, at_most(MAX_BLOCKS, "blocks")]
+
+
 class ToolResultBlock(ClientModel):
     """What a tool has answered. `is_error` is accepted without effect: templates have no place for it."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Text = ""
+    content: Annotated[Annotated[str, Tag("$string")] | Annotated[_Results, Tag("$array")], _string_or_list] = ""
+
+
+_SERVED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+# What is left of calls of tools that Anthropic runs, and of other services of its.
+_UNSERVED = (
+    *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
+    *("container_upload", "fallback", "mcp_tool_listing", "mcp_tool_result", "mcp_tool_use", "server_tool_use"),
+    *("text_editor_code_execution_tool_result", "tool_addition", "tool_removal", "tool_search_tool_result"),
+    *("web_fetch_tool_result", "web_search_tool_result"),
+)
+
+
+def _is_unserved(value: Any) -> bool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        return isinstance(value, Unserved)
+    return kind in _UNSERVED or kind.endswith(("_tool_use", "_tool_result"))  # there will be more of them
+
+
+def _known_block(value: Any) -> Any:
+    if not _is_unserved(value):
+        check_type(value, _SERVED)
+    return value
 
 
 _Block = Annotated[
@@ -69,9 +112,10 @@ _Block = Annotated[
     | Annotated[ThinkingBlock, Tag("$thinking")]
     | Annotated[RedactedThinkingBlock, Tag("$redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("$tool_use")]
-    | Annotated[ToolResultBlock, Tag("$tool_result")],
-    Discriminator(type_tag),
-    known_types("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    | Annotated[ToolResultBlock, Tag("$tool_result")]
+    | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
+    Discriminator(lambda value: "$unserved" if _is_unserved(value) else type_tag(value)),
+    BeforeValidator(_known_block),
 ]
 _Blocks = Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")]
 Content = Annotated[Annotated[str, Tag("$string")] | Annotated[_Blocks, Tag("$array")], _string_or_list]
@@ -99,7 +143,7 @@ def misplaced_block(turns: Sequence[Turn]) -> tuple[str, str] | None:
     return None
 
 
-def text_of(content: str | Sequence[TextBlock]) -> str:
+def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
     """The text of a string or of blocks, which are joined as chat joins its parts."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -133,6 +177,8 @@ def _add_user(messages: list[dict[str, Any]], turn: Turn) -> None:
 
 
 def _add_assistant(messages: list[dict[str, Any]], turn: Turn) -> None:
+    if isinstance(turn.content, list) and all(isinstance(block, Unserved) for block in turn.content):
+        return  # an empty turn would be one that the client has begun
     message = _message_of(messages, "assistant")
     for block in turn.blocks():
         match block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -18,11 +18,12 @@ from protocol.anthropic.blocks import (
     misplaced_block,
     system_text,
 )
-from protocol.body import ClientModel, at_most, at_most_inside, fail_fast, known_types
+from protocol.body import ClientModel, at_most, at_most_bytes, at_most_inside, fail_fast
 from protocol.openai.chat import MAX_MESSAGES
-from protocol.translation import DialectRequest, TranslatedChat, chat_request, tool_fields
+from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
+from protocol.tools.left_out import LeftOut, Unserved, none_of, one_of, types_of
+from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
-MAX_TOOLS = 128
 MIN_THINKING = 1024  # tokens
 
 
@@ -40,7 +41,8 @@ class MessagesChat(TranslatedChat):
 
 
 class Tool(ClientModel):
-    """A tool that the client runs. Those that Anthropic runs are refused by name."""
+    """A tool that the client runs. `cache_control`, `defer_loading`, `eager_input_streaming`, `input_examples` and
+    `allowed_callers` are accepted without effect."""
 
     type: Literal["custom"] = "custom"
     name: str
@@ -52,6 +54,19 @@ class Tool(ClientModel):
         """The tool in chat's form."""
         function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
+
+
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("$custom")] | Annotated[Unserved, Tag("$unserved"), none_of("custom")],
+            one_of("custom", default="custom"),
+        ]
+    ],
+    fail_fast,
+    at_most_bytes(MAX_TOOL_BYTES),
+    at_most(MAX_TOOLS, "tools"),
+]
 
 
 class ToolChoice(ClientModel):
@@ -113,16 +128,14 @@ class CountTokensRequest(DialectRequest):
         **DialectRequest.unsupported,
         "stop": (),
         "container": (),
-        "mcp_servers": ([],),
     }
 
     messages: Annotated[
         list[Turn], fail_fast, at_most_inside(MAX_BLOCKS_IN_ALL, "blocks"), at_most(MAX_MESSAGES, "messages")
     ] = Field(min_length=1)
     system: Text | None = None
-    tools: Annotated[
-        list[Annotated[Tool, known_types("custom", default="custom")]], fail_fast, at_most(MAX_TOOLS, "tools")
-    ] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
+    mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # nobody asks them
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -134,6 +147,12 @@ class CountTokensRequest(DialectRequest):
             param, complaint = wrong
             raise InvalidRequest(f"{param}: {complaint}.", param=param)
         return self
+
+    @property
+    def left_out(self) -> LeftOut:
+        servers = ("mcp",) if self.mcp_servers else ()
+        blocks = (block for turn in self.messages if isinstance(turn.content, list) for block in turn.content)
+        return LeftOut(types_of(self.tools) + servers, types_of(blocks))
 
     def translate(self) -> MessagesChat:
         return chat_request(MessagesChat, self.chat_fields())
@@ -147,8 +166,13 @@ class CountTokensRequest(DialectRequest):
             messages.insert(0, {"role": "system", "content": text})
         choice = self.tool_choice or ToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
-        fields = {**super().chat_fields(), "messages": messages}
-        fields |= tool_fields(self.tools, choice.for_chat(), parallel=parallel)
+        fields = {
+            **super().chat_fields(),
+            "messages": messages,
+            "tools": [tool.for_chat() for tool in self.tools],
+            "tool_choice": choice.for_chat(),
+            "parallel_tool_calls": parallel,
+        }
         if messages[-1]["role"] == "assistant":  # the client has begun the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         config = self.output_config or OutputConfig()

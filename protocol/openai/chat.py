@@ -25,6 +25,7 @@ from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import WireFormat
 from protocol.openai.tools import CalledTools, ToolChoice, Tools, check_tool_choice, tool_use
 from protocol.tools.functions import ToolUse
+from protocol.tools.left_out import LeftOut, types_of
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
@@ -137,7 +138,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int = 0
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True
-    tools: Tools | None = None
+    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -218,6 +219,10 @@ class ChatCompletionRequest(GenerationRequest):
         if error.param == "structured_output" and self._tools_give_the_grammar:
             error = InvalidRequest(str(error).replace("structured_output", "tools"), param="tools", code=error.code)
         return super().in_client_words(error)
+
+    @property
+    def left_out(self) -> LeftOut:
+        return LeftOut(tools=types_of(self.tools))
 
     @property
     def _tools_give_the_grammar(self) -> bool:

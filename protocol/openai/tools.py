@@ -1,6 +1,6 @@
 """Tools in OpenAI's words: the request's definitions and choice, and the calls of earlier turns.
 
-Functions are the only tools: others, which OpenAI runs itself or which take free text, are refused by name.
+Functions are the only tools: others, which OpenAI runs itself, are left out of what the model sees.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import orjson
 from pydantic import Field, Tag, field_validator
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, check_size, fail_fast, json_type
-from protocol.tools.functions import Function, ToolUse
+from protocol.body import ClientModel, at_most, at_most_bytes, check_size, fail_fast, json_type
+from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS, Function, ToolUse
+from protocol.tools.left_out import Unserved, none_of, one_of, types_of
 
-MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128  # of one message
 MAX_PARAMETERS = 64 * 1024  # bytes of JSON, of one function
 
@@ -38,10 +38,14 @@ class FunctionDefinition(ClientModel):
 
 
 class ToolDefinition(ClientModel):
-    """One entry of `tools`."""
+    """A function in `tools`."""
 
     type: Literal["function"]
     function: FunctionDefinition
+
+    @property
+    def name(self) -> str:
+        return self.function.name
 
 
 class FunctionChoice(ClientModel):
@@ -57,7 +61,18 @@ class NamedToolChoice(ClientModel):
     function: FunctionChoice
 
 
-Tools = Annotated[list[ToolDefinition], fail_fast, at_most(MAX_TOOLS, "functions"), Field(min_length=1)]
+AnyTool = ToolDefinition | Unserved
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[ToolDefinition, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
+            one_of("function"),
+        ]
+    ],
+    fail_fast,
+    at_most_bytes(MAX_TOOL_BYTES),
+    at_most(MAX_TOOLS, "tools"),
+]
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("$string")] | Annotated[NamedToolChoice, Tag("$object")],
     json_type('none, auto, required or {"type": "function", "function": {"name": "..."}}'),
@@ -99,32 +114,40 @@ class CalledTool(ClientModel):
 CalledTools = Annotated[list[CalledTool], fail_fast, at_most(MAX_TOOL_CALLS, "calls")]
 
 
-def check_tool_choice(tools: Sequence[ToolDefinition] | None, choice: str | NamedToolChoice | None) -> None:
-    """Raise `InvalidRequest` for functions of one name, a choice without tools, or one that is not offered."""
-    names = [tool.function.name for tool in tools or ()]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"tools must have different names, but {twice!r} comes twice.", param="tools")
-    if choice is None or choice == "none":
+def check_tool_choice(tools: Sequence[AnyTool], choice: str | NamedToolChoice | None) -> None:
+    """Raise `InvalidRequest` for tools of one name, and for the demanded call of one that is not offered."""
+    names: set[str] = set()
+    for tool in _served(tools):
+        if tool.name in names:
+            raise InvalidRequest(f"tools must have different names, but {tool.name!r} comes twice.", param="tools")
+        names.add(tool.name)
+    if choice in (None, "none", "auto"):
         return
-    if tools is None:
-        raise InvalidRequest("tool_choice is only allowed with tools; send some or leave it out.", param="tool_choice")
+    if not names:
+        left_out = ", ".join(kind[:64] for kind in types_of(tools[:8]))
+        why = f" that this server serves: left out is {left_out}" if left_out else "; send some or leave it out"
+        raise InvalidRequest(f"tool_choice needs tools{why}.", param="tool_choice")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         raise InvalidRequest(
-            f"tool_choice names a function that is not in tools: {choice.function.name[:128]!r}.", param="tool_choice"
+            f"tool_choice names a function that is not in tools, or is left out of them because nobody serves it "
+            f"here: {choice.function.name[:128]!r}.",
+            param="tool_choice",
         )
 
 
-def tool_use(
-    tools: Sequence[ToolDefinition] | None, choice: str | NamedToolChoice | None, *, parallel: bool
-) -> ToolUse | None:
+def tool_use(tools: Sequence[AnyTool], choice: str | NamedToolChoice | None, *, parallel: bool) -> ToolUse | None:
     """The checked fields in no wire format's words; None if no tool may be called."""
-    if not tools or choice == "none":
+    functions = tuple(Function(**tool.function.model_dump()) for tool in _served(tools))
+    if not functions or choice == "none":
         return None
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     return ToolUse(
-        functions=tuple(Function(**tool.function.model_dump()) for tool in tools),
+        functions=functions,
         choice="required" if named is not None or choice == "required" else "auto",
         named=named,
         parallel=parallel,
     )
+
+
+def _served(tools: Sequence[AnyTool]) -> list[ToolDefinition]:
+    return [tool for tool in tools if isinstance(tool, ToolDefinition)]

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, fail_fast, json_type, known_types, type_tag
+from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, json_type, known_types, type_tag
 from protocol.errors import ApiError
+from protocol.tools.left_out import Unserved, types_schema
 
 MAX_ITEMS = 16384
 MAX_PARTS = 1024  # of one item
@@ -153,8 +154,35 @@ def item_id(kind: str, response_id: str, index: int) -> str:
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 
 
+_SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+# What is left of calls of tools that OpenAI runs, and of other services of its: a server of text cannot bring it back.
+_UNSERVED = (
+    *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
+    *("computer_call_output", "configuration_update", "file_search_call", "image_generation_call", "mcp_call"),
+    *("mcp_approval_request", "mcp_approval_response", "mcp_list_tools", "program", "program_output"),
+    *("tool_search_call", "tool_search_output", "web_search_call"),
+)
+
+
 def _item_tag(value: Any) -> str | None:
-    return "$message" if isinstance(value, dict) and "type" not in value else type_tag(value)
+    if isinstance(value, dict) and "type" not in value:
+        return "$message"
+    return "$unserved" if _is_unserved(value) else type_tag(value)
+
+
+def _is_unserved(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return isinstance(value, Unserved)
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind in _SERVED:
+        return False
+    return kind in _UNSERVED or kind.endswith(("_call", "_call_output"))  # there will be more of them
+
+
+def _known_item(value: Any) -> Any:
+    if not _is_unserved(value):
+        check_type(value, _SERVED, default="message")
+    return value
 
 
 _Item = Annotated[
@@ -162,20 +190,19 @@ _Item = Annotated[
     | Annotated[FunctionCallItem, Tag("$function_call")]
     | Annotated[FunctionCallOutputItem, Tag("$function_call_output")]
     | Annotated[ReasoningItem, Tag("$reasoning")]
-    | Annotated[ItemReference, Tag("$item_reference")],
+    | Annotated[ItemReference, Tag("$item_reference")]
+    | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
     Discriminator(_item_tag),
-    known_types(
-        *("message", "function_call", "function_call_output", "reasoning", "item_reference"), default="message"
-    ),
+    BeforeValidator(_known_item),
 ]
 Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
 
-_ITEMS: TypeAdapter[list[Item | ItemReference]] = TypeAdapter(list[_Item])
+_ITEMS: TypeAdapter[list[Item | ItemReference | Unserved]] = TypeAdapter(list[_Item])
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
     """Items again of what `listed` made of them, or of a response's output."""
-    return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference)]
+    return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | Unserved)]
 
 
 def message_item(item_id: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

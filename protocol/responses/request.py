@@ -9,12 +9,22 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, check_type, fail_fast, json_type, known_types, type_tag
+from protocol.body import (
+    ClientModel,
+    at_most,
+    at_most_bytes,
+    check_type,
+    fail_fast,
+    json_type,
+    known_types,
+    type_tag,
+)
 from protocol.openai.common import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
-from protocol.translation import DialectRequest, TranslatedChat, chat_request, tool_fields
+from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
+from protocol.tools.left_out import LeftOut, Unserved, none_of, one_of, types_of
+from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
-MAX_TOOLS = 128
 MAX_METADATA = 16  # entries
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512
@@ -26,7 +36,6 @@ _ECHOED = (
     *("presence_penalty", "previous_response_id", "prompt_cache_key", "safety_identifier", "temperature"),
     *("top_logprobs", "top_p", "truncation", "user"),
 )
-_HOSTED_SEARCH = ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11")
 
 
 FindItem = Callable[[ItemReference], Item | None]
@@ -59,17 +68,15 @@ class FunctionTool(ClientModel):
         return {"type": "function", "function": fields}
 
 
-def _without_hosted_search(tools: Any) -> Any:
-    """Search that OpenAI runs is an offer which a model need not take: clients that always make it are served."""
-    if not isinstance(tools, list):
-        return tools
-    return [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _HOSTED_SEARCH)]
-
-
 Tools = Annotated[
-    list[Annotated[FunctionTool, known_types("function")]],
+    list[
+        Annotated[
+            Annotated[FunctionTool, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
+            one_of("function"),
+        ]
+    ],
     fail_fast,
-    BeforeValidator(_without_hosted_search),
+    at_most_bytes(MAX_TOOL_BYTES),
     at_most(MAX_TOOLS, "tools"),
 ]
 
@@ -87,7 +94,14 @@ class AllowedTools(ClientModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[Annotated[NamedFunction, known_types("function")]], fail_fast, at_most(MAX_TOOLS, "tools")
+        list[
+            Annotated[
+                Annotated[NamedFunction, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
+                one_of("function"),
+            ]
+        ],
+        fail_fast,
+        at_most(MAX_TOOLS, "tools"),
     ] = Field(min_length=1)
 
 
@@ -191,6 +205,16 @@ class InputTokensRequest(DialectRequest):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextConfig = Field(default_factory=TextConfig)
 
+    @property
+    def left_out(self) -> LeftOut:
+        items = () if isinstance(self.input, str) else types_of(self.input)
+        return LeftOut(types_of(self.tools), items)
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """The tools that the model is offered."""
+        return [tool for tool in self.tools if not isinstance(tool, Unserved)]
+
     def items(self, find: FindItem = lambda reference: None) -> list[Item]:
         """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found."""
         if isinstance(self.input, str):
@@ -198,6 +222,7 @@ class InputTokensRequest(DialectRequest):
         return [
             _found(number, item, find) if isinstance(item, ItemReference) else item
             for number, item in enumerate(self.input)
+            if not isinstance(item, Unserved)
         ]
 
     def translate(self, items: Sequence[Item] | None = None) -> ResponsesChat:
@@ -224,15 +249,20 @@ class InputTokensRequest(DialectRequest):
     def _tool_fields(self) -> dict[str, Any]:
         choice, tools = self.tool_choice, self.tools
         if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools}
-            if unknown := sorted(allowed - {tool.name for tool in tools}):
+            allowed = {tool.name for tool in choice.tools if isinstance(tool, NamedFunction)}
+            if unknown := sorted(allowed - {tool.name for tool in self.offered_tools}):
                 raise InvalidRequest(
                     f"tool_choice.tools names {unknown[0][:64]!r}, which is none of tools.", param="tool_choice.tools"
                 )
 
-            tools, choice = [tool for tool in tools if tool.name in allowed], choice.mode
+            tools = [tool for tool in tools if isinstance(tool, Unserved) or tool.name in allowed]
+            choice = choice.mode
         named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
-        return tool_fields(tools, named, parallel=self.parallel_tool_calls)
+        return {
+            "tools": [tool.for_chat() for tool in tools],
+            "tool_choice": named,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -291,5 +321,5 @@ class ResponsesRequest(InputTokensRequest):
             "service_tier": "default",
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [tool.model_dump() for tool in self.tools],
+            "tools": [tool.model_dump() for tool in self.offered_tools],
         }

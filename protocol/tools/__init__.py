@@ -3,6 +3,7 @@
 In reading order:
 
 functions     the functions that a request offers, and which of them must be called
+left_out      tools that nobody serves here, and the warning that they are left out
 formats       the families' syntaxes with their grammars, and which one a chat template was made for
 hermes        Hermes' syntax, which Qwen and many others share
 llama3        Llama 3's syntax: bare JSON objects

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+MAX_TOOLS = 1024
+MAX_TOOL_BYTES = 2 * 2**20
+"""Of JSON, all tools of a request together: they pass several hands before they are found too long for the context."""
+
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 

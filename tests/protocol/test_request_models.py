@@ -156,17 +156,19 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
     ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "got -1"),
     ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs", "must be an integer"),
-    ({"tools": []}, "tools", "at least 1"),
+    ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools; send some"),
+    ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "left out is web_search"),
+    ({"tools": [{"name": "f"}]}, "tools.0", "an object with a type, such as function"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is required"),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "must be 'function', got 'custom'"),
     ({"tools": [tool("")]}, "tools.0.function.name", ""),
     ({"tools": [tool("a b")]}, "tools.0.function.name", ""),
     ({"tools": [tool("f"), tool("f")]}, "tools", "'f' comes twice"),
-    ({"tools": [tool("f")] * 129}, "tools", "at most 128 functions"),
+    ({"tools": [tool("f")] * 1025}, "tools", "at most 1024 tools"),
+    ({"tools": [tool("f", description="d" * 2**21)]}, "tools", "at most 2097152 bytes"),
     ({"tools": [tool("f", description="a" * 65536, parameters=[])]}, "tools.0.function.parameters", "an object"),
     ({"tools": [tool("f", parameters={"a": "b" * 65536})]}, "tools.0.function.parameters", "65536 bytes"),
-    ({"tool_choice": "auto"}, "tool_choice", "only allowed with tools"),
-    ({"tool_choice": "required"}, "tool_choice", "only allowed with tools"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be 'function'"),
@@ -370,6 +372,12 @@ def test_messages_reach_the_template_as_plain_strings():
         {"role": "tool", "content": "42", "tool_call_id": "call_1"},
         {"role": "function", "content": "", "name": "f"},
     ]
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "web_search"}]])
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_no_tools_are_no_tools(tools, choice):
+    assert chat(tools=tools, tool_choice=choice).tool_use is None
 
 
 def test_tools_are_what_may_and_must_be_called():

@@ -53,8 +53,9 @@ def cases() -> list[Case]:
     words = [f"forbidden {number}" for number in range(128)]
     one = {"max_tokens": 1, "temperature": 0}
     many = {**one, "prompt": [ids(2, number) for number in range(512)]}
-    flat_tools = [{"type": "function", **tool["function"]} for tool in tools(128)]
-    claude_tools = [{"name": f"tool_{index}", "input_schema": SCHEMA} for index in range(128)]
+    flat_tools = [{"type": "function", **tool["function"]} for tool in tools(1024)]
+    claude_tools = [{"name": f"tool_{index}", "input_schema": SCHEMA} for index in range(1024)]
+    bare_tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(1024)]
     streamed = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     likely = {"temperature": 0, "logprobs": 20}
     short = [ids(4, number) for number in range(512)]
@@ -89,8 +90,9 @@ def cases() -> list[Case]:
         Case("100,000 parts", CHAT, chat(messages=parts), 400),
         Case("16,000 parts", CHAT, chat(messages=parts[:16]), 400),
         Case("2,000 messages", CHAT, chat(messages=turns[:2001]), 400),
-        Case("128 tools", CHAT, chat(tools=tools(128)), 400),
-        Case("128 tools, one is demanded", CHAT, chat(tools=tools(128), tool_choice="required"), 400),
+        Case("1,024 tools", CHAT, chat(tools=tools(1024)), 400),
+        Case("1,024 tools of a name alone", CHAT, chat(tools=bare_tools), 400),
+        Case("1,024 tools, one is demanded", CHAT, chat(tools=tools(1024), tool_choice="required"), 400),
         Case("12 tools", CHAT, chat(tools=tools(12)), 400),
         Case("documents", CHAT, chat(documents=[{"title": "t", "text": "x" * 1000}] * 200)),
         Case("4 MB of text", CHAT, chat(messages=[{"role": "user", "content": "word " * 800_000}]), 400),
@@ -98,10 +100,10 @@ def cases() -> list[Case]:
         Case("500 items, stored", RESPONSES, {"input": items[:501], "max_output_tokens": 1}),
         Case("10,001 items counted", RESPONSES + "/input_tokens", {"input": items}),
         Case("10,001 items, truncated", RESPONSES, {"input": items, "truncation": "auto", "max_output_tokens": 1}),
-        Case("128 tools for Responses", RESPONSES, {"input": "a", "tools": flat_tools}, 400),
+        Case("1,024 tools for Responses", RESPONSES, {"input": "a", "tools": flat_tools}, 400),
         Case("10,001 turns", "/v1/messages", {"messages": turns, "max_tokens": 1}, 400),
         Case("10,001 turns counted", "/v1/messages/count_tokens", {"messages": turns}),
-        Case("128 tools for Messages", "/v1/messages", claude, 400),
+        Case("1,024 tools for Messages", "/v1/messages", claude, 400),
         Case("512 inputs", "/v1/embeddings", {"input": short}),
         Case("512 texts", "/v1/embeddings", {"input": texts, "truncate_prompt_tokens": 1}),
         Case("a long text", "/tokenize", {"prompt": "a b " * 7_000, "return_token_strs": True}),

@@ -284,8 +284,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "thinking.budget_tokens must be less than max_tokens",
     ),
     ("", {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
-    ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-    ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "b"}]}, "'bash_20250124'"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": 5}, "mcp_servers"),
+    ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": 5}]}, "tools.0 must be an object with a type"),
     ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "maximum context length"),
     (
         "",

@@ -1,0 +1,98 @@
+"""What nobody serves here: tools that the API's own vendor runs, and what is left of their calls in a conversation.
+
+A client offers them to whatever server it talks to, and a model need not take an offer. So they are left out of what
+the model sees instead of failing the request, and the client is told in a header (`LeftOut.warning`), the operator in
+the metrics (`family`). Types that appear tomorrow are treated alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import Discriminator, WithJsonSchema
+
+from protocol.body import ClientModel
+
+OTHER = "other"
+FAMILIES = (
+    *("advisor", "browser_toolset", "code_execution", "code_interpreter", "computer", "computer_toolset"),
+    *("computer_use", "computer_use_preview", "file_search", "image_generation", "mcp", "mcp_toolset"),
+    *("programmatic_tool_calling", "shell", "tool_search", "tool_search_tool_bm25", "tool_search_tool_regex"),
+    *("web_fetch", "web_search", "web_search_preview", OTHER),
+)
+"""Types of tools without the dates of their versions, for metrics: clients can make up others, but no more labels."""
+
+MAX_TOLD = 16  # types in one warning
+
+_VERSION = re.compile(r"_20\d\d_?\d\d_?\d\d$")
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+class Unserved(ClientModel):
+    """An entry of a type that nobody serves here."""
+
+    type: str
+
+    def for_chat(self) -> dict[str, Any]:
+        """The entry in chat's form."""
+        return {"type": self.type}
+
+
+class LeftOut(NamedTuple):
+    """The types that a request has left out, each once: of tools, and of items of the conversation."""
+
+    tools: tuple[str, ...] = ()
+    items: tuple[str, ...] = ()
+
+    def warning(self) -> str | None:
+        """What the client is told, as a header's value; None if there is nothing to tell."""
+        parts = (("tools", self.tools), ("items", self.items))
+        told = [f"{what} left out: {_listed(types)}" for what, types in parts if types]
+        return f"{'; '.join(told)} (nobody serves them here)" if told else None
+
+
+def one_of(*served: str, default: str | None = None) -> Discriminator:
+    """Tells the members of a union of models by `type`: tags are `$type` of one that is served, else `$unserved`."""
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        kind = default if kind is None else kind
+        return f"${kind}" if kind in served else "$unserved" if isinstance(kind, str) else None
+
+    return Discriminator(
+        tag, custom_error_type="shape", custom_error_message=f"an object with a type, such as {served[0]}"
+    )
+
+
+def none_of(*served: str) -> WithJsonSchema:
+    """The schema of an `Unserved` beside models of these types, for /openapi.json."""
+    return _schema({"type": "string", "not": {"enum": list(served)}})
+
+
+def types_schema(unserved: Sequence[str]) -> WithJsonSchema:
+    """The schema of an `Unserved` of one of these types."""
+    return _schema({"enum": list(unserved)})
+
+
+def types_of(entries: Iterable[Any]) -> tuple[str, ...]:
+    """The types of those entries that are `Unserved`, each once."""
+    return tuple(dict.fromkeys(entry.type for entry in entries if isinstance(entry, Unserved)))
+
+
+def family(kind: str) -> str:
+    """The one of `FAMILIES` that a tool's type belongs to."""
+    name = _VERSION.sub("", kind)
+    return name if name in FAMILIES else OTHER
+
+
+def _schema(kind: dict[str, Any]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "object", "properties": {"type": kind}, "required": ["type"]})
+
+
+def _listed(types: Sequence[str]) -> str:
+    # A header takes no byte that a client made up.
+    words = dict.fromkeys(kind if _WORD.fullmatch(kind) else OTHER for kind in types)
+    more = ["..."] if len(words) > MAX_TOLD else []
+    return ", ".join([*list(words)[:MAX_TOLD], *more])

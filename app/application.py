@@ -42,6 +42,10 @@ from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+# Paths that clients may try, and that would otherwise be taken for a wrong method of another.
+NOT_OFFERED = {
+    "/v1/responses/compact": "Responses are not compacted here: send a shorter conversation, or truncation: auto."
+}
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
@@ -161,6 +165,8 @@ def _end_without_engine() -> None:
 def _in_own_words(request: Request, error: Exception) -> ApiError:
     """What Starlette refuses by itself (unknown path, wrong method)."""
     assert isinstance(error, HTTPException)
+    if (words := NOT_OFFERED.get(request.scope["path"])) is not None:
+        return ApiError(404, words)
     messages = {
         404: f"There is nothing at {request.scope['path'][:200]!r}.",
         405: f"{request.scope['method'][:20]} is not allowed at {request.scope['path'][:200]!r}.",

@@ -194,9 +194,12 @@ class InputTokensRequest(DialectRequest):
         "moderation": (),
     }
 
-    input: Annotated[
-        Annotated[str, Tag("$string")] | Annotated[Items, Tag("$array")], json_type("a string or an array of items")
-    ]
+    input: (
+        Annotated[
+            Annotated[str, Tag("$string")] | Annotated[Items, Tag("$array")], json_type("a string or an array of items")
+        ]
+        | None
+    ) = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Tools = Field(default_factory=list)
@@ -207,7 +210,7 @@ class InputTokensRequest(DialectRequest):
 
     @property
     def left_out(self) -> LeftOut:
-        items = () if isinstance(self.input, str) else types_of(self.input)
+        items = types_of(self.input) if isinstance(self.input, list) else ()
         return LeftOut(types_of(self.tools), items)
 
     @property
@@ -216,7 +219,14 @@ class InputTokensRequest(DialectRequest):
         return [tool for tool in self.tools if not isinstance(tool, Unserved)]
 
     def items(self, find: FindItem = lambda reference: None) -> list[Item]:
-        """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found."""
+        """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found.
+
+        A response may be continued without saying anything; then there are none.
+        """
+        if self.input is None:
+            if self.previous_response_id is None:
+                raise InvalidRequest("input is required without previous_response_id.", param="input")
+            return []
         if isinstance(self.input, str):
             return [MessageItem(role="user", content=self.input)]
         return [

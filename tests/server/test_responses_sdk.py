@@ -253,6 +253,27 @@ def test_a_response_is_continued_retrieved_listed_and_deleted(sdk: openai.OpenAI
     sdk.responses.create(**GREEDY, max_output_tokens=1, previous_response_id=second.id)
 
 
+def test_a_response_is_continued_without_a_word(sdk: openai.OpenAI, server: Server) -> None:
+    first = sdk.responses.create(**GREEDY, max_output_tokens=4)
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+    absent = sdk.responses.create(**fields, previous_response_id=first.id)
+    empty = sdk.responses.create(**fields, previous_response_id=first.id, input=[])
+    assert absent.output_text == empty.output_text != ""
+    conversation = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": first.output_text}]
+    chat = server.post("/v1/chat/completions", {"messages": conversation, "max_tokens": 8, "temperature": 0}).json()
+    assert absent.output_text == chat["choices"][0]["message"]["content"]
+    counted = sdk.responses.input_tokens.count(model=MODEL, previous_response_id=first.id)
+    assert absent.usage is not None
+    assert counted.input_tokens == absent.usage.input_tokens
+    roles = [item.role for item in sdk.responses.input_items.list(absent.id, order="asc")]  # type: ignore[union-attr]
+    assert roles == ["user", "assistant"]
+
+
+def test_compacting_is_not_there(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="not compacted"):
+        sdk.responses.compact(model="gpt-5.2", input=QUESTION)
+
+
 def test_items_of_a_kept_response_can_be_referred_to(sdk: openai.OpenAI) -> None:
     """As Vercel's `ai` sends a conversation."""
     first = sdk.responses.create(**GREEDY, max_output_tokens=16)

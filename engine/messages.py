@@ -77,6 +77,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     value: str
     any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
     closed: bool = False  # whether objects take no properties but those they declare, where a schema leaves it open
+    lenient: bool = False  # whether its schemas (of tags: those marked so) are enforced as far as a grammar can
     whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; opened already if "" opens it
 
@@ -99,6 +100,14 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 f"structured_output takes at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(self.value)}.",
                 param="structured_output",
             )
+
+
+class Unenforced(msgspec.Struct, frozen=True, kw_only=True):
+    """What a grammar leaves out of a lenient JSON Schema. It can be checked when the answer is there."""
+
+    number: int  # of the tag that has it, or 0
+    pointers: tuple[str, ...]  # JSON pointers to keywords of `schema`, the first ones of many; "" is all but a type
+    schema: str  # the whole schema in draft 2020-12, as JSON
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,11 +24,12 @@ class Tag(NamedTuple):
     begin: str
     schema: JsonSchema
     end: str
+    lenient: bool = False  # enforced as far as a grammar can
 
 
-def json_schema(schema: JsonSchema) -> StructuredOutput:
-    """The output is one JSON value that fits `schema`."""
-    return StructuredOutput(kind=StructuredOutputKind.JSON_SCHEMA, value=_canonical(schema))
+def json_schema(schema: JsonSchema, *, lenient: bool = False) -> StructuredOutput:
+    """The output is one JSON value that fits `schema`; if `lenient`, as far as a grammar can enforce that."""
+    return StructuredOutput(kind=StructuredOutputKind.JSON_SCHEMA, value=_canonical(schema), lenient=lenient)
 
 
 def choice(texts: Sequence[str]) -> StructuredOutput:
@@ -56,14 +57,15 @@ def tagged_json(
     "auto" with strict functions is `text=True`.
     """
     value = {
-        "tags": [{"begin": tag.begin, "schema": tag.schema, "end": tag.end} for tag in tags],
+        "tags": [tag._asdict() for tag in tags],
         "triggers": list(triggers or dict.fromkeys(tag.begin for tag in tags)),
         "text": text,
         "required": required,
         "repeat": repeat,
         "separator": separator,
     }
-    return StructuredOutput(kind=StructuredOutputKind.STRUCTURAL_TAG, value=_canonical(value))
+    lenient = any(tag.lenient for tag in tags)
+    return StructuredOutput(kind=StructuredOutputKind.STRUCTURAL_TAG, value=_canonical(value), lenient=lenient)
 
 
 def _canonical(value: Any) -> str:

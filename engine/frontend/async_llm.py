@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
@@ -34,10 +35,12 @@ from engine.messages import (
     EngineCoreRequest,
     EngineReady,
     FinishReason,
+    SamplingParams,
     SchedulerStats,
     StructuredOutput,
+    Unenforced,
 )
-from engine.structured import GrammarCompiler, Owner
+from engine.structured import CompiledGrammar, GrammarCompiler, Owner
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
 
@@ -110,15 +113,11 @@ class AsyncLLM:
         Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
         """
-        checked: set[StructuredOutput] = set()
-        for request in requests:
-            structured = request.sampling.structured_output
-            if structured is not None and structured not in checked:
-                checked.add(structured)
-                await self._check_grammar(structured, request)
+        requests, unenforced = await self._with_grammars(requests)
         choices = await self._check(requests)
         self._available_inputs()  # may have changed meanwhile
         stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
+        stream.unenforced = unenforced
         try:
             await self._add(choices)
             yield stream
@@ -139,8 +138,39 @@ class AsyncLLM:
         """The answer of each engine that lives, as `EngineClient.query` gives it."""
         return await self._client.query(question)
 
-    async def _check_grammar(self, structured: StructuredOutput, request: EngineCoreRequest) -> None:
-        """Raise InvalidRequest for a grammar that cannot be enforced. Whoever leaves meanwhile leaves the queue."""
+    async def _with_grammars(
+        self, requests: tuple[EngineCoreRequest, ...]
+    ) -> tuple[tuple[EngineCoreRequest, ...], tuple[Unenforced, ...]]:
+        """The requests, asking for what can be enforced, and what of the first one's grammar cannot."""
+        sampling = requests[0].sampling
+        unenforced: tuple[Unenforced, ...] = ()
+        changed: dict[int, SamplingParams] = {}  # by the one before: requests mostly share theirs
+        grammars: dict[StructuredOutput, CompiledGrammar | None] = {}
+        for request in requests:
+            structured = request.sampling.structured_output
+            if structured is None or id(request.sampling) in changed:
+                continue
+            if structured not in grammars:
+                grammars[structured] = await self._grammar(structured, request)
+            grammar = grammars[structured]
+            if grammar is not None and grammar.enforced != structured:
+                changed[id(request.sampling)] = msgspec.structs.replace(
+                    request.sampling, structured_output=grammar.enforced
+                )
+                if request.sampling is sampling:
+                    unenforced = grammar.unenforced
+        if not changed:
+            return requests, ()
+        return tuple(
+            msgspec.structs.replace(request, sampling=changed.get(id(request.sampling), request.sampling))
+            for request in requests
+        ), unenforced
+
+    async def _grammar(self, structured: StructuredOutput, request: EngineCoreRequest) -> CompiledGrammar | None:
+        """The grammar; None if there is no time left. Raises InvalidRequest if it cannot be enforced.
+
+        Whoever leaves meanwhile leaves the queue.
+        """
         if self._grammars is None:
             raise InvalidRequest("This engine cannot enforce grammars.", param="structured_output")
         future = self._grammars.submit(structured, Owner.of(request))
@@ -153,8 +183,7 @@ class AsyncLLM:
                     await wait_done(future)
             finally:
                 future.cancel()
-        if not future.cancelled():
-            future.result()
+        return None if future.cancelled() else future.result()
 
     async def _check(self, requests: tuple[EngineCoreRequest, ...]) -> list[list[EngineCoreRequest]]:
         """The choices of each of these prompts. Raises InvalidRequest."""

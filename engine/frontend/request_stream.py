@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import anyio
 
-from engine.messages import EngineCoreRequest, FinishReason, RequestEvent, RequestOutput
+from engine.messages import EngineCoreRequest, FinishReason, RequestEvent, RequestOutput, Unenforced
 
 Listener = Callable[[Collection[RequestOutput]], bool]
 """Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
@@ -48,6 +48,7 @@ class RequestStream:
         self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
         self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
+        self.unenforced: tuple[Unenforced, ...] = ()  # of the JSON Schemas that the answer has to fit
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
         self._waits_for_end = False  # the reader waits for the end

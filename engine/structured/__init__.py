@@ -9,6 +9,10 @@ compile_queue  whose turn it is to compile
 grammar_cache  compiled grammars, and refusals, kept for their owner
 grammar        from a `StructuredOutput` to the text that llguidance compiles
 json_schema    what is done to a client's JSON Schema before it is compiled
+one_of         which alternatives exclude each other
+lenient        what is enforced where not all of a `StructuredOutput` can be
+relaxation     what of a JSON Schema is left out then
+pointers       JSON pointers and references within one document
 token_rules    the same way for `allowed_token_ids` and `bad_words`
 
 The front door compiles first (`AsyncLLM.stream`), so that a grammar that cannot be enforced is refused before it is

@@ -15,15 +15,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from engine.errors import InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
-from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput
+from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, Unenforced
 from engine.structured.compile_queue import CompileQueue, Owner
 from engine.structured.grammar import refused, to_llguidance
 from engine.structured.grammar_cache import GrammarCache
+from engine.structured.lenient import loosened
 
 TRIED_TOKENS = 32
 TRIED_SECONDS = 0.1  # of processor time: others wait for it
@@ -45,6 +47,8 @@ _LIMIT_MET = re.compile(
     re.IGNORECASE,
 )
 
+_UNSATISFIABLE = re.compile("unsatisfiable|no output fits", re.IGNORECASE)
+
 # What a compiled grammar is taken to hold, as nothing counts it: measured, 13 MB for a second of the compiler's time.
 BYTES_PER_SECOND = 20 * 2**20
 BYTES_PER_CHARACTER = 64
@@ -53,10 +57,21 @@ ANYBODY = Owner()
 
 
 class CompiledGrammar:
-    """A grammar at its start. Matchers are copies of it."""
+    """A grammar at its start. Matchers are copies of it.
 
-    def __init__(self, prototype: LLMatcher) -> None:
+    `enforced` is what it was compiled from; what that leaves out of what was asked for is `unenforced`.
+    """
+
+    def __init__(
+        self, prototype: LLMatcher, enforced: StructuredOutput, unenforced: tuple[Unenforced, ...] = ()
+    ) -> None:
         self._prototype = prototype
+        self.enforced = enforced
+        self.unenforced = unenforced
+
+    def leaving_out(self, unenforced: tuple[Unenforced, ...]) -> CompiledGrammar:
+        """The same grammar for somebody who asked for more."""
+        return CompiledGrammar(self._prototype, self.enforced, unenforced)
 
     def matcher(self) -> LLMatcher:
         """A matcher of its own for one request; microseconds."""
@@ -124,10 +139,27 @@ class GrammarCompiler:
             seconds = time.thread_time() - started
             num_bytes = int(seconds * BYTES_PER_SECOND) + structured.size * BYTES_PER_CHARACTER
             self._cache.keep(owner, structured, found, num_bytes)
+            if isinstance(found, CompiledGrammar) and found.enforced != structured:
+                self._cache.keep(owner, found.enforced, found, found.enforced.size)  # what the core will ask for
         return _unless_refused(found)
 
     def _outcome(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
         self.num_compiled += 1
+        found = self._whole(structured)
+        if isinstance(found, CompiledGrammar) or not structured.lenient or _UNSATISFIABLE.search(str(found)):
+            return found
+        try:
+            structured.check()
+            enforced, unenforced = loosened(structured, lambda tried: isinstance(self._whole(tried), CompiledGrammar))
+        except InvalidRequest as error:
+            return error
+        except (msgspec.DecodeError, RecursionError):
+            return found  # which says so
+        found = self._whole(enforced)
+        return found.leaving_out(unenforced) if isinstance(found, CompiledGrammar) else found
+
+    def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
+        """The grammar of all that this asks for."""
         try:
             structured.check()
             text = to_llguidance(structured, self._special_tokens())
@@ -141,7 +173,7 @@ class GrammarCompiler:
             if "NoExtension" in reason:
                 return refused("no output fits it.")
             return refused(_first_words(reason), code=GRAMMAR_TOO_COMPLEX if _LIMIT_MET.search(reason) else None)
-        return CompiledGrammar(prototype)
+        return CompiledGrammar(prototype, structured)
 
     def _try_out(self, prototype: LLMatcher) -> None:
         """Follow the grammar for a few tokens, whichever it allows, and go back to its start.

@@ -91,7 +91,7 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
     try:
         return msgspec.json.encode({**prepared(schema, closed=structured.closed), "x-guidance": options}).decode()
     except RecursionError:
-        raise refused("it is nested too deeply.") from None
+        raise refused("it is nested too deeply.", code=GRAMMAR_TOO_COMPLEX) from None
 
 
 def _choice(texts: Sequence[str]) -> str:

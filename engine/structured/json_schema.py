@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+
+from engine.structured.one_of import Disjointness
 
 # The formats that JSON Schema defines (draft 2020-12, validation, 7.3). The compiler enforces some of them and refuses
 # the others by name. Any other `format` is a remark: OpenAPI's int32, double, password and so on.
@@ -27,35 +30,121 @@ _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 # Where these stand two divisors may meet in one number, whose automaton then has a state for each pair of remainders.
 _COMBINING = re.compile(r'"(?:allOf|anyOf|oneOf|patternProperties)"\s*:|"\$ref"\s*:\s*"[^"]*"\s*,|,\s*"\$ref"\s*:')
 _SAYS_MORE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
-_SCHEMA = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
-_LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+SCHEMA = (
+    *("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# What only people read, in whatever form they wrote it; and the draft, since what is left is the latest.
+_REMARKS = frozenset(
+    (
+        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "discriminator", "externalDocs", "xml"),
+    )
+)
 
 
 def prepared(schema: Any, *, closed: bool) -> Any:
-    """A copy without the keywords that demand nothing, though the compiler would refuse them.
+    """A copy in the words of draft 2020-12, without remarks and without what demands nothing.
 
-    If `closed`, objects take no properties but those that they declare, unless they say more about others. What is no
-    schema, such as a constant or an example, is left as it is.
+    Of the drafts before it and of OpenAPI 3.0 it knows arrays as `items`, bounds that are true or false, and
+    `nullable`. A `oneOf` whose schemas exclude each other is an `anyOf`. If `closed`, objects take no properties but
+    those that they declare or require, unless they say more about others. What is no schema, such as a constant, is
+    left as it is.
     """
     if not isinstance(schema, dict):
         return schema
-    copy = dict(schema)
+    copy = _prepared(schema, closed, is_root=True)
+    return _with_merged_options(copy, Disjointness(copy))
+
+
+def _prepared(schema: Any, closed: bool, *, is_root: bool = False) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: value for key, value in schema.items() if key not in _REMARKS}
     if isinstance(copy.get("format"), str) and copy["format"] not in STANDARD_FORMATS:
         del copy["format"]
     if copy.get("uniqueItems") is False:
         del copy["uniqueItems"]
-    if closed and "properties" in copy and not _SAYS_MORE & copy.keys():
+    if copy.get("allOf") == []:
+        del copy["allOf"]
+    if isinstance(given := copy.get("$id", copy.get("id")), str) and given.startswith("#"):
+        copy.pop("$id", None)  # a name of older drafts: generators write the place itself there
+    _use_latest_words(copy)
+    if closed and isinstance(copy.get("properties"), dict) and not _SAYS_MORE & copy.keys():
+        required = copy.get("required")
+        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        copy["properties"] = {**copy["properties"], **{name: {} for name in names if name not in copy["properties"]}}
         copy["additionalProperties"] = False
-    for key, value in copy.items():
-        if key in _MAP_OF_SCHEMAS and isinstance(value, dict):
-            copy[key] = {name: prepared(entry, closed=closed) for name, entry in value.items()}
-        elif key in _LIST_OF_SCHEMAS and isinstance(value, list):
-            # Each of `allOf` declares a part: closed, one would forbid what another asks for.
-            copy[key] = [prepared(entry, closed=closed and key != "allOf") for entry in value]
-        elif key in _SCHEMA:
-            copy[key] = prepared(value, closed=closed)
-    return copy
+    # Each of `allOf` declares a part: closed, one would forbid what another asks for.
+    replace_subschemas(copy, lambda keys, entry: _prepared(entry, closed and keys[0] != "allOf"))
+    nullable = copy.pop("nullable", False)
+    return _or_null(copy) if nullable is True and not is_root else copy
+
+
+def _use_latest_words(schema: dict[str, Any]) -> None:
+    if isinstance(schema.get("items"), list):
+        items = schema.pop("items")
+        if items:
+            schema.setdefault("prefixItems", items)
+        if "additionalItems" in schema:
+            schema["items"] = schema["additionalItems"]
+    schema.pop("additionalItems", None)
+    for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
+            schema[exclusive] = schema.pop(bound)
+    if isinstance(required := schema.get("required"), list) and all(isinstance(name, str) for name in required):
+        schema["required"] = list(dict.fromkeys(required))
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema, which takes null as well."""
+    if not schema.keys() & {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"}:
+        return schema
+    if schema.keys() & {"const", "$ref", "allOf", "anyOf", "oneOf"}:
+        return {"anyOf": [schema, {"type": "null"}]}
+    asked = schema.get("type")
+    if isinstance(asked, str | list):
+        schema["type"] = list(dict.fromkeys((*([asked] if isinstance(asked, str) else asked), "null")))
+    if isinstance(schema.get("enum"), list) and None not in schema["enum"]:
+        schema["enum"] = [*schema["enum"], None]
+    return schema
+
+
+Keys = tuple[str | int, ...]
+
+
+def replace_subschemas(schema: dict[str, Any], replacement: Callable[[Keys, Any], Any]) -> None:
+    """Put others in the place of the schemas directly in this one, which are told with the keys that lead to them."""
+    for key, value in schema.items():
+        if key in MAP_OF_SCHEMAS and isinstance(value, dict):
+            schema[key] = {name: replacement((key, name), entry) for name, entry in value.items()}
+        elif key in LIST_OF_SCHEMAS and isinstance(value, list):
+            schema[key] = [replacement((key, number), entry) for number, entry in enumerate(value)]
+        elif key in SCHEMA:
+            schema[key] = replacement((key,), value)
+        elif key == "components" and isinstance(value, dict) and isinstance(value.get("schemas"), dict):
+            described = {name: replacement((key, "schemas", name), entry) for name, entry in value["schemas"].items()}
+            schema[key] = {**value, "schemas": described}
+
+
+def replace_one_of(schema: dict[str, Any]) -> None:
+    """Call `oneOf` `anyOf`, in its place: properties come in the order of what declares them."""
+    items = [("anyOf" if key == "oneOf" else key, value) for key, value in schema.items()]
+    schema.clear()
+    schema.update(items)
+
+
+def _with_merged_options(schema: Any, disjointness: Disjointness) -> Any:
+    """The same schema, in which each `oneOf` whose schemas exclude each other has become an `anyOf`."""
+    if not isinstance(schema, dict):
+        return schema
+    options = schema.get("oneOf")
+    if isinstance(options, list) and "anyOf" not in schema and disjointness.all_apart(options):
+        replace_one_of(schema)
+    replace_subschemas(schema, lambda _, entry: _with_merged_options(entry, disjointness))
+    return schema
 
 
 def excessive_divisor(text: str, *, combined: bool) -> str | None:

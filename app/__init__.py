@@ -13,6 +13,8 @@ runner             runs it under Hypercorn in this process
 scope              a request as a scope, from the first byte of its body to the last byte of its answer
 endpoint           a handler in such a scope, and the accounting of each request
 request_record     what is known of a request when it has ended
+event_log          the events of a response that is made in the background, and its readers' places
+background         requests that outlive their connection: a scope whose client is an event log
 middleware         who may come in: pure ASGI around the application
 tenants            whose request it is, by its API key, and what they are entitled to
 routes             handlers, by what they answer

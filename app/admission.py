@@ -31,6 +31,7 @@ class Limit(enum.StrEnum):
     TOKENS = "max_queued_tokens"
     TENANT = "tenant_max_queued_requests"
     DEADLINE = "first_token_deadline"
+    BACKGROUND = "max_background_responses"
 
 
 class Pace:

@@ -72,6 +72,7 @@ def create_app(settings: Settings) -> Starlette:
         drain_before_shutdown(shutdown.wait_and_drain, guard)
         end_with_parent()
         async with anyio.create_task_group() as task_group:
+            server.task_group = task_group
             task_group.start_soon(server.run)
             task_group.start_soon(server.watch_requests)
             task_group.start_soon(guard.watch)

@@ -30,32 +30,46 @@ class Endpoint:
         self._route = route
         self._handler = handler
         self._quiet = quiet
-        self._log = server.settings.log_requests and not quiet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = RequestScope(scope, receive, send, self._server.settings)
-        current_tenant.set(request.tenant.name)
-        on_hold = self._server.metrics.on_loop_hold
-        await in_steps(self._run(request), lambda seconds: on_hold(seconds, self._route, request.request_id))
-
-    async def _run(self, request: RequestScope) -> None:
-        self._server.enter(request, quiet=self._quiet)
-        try:
-            await request.run(self._handler)
-        finally:
-            self._server.leave(request)
-            self._account(request)
-
-    def _account(self, request: RequestScope) -> None:
         server = self._server
-        status = request.status if request.status is not None else CLIENT_GONE
-        server.metrics.on_http_request(self._route, request.method, status)
-        record = record_of(request, route=self._route, model=server.settings.model_names[0], status=status)
-        if request.outputs is not None:
-            server.timelines.keep(request, status)
-            server.tracer.record(record)
-        if self._log:
-            log_request(record)
+        request = RequestScope(scope, receive, send, server.settings)
+        current_tenant.set(request.tenant.name)
+        try:
+            await run_and_account(server, request, self._route, self._handler, quiet=self._quiet)
+        finally:
+            server.metrics.on_http_request(self._route, request.method, _status(request))
+
+
+async def run_and_account(
+    server: Server, request: RequestScope, route: str, handler: Handler, *, quiet: bool = False
+) -> None:
+    """Run `handler` in the scope of `request`; afterwards, log line, timeline and trace."""
+
+    async def run() -> None:
+        server.enter(request, quiet=quiet)
+        try:
+            await request.run(handler)
+        finally:
+            server.leave(request)
+            _account(server, request, route, quiet=quiet)
+
+    on_hold = server.metrics.on_loop_hold
+    await in_steps(run(), lambda seconds: on_hold(seconds, route, request.request_id))
+
+
+def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) -> None:
+    status = _status(request)
+    record = record_of(request, route=route, model=server.settings.model_names[0], status=status)
+    if request.outputs is not None:
+        server.timelines.keep(request, status)
+        server.tracer.record(record)
+    if server.settings.log_requests and not quiet:
+        log_request(record)
+
+
+def _status(request: RequestScope) -> int:
+    return request.status if request.status is not None else CLIENT_GONE
 
 
 class Refusal:

@@ -174,7 +174,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             for number, prompt in enumerate(prompts)
         ]
         async with model.llm.stream(*core_requests) as outputs:
-            request.outputs = outputs
+            request.attend(outputs)
             outputs.on_begin = ticket.begin
             answer = AnswerContext(
                 head=work.head,

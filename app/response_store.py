@@ -1,8 +1,10 @@
 """Responses that can be asked for: those being made, and a bounded memory for each tenant of those that were.
 
+What is made in the background counts from its beginning, with its conversation and its events.
+
 A response is kept with the whole conversation that led to it, so it can be continued after those before it are gone.
 The oldest are dropped when there are too many, when they take too much memory, and when their time is over. Nothing is
-written to disk, and a restart forgets everything. Used on the event loop and, for long responses, on worker threads.
+written to disk, and a restart forgets everything. Used on the event loop; `keep`, of long responses, on worker threads.
 """
 
 from __future__ import annotations
@@ -10,27 +12,34 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from app.event_log import EventLog
 from app.scope import RequestScope
 from app.settings import Settings
+from protocol.errors import ApiError
 from protocol.responses.output import ResponseStreamWriter
 
+RETRY_AFTER = 5  # seconds; nobody knows when a response will have ended
 _OVERHEAD = 512  # bytes of an entry beside its texts
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The response object and the items before it, as JSON. `expires` is in seconds of `time.monotonic()`."""
+    """The response object and the items before it, as JSON. `expires` is in seconds of `time.monotonic()`.
+
+    `log` has its events, if it was made in the background.
+    """
 
     body: bytes
     context: bytes
     expires: float
+    log: EventLog | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -53,30 +62,56 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class _TenantLRU:
-    """One tenant's responses, the oldest first."""
+    """One tenant's responses, the oldest first, and what it has in the background; `num_bytes` is of both."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
+    num_background: int = 0
 
     def drop(self, response_id: str) -> None:
-        self.num_bytes -= self.responses.pop(response_id).num_bytes
+        dropped = self.responses.pop(response_id)
+        self.num_bytes -= dropped.num_bytes
+        self.forget(dropped.log)
+
+    def forget(self, log: EventLog | None) -> None:
+        if log is not None:
+            self.num_bytes -= log.num_bytes
+            log.forget()
+
+    def fit(self, max_count: int, max_bytes: int) -> None:
+        """Drop the oldest until there is room for the others."""
+        while self.responses and (len(self.responses) + self.num_background > max_count or self.num_bytes > max_bytes):
+            self.drop(next(iter(self.responses)))
 
 
 @dataclass(frozen=True, slots=True)
 class RunningResponse:
-    """A response that is being made: by which request, and how far it is."""
+    """A response that is being made: by which request, how far it is, and the items before it, as JSON."""
 
     request: RequestScope
     writer: ResponseStreamWriter
+    context: bytes
+    log: EventLog | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds in the background beside its events."""
+        return len(self.context) + len(self.request.body) + _OVERHEAD
+
+    def response(self) -> dict[str, Any]:
+        """The response as far as it is."""
+        return self.writer.response(self.request.progress)
 
 
 class ResponseStore:
-    """The responses of all tenants; nobody finds another's."""
+    """The responses of all tenants; nobody finds another's. `on_refused` is told of every 429."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_refused: Callable[[], None] = lambda: None) -> None:
         self._max_count = settings.response_store_size
         self._max_bytes = settings.response_store_bytes
         self._max_age = settings.response_store_age
+        self._max_background = min(settings.max_background_responses, self._max_count)
+        self._on_refused = on_refused
         self._lock = threading.RLock()  # of all that is kept; held for a few lookups, never while anything is made
         self._by_tenant: dict[str, _TenantLRU] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
@@ -86,17 +121,24 @@ class ResponseStore:
         """Whether nothing is ever kept."""
         return self._max_count == 0
 
-    def keep(self, tenant: str, response_id: str, body: bytes, context: bytes) -> None:
-        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept."""
-        response = StoredResponse(body, context, time.monotonic() + self._max_age)
+    def keep(self, tenant: str, response_id: str, body: bytes, context: bytes, log: EventLog | None = None) -> None:
+        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept.
+
+        Nor is one that was made in the background, with its `log`, and has been deleted meanwhile.
+        """
+        response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
         with self._lock:
             kept = self._by_tenant.setdefault(tenant, _TenantLRU())
+            if log is not None:
+                running = self._running.get((tenant, response_id))
+                if running is None or running.log is not log:
+                    return
+                self._forget_running(response_id, running)
             if response_id in kept.responses:
                 kept.drop(response_id)
             kept.responses[response_id] = response
             kept.num_bytes += response.num_bytes
-            while len(kept.responses) > self._max_count or kept.num_bytes > self._max_bytes:
-                kept.drop(next(iter(kept.responses)))
+            kept.fit(self._max_count, self._max_bytes)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of this tenant's, unless it is gone."""
@@ -115,14 +157,86 @@ class ResponseStore:
 
     @contextmanager
     def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
-        """Lets a response be found while it is made."""
-        key = (response.request.tenant.name, response_id)
-        self._running[key] = response
+        """Lets a response be found while it is made. Raises ApiError 409 if one in the background has this id."""
+        self._begin(response_id, response)
         try:
             yield
         finally:
-            if self._running.get(key) is response:  # a client may use an id twice
-                del self._running[key]
+            self.end(response_id, response)
+
+    def begin(self, response_id: str, response: RunningResponse, log: EventLog) -> None:
+        """Lets a response be found that is made in the background, until `end` or until it is kept.
+
+        Raises ApiError 429 if its tenant has too much there, 409 if one of them has this id.
+        """
+        tenant = response.request.tenant.name
+        with self._lock:
+            own = self._by_tenant.setdefault(tenant, _TenantLRU())
+            if own.num_background >= self._max_background:
+                raise self._refusal(f"{own.num_background} of {self._max_background} responses")
+            size = response.num_bytes
+            of_kept = sum(each.num_bytes + (each.log.num_bytes if each.log else 0) for each in own.responses.values())
+            if size > self._max_bytes:
+                raise ApiError(
+                    400, f"background takes a conversation of at most {self._max_bytes} bytes here.", param="background"
+                )
+            if own.num_bytes - of_kept + size > self._max_bytes:
+                raise self._refusal(f"{own.num_bytes - of_kept} of {self._max_bytes} bytes are taken, {size} more")
+            self._begin(response_id, response)
+            if response_id in own.responses:
+                own.drop(response_id)
+            own.num_background += 1
+            own.num_bytes += size
+            own.fit(self._max_count, self._max_bytes)
+        log.on_growth = lambda num_bytes: self._on_growth(tenant, log, num_bytes)
+
+    def end(self, response_id: str, response: RunningResponse) -> None:
+        """It is not made any more. In the background, what was not kept is forgotten. Idempotent."""
+        with self._lock:
+            if self._running.get((response.request.tenant.name, response_id)) is response:
+                own = self._by_tenant.get(response.request.tenant.name)
+                self._forget_running(response_id, response)
+                if own is not None:
+                    own.forget(response.log)
+
+    def _begin(self, response_id: str, response: RunningResponse) -> None:
+        key = (response.request.tenant.name, response_id)
+        if (other := self._running.get(key)) is not None and other.log is not None:
+            raise ApiError(
+                409,
+                "A response of this id is being made in the background.",
+                code="response_running",
+                headers={"x-should-retry": "false"},
+            )
+        self._running[key] = response
+
+    def _forget_running(self, response_id: str, response: RunningResponse) -> None:
+        tenant = response.request.tenant.name
+        del self._running[tenant, response_id]
+        if response.log is not None:
+            own = self._by_tenant[tenant]
+            own.num_background -= 1
+            own.num_bytes -= response.num_bytes
+
+    def _on_growth(self, tenant: str, log: EventLog, num_bytes: int) -> None:
+        with self._lock:
+            if log.is_forgotten:
+                return
+            own = self._by_tenant[tenant]
+            log.num_bytes += num_bytes
+            own.num_bytes += num_bytes
+            own.fit(self._max_count, self._max_bytes)
+            if own.num_bytes > self._max_bytes:  # nothing is left but what is being made
+                own.num_bytes -= log.forget_oldest(own.num_bytes - self._max_bytes + log.num_bytes // 8)
+
+    def _refusal(self, full: str) -> ApiError:
+        self._on_refused()
+        return ApiError(
+            429,
+            f"You have too much in the background: {full}. Please try again later.",
+            code="queue_full",
+            headers={"retry-after": str(RETRY_AFTER)},
+        )
 
     def find_running(self, tenant: str, response_id: str) -> RunningResponse | None:
         """A response of this tenant's that is being made."""
@@ -134,5 +248,5 @@ class ResponseStore:
             for tenant, kept in list(self._by_tenant.items()):
                 while kept.responses and next(iter(kept.responses.values())).expires <= now:
                     kept.drop(next(iter(kept.responses)))
-                if not kept.responses:
+                if not kept.responses and not kept.num_background:
                     del self._by_tenant[tenant]

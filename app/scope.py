@@ -59,6 +59,7 @@ class RequestScope:
     `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
     engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
     `blocked_seconds` is how long sending had to wait for the client to read. `warning` goes into the answer's header.
+    `follows_another` says that its stream ends with another request's.
     """
 
     # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
@@ -67,10 +68,12 @@ class RequestScope:
         *("_last_sent", "_max_body_bytes", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
         *("_shield", "_task_group", "answer_id", "arrival_time", "blocked_seconds", "body", "client_gone"),
         *("connection", "error_code", "headers", "http_version", "method", "outputs", "path", "path_params"),
-        *("query_string", "received_time", "request_id", "status", "tenant", "warning"),
+        *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
+        "warning",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+        self.asgi_scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.http_version: str = scope["http_version"]
@@ -89,6 +92,7 @@ class RequestScope:
         self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
         self.warning: str | None = None
+        self.follows_another = False
         self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
         self._last_sent = self.arrival_time
         self._receive = receive
@@ -124,6 +128,15 @@ class RequestScope:
         """Run a companion of the handler inside this scope; it is cancelled when the handler has finished."""
         assert self._task_group is not None
         self._task_group.start_soon(function)
+
+    @property
+    def progress(self) -> str:
+        """How far its answer is, in the words of the Responses API."""
+        return "in_progress"
+
+    def attend(self, outputs: RequestStream) -> None:
+        """The engine's stream is open: the request has a place in the engine's queue."""
+        self.outputs = outputs
 
     async def send_json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer at once. `body` is JSON already."""
@@ -313,11 +326,13 @@ class RequestScope:
         if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code = api_error.code or api_error.type
+        await self._send_error(api_error)
+
+    async def _send_error(self, error: ApiError) -> None:
         if self.status is None:
-            body = self.dialect.error_body(api_error, self.request_id)
-            await self.send_json(api_error.status, body, api_error.headers)
+            await self.send_json(error.status, self.dialect.error_body(error, self.request_id), error.headers)
         elif self._error_frame is not None and not self._answered:
-            await self.end_stream(self._error_frame(api_error))
+            await self.end_stream(self._error_frame(error))
 
     async def _send(self, message: dict[str, Any]) -> None:
         started = time.monotonic()

@@ -10,15 +10,17 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
 from anyio import to_thread
+from anyio.abc import TaskGroup
 
-from app.admission import Admission
+from app.admission import Admission, Limit
 from app.hypercorn_patches import Connection
 from app.loading import make_client, make_grammar_compiler, open_files
 from app.metrics import Metrics
@@ -104,11 +106,12 @@ class Server:
         self.tenants = Tenants(settings)
         self.admission = Admission(settings, self.metrics.on_rejection, self.tenants.all)
         self.timelines = Timelines(settings.timeline_size)
-        self.responses = ResponseStore(settings)
+        self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
         self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining
+        self.task_group: TaskGroup | None = None  # set by the lifespan
         self.created = int(time.time())
         self._started = time.monotonic()
         self._on_fatal = on_fatal
@@ -206,6 +209,11 @@ class Server:
 
     # --- the lifetime
 
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something that belongs to no connection, in the application's task group."""
+        assert self.task_group is not None
+        self.task_group.start_soon(function)
+
     def enter(self, request: RequestScope, *, quiet: bool) -> None:
         """A request has come. A drain waits for those that were here before it, unless they are quiet."""
         self._requests.add(request)
@@ -227,7 +235,8 @@ class Server:
         with anyio.move_on_after(self.settings.drain_timeout):
             await self._until_idle()
         for request in self._open_requests:
-            request.end(SHUTTING_DOWN, FinishReason.ABORT)
+            if not request.follows_another:
+                request.end(SHUTTING_DOWN, FinishReason.ABORT)
         with anyio.move_on_after(ERROR_FRAME_SECONDS):
             await self._until_idle()
         for request in self._open_requests:

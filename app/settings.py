@@ -228,6 +228,12 @@ class Settings(BaseSettings):
     timeline_size: int = Field(
         1000, description="Ended requests whose timeline is kept for /v1/requests/{id}/timeline.", ge=0, le=10**6
     )
+    max_background_responses: int = Field(
+        64,
+        description="Most background responses of a tenant that wait or run at once; more are refused with 429.",
+        ge=1,
+        le=2**20,
+    )
     response_store_size: int = Field(
         1000,
         description="Responses kept per tenant for previous_response_id and GET /v1/responses/{id}; 0: none.",
@@ -236,7 +242,8 @@ class Settings(BaseSettings):
     )
     response_store_bytes: ByteSize = Field(
         ByteSize(64 * MIB),
-        description="Memory for the kept responses of a tenant, with the conversations before them.",
+        description="Memory for the kept responses of a tenant, with the conversations before them, and for the events "
+        "of background responses.",
         ge=MIB,
         le=1024 * 1024 * MIB,
         examples=["64MiB"],

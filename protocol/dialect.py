@@ -53,9 +53,9 @@ def asks(path: str, summary: str, answer: type[BaseModel], *request: type[Client
     return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
 
 
-def finds(method: Method, path: str, summary: str, answer: type[BaseModel]) -> Operation:
+def finds(method: Method, path: str, summary: str, answer: type[BaseModel], *, streams: bool = False) -> Operation:
     """An operation on what is there already."""
-    return Operation(method, path, summary, answer, errors=(400, 404, 503))
+    return Operation(method, path, summary, answer, errors=(400, 404, 503), streams=streams)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import orjson
 
+from app.background import BackgroundScope, follow
+from app.event_log import EventLog
 from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse, tell_left_out
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import RequestScope
@@ -25,6 +29,7 @@ from protocol.responses.truncation import fit
 from protocol.tools.left_out import LeftOut
 from protocol.writers import AnswerContext
 
+_DELETED = ApiError(404, "The response has been deleted.", param="id", code="not_found")
 _CANCELLED_BY_ANOTHER = ApiError(
     409, "The response has been cancelled by another request.", code=CANCELLED, headers={"x-should-retry": "false"}
 )
@@ -45,9 +50,11 @@ async def create(server: Server, request: RequestScope) -> None:
     tell_left_out(server, request, left_out)
     head = new_head(server, request, "resp_", body.model)
 
+    log = EventLog() if body.background else None
+
     def keep(response: dict[str, Any]) -> None:
         if stores:
-            server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context)
+            server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context, log)
 
     write_logprobs = ChatLogprobs(server.model.llm.vocabulary.token_bytes) if body.wants_logprobs else None
     writer = ResponseBodyWriter(head, echo | {"store": stores}, write_logprobs=write_logprobs, done=keep)
@@ -68,8 +75,28 @@ async def create(server: Server, request: RequestScope) -> None:
         stream_writer=reading,
         body_writer=reading,
     )
-    with server.responses.running(head.id, RunningResponse(request, writer)):
-        await generate(server, request, task)
+    if log is None:
+        with server.responses.running(head.id, RunningResponse(request, writer, context)):
+            await generate(server, request, task)
+        return
+    background = BackgroundScope(server, request, log, writer.fail_stream)
+    running = RunningResponse(background, writer, context, log)
+    server.responses.begin(head.id, running, log)
+    log.append(writer.queue())
+    try:
+        await background.begin(
+            server,
+            "/v1/responses",
+            lambda scope: generate(server, scope, task),
+            lambda: server.responses.end(head.id, running),
+        )
+    except ApiError:  # it was never there
+        server.responses.delete(request.tenant.name, head.id)
+        raise
+    if body.stream:
+        await follow(server, request, log, 0)
+    else:
+        await _send_running(server, request, running)
 
 
 async def input_tokens(server: Server, request: RequestScope) -> None:
@@ -89,42 +116,57 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
 
 async def retrieve(server: Server, request: RequestScope) -> None:
     """GET /v1/responses/{id}. A response that is being made is told as far as it is."""
-    if _query(request).get("stream", "false").lower() != "false":
-        raise ApiError(
-            400, "stream is not supported here: only background responses could be streamed again.", param="stream"
-        )
+    query = _query(request)
     running = server.responses.find_running(request.tenant.name, request.path_params["id"])
-    if running is not None:
-        response = running.writer.response("in_progress")
-        await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
-    else:
-        await request.send_json(200, _stored(server, request).body)
+    stored = _stored(server, request) if running is None else None
+    if query.get("stream", "false").lower() != "false":
+        log = (running or stored).log  # type: ignore[union-attr]  # there is one of them
+        if log is None:
+            raise ApiError(400, "stream is only possible for responses with background: true.", param="stream")
+        await follow(server, request, log, _starting_after(query) + 1)
+    elif stored is not None:
+        await request.send_json(200, stored.body)
+    elif running is not None:
+        await _send_running(server, request, running)
 
 
 async def delete(server: Server, request: RequestScope) -> None:
-    """DELETE /v1/responses/{id}."""
+    """DELETE /v1/responses/{id}. One that is made in the background ends."""
     response_id = request.path_params["id"]
-    if not server.responses.delete(request.tenant.name, response_id):
+    running = server.responses.find_running(request.tenant.name, response_id)
+    if running is not None and running.log is not None:
+        server.responses.end(response_id, running)
+        running.log.abandon(_DELETED)
+    elif not server.responses.delete(request.tenant.name, response_id):
         raise _not_found(response_id)
     answer = {"id": response_id, "object": "response", "deleted": True}
     await request.send_json(200, orjson.dumps(answer))
 
 
 async def cancel(server: Server, request: RequestScope) -> None:
-    """POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it."""
+    """POST /v1/responses/{id}/cancel: ends a response that is being made, whoever waits for it.
+
+    For one that was made in the background and has ended, there is nothing to be done.
+    """
     running = server.responses.find_running(request.tenant.name, request.path_params["id"])
-    if running is None:
-        _stored(server, request)
+    if running is not None:
+        running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
+        if running.log is None:
+            await _send_running(server, request, running, "cancelled")
+            return
+        await running.log.wait(math.inf)
+    stored = _stored(server, request)
+    if stored.log is None:
         raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
-    running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
-    response = running.writer.response("cancelled")
-    await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
+    await request.send_json(200, stored.body)
 
 
 async def input_items(server: Server, request: RequestScope) -> None:
     """GET /v1/responses/{id}/input_items: all items that the response was made from."""
-    stored, query = _stored(server, request), _query(request)
-    page = await server.workload.read(request, lambda: listing(stored.context_items(), query), stored.num_bytes)
+    query = _query(request)
+    running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+    context = running.context if running is not None and running.log is not None else _stored(server, request).context
+    page = await server.workload.read(request, lambda: listing(orjson.loads(context), query), len(context))
     await request.send_json(200, page)
 
 
@@ -148,7 +190,10 @@ def _stores(server: Server, body: ResponsesRequest) -> bool:
     """Whether the response is kept: unless the client or the operator does not want it. Raises ApiError 400."""
     if body.store and server.responses.is_off:
         raise ApiError(400, "store: true is not possible: this server keeps no responses.", param="store")
-    return body.store is not False and not server.responses.is_off
+    stores = body.store is not False and not server.responses.is_off
+    if body.background and not stores:
+        raise ApiError(400, "background: true needs store: true, on a server that keeps responses.", param="background")
+    return stores
 
 
 def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -> StoredResponse | None:
@@ -157,9 +202,12 @@ def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -
         return None
     previous = server.responses.find(request.tenant.name, body.previous_response_id)
     if previous is None:
+        is_running = server.responses.find_running(request.tenant.name, body.previous_response_id) is not None
         raise ApiError(
             400,
-            "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
+            "previous_response_id is the id of a response that has not ended yet."
+            if is_running
+            else "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -171,6 +219,22 @@ def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None)
     if isinstance(body.input, list) and any(isinstance(item, ItemReference) for item in body.input):
         return INLINE_BODY_BYTES + 1
     return 0 if previous is None else previous.num_bytes
+
+
+async def _send_running(
+    server: Server, request: RequestScope, running: RunningResponse, status: str | None = None
+) -> None:
+    """A response as far as it is."""
+    response = running.response() if status is None else running.writer.response(status)
+    await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
+
+
+def _starting_after(query: Mapping[str, str]) -> int:
+    """The number of the event after which a stream begins; -1 for the whole. Raises ApiError 400."""
+    given = query.get("starting_after", "-1")
+    if not re.fullmatch(r"-1|[0-9]{1,9}", given):
+        raise ApiError(400, "starting_after must be the sequence number of an event.", param="starting_after")
+    return int(given)
 
 
 def _length(running: RunningResponse) -> int:

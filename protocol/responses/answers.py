@@ -13,7 +13,7 @@ class ResponseObject(OpenAnswer):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete", "failed", "cancelled", "in_progress"]
+    status: Literal["completed", "incomplete", "failed", "cancelled", "queued", "in_progress"]
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None

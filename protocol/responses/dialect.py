@@ -14,7 +14,7 @@ RESPONSES = Dialect(
     others=(
         generates("/v1/responses", "Answer items; the response can be continued.", ResponsesRequest, ResponseObject),
         asks("/v1/responses/input_tokens", _COUNT, InputTokens, InputTokensRequest),
-        finds("get", "/v1/responses/{id}", "A response that was kept.", ResponseObject),
+        finds("get", "/v1/responses/{id}", "A response that was kept, or is being made.", ResponseObject, streams=True),
         finds("delete", "/v1/responses/{id}", "Forget a response.", DeletedResponse),
         finds("post", "/v1/responses/{id}/cancel", "End a response that is being made.", ResponseObject),
         finds("get", "/v1/responses/{id}/input_items", "What a response was made from.", ItemList),

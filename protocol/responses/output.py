@@ -91,6 +91,7 @@ class ResponseStreamWriter:
         self._open: _OpenItem | None = None
         self._last: RequestOutput | None = None
         self._events = 0
+        self._is_queued = False
         self._logprobs: list[Any] = []  # of tokens whose text has not come yet
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
@@ -98,6 +99,12 @@ class ResponseStreamWriter:
         """Set how the answer is read, which only the end of the prompt tells. Returns this writer."""
         self._parser = parser
         return self
+
+    def queue(self) -> bytes:
+        """The first events, before there is anything to read, of a response that nobody may be waiting for."""
+        self._is_queued = True
+        queued = self.response("queued")
+        return self._event("response.created", response=queued) + self._event("response.queued", response=queued)
 
     def feed_output(self, output: RequestOutput) -> bytes:
         raise_if_failed(output)
@@ -142,7 +149,7 @@ class ResponseStreamWriter:
             "incomplete_details": None,
             "model": self._head.model,
             "output": [*self._output, *([self._open.as_item("in_progress")] if self._open else [])],
-            "usage": None if self._last is None or status == "in_progress" else self._usage(self._last),
+            "usage": None if self._last is None or status in ("queued", "in_progress") else self._usage(self._last),
             **self._echo,
             **fields,
         }
@@ -251,10 +258,8 @@ class ResponseStreamWriter:
     # --- events
 
     def _begin(self) -> list[bytes]:
-        return [
-            self._event("response.created", response=self.response("in_progress")),
-            self._event("response.in_progress", response=self.response("in_progress")),
-        ]
+        names = ["response.created", "response.in_progress"][self._is_queued :]
+        return [self._event(name, response=self.response("in_progress")) for name in names]
 
     def _item_event(self, event_type: str, item: _OpenItem, /, **fields: Any) -> bytes:
         return self._event(event_type, item_id=item.id, output_index=item.index, **fields)

@@ -283,7 +283,7 @@ class ResponsesRequest(InputTokensRequest):
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        name: off for name, off in InputTokensRequest.unsupported.items() if name != "truncation"
+        name: off for name, off in InputTokensRequest.unsupported.items() if name not in ("background", "truncation")
     }
 
     max_output_tokens: int | None = None
@@ -292,6 +292,7 @@ class ResponsesRequest(InputTokensRequest):
     top_logprobs: int = 0
     include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
     store: bool | None = None
+    background: bool = False
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA, "entries")] = Field(default_factory=dict)
     max_tool_calls: int | None = None
     service_tier: str | None = None
@@ -317,6 +318,7 @@ class ResponsesRequest(InputTokensRequest):
         """This request's fields as chat's."""
         return {
             **super().chat_fields(),
+            "stream": self.stream or self.background,  # in the background, the events are kept
             "max_tokens": self.max_output_tokens,
             "stop": self.stop,
             "logprobs": self.wants_logprobs,
@@ -326,7 +328,7 @@ class ResponsesRequest(InputTokensRequest):
     def echo(self) -> dict[str, Any]:
         """What the response object says about the request it answers: every key, null where nothing was asked for."""
         return {name: getattr(self, name) for name in _ECHOED} | {
-            "background": False,
+            "background": self.background,
             "reasoning": self.reasoning.model_dump(),
             "service_tier": "default",
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},

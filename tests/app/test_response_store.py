@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.response_store import ResponseStore
+from app.event_log import EventLog
+from app.response_store import ResponseStore, RunningResponse
 from app.settings import Settings
+from protocol.errors import ApiError
 
 MIB = 2**20
 
@@ -75,3 +80,86 @@ def test_a_store_of_no_size_keeps_nothing():
     assert responses.is_off
     responses.keep("a", "resp_1", body("a"), b"[]")
     assert responses.find("a", "resp_1") is None
+
+
+class Background:
+    """Random work on what is made in the background; the books are proven after each step."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.responses = store(**settings)
+        self.settings = Settings(**settings)
+        self.running: dict[tuple[str, str], RunningResponse] = {}
+
+    def begin(self, tenant: str, response_id: str, size: int) -> None:
+        request: Any = SimpleNamespace(tenant=SimpleNamespace(name=tenant), body=bytes(size))
+        writer: Any = None
+        log = EventLog()
+        response = RunningResponse(request, writer, b"[]", log)
+        with suppress(ApiError):
+            self.responses.begin(response_id, response, log)
+            self.running[tenant, response_id] = response
+
+    def grow(self, tenant: str, response_id: str, size: int) -> None:
+        if (running := self.running.get((tenant, response_id))) is not None and running.log is not None:
+            running.log.append(b"data: " + bytes(size) + b"\n\n")
+
+    def keep(self, tenant: str, response_id: str, size: int) -> None:
+        if (running := self.running.pop((tenant, response_id), None)) is not None:
+            self.responses.keep(tenant, response_id, bytes(size), b"[]", running.log)
+            assert running.log is not None
+            running.log.append(b"data: the end\n\n")
+            self.responses.end(response_id, running)
+
+    def delete(self, tenant: str, response_id: str, size: int) -> None:
+        if (running := self.running.pop((tenant, response_id), None)) is not None:
+            self.responses.end(response_id, running)
+            self.grow(tenant, response_id, size)
+            self.responses.keep(tenant, response_id, bytes(size), b"[]", running.log)
+            assert self.responses.find(tenant, response_id) is None, "what was deleted does not come back"
+        else:
+            self.responses.delete(tenant, response_id)
+
+    def check(self) -> None:
+        for name, own in self.responses._by_tenant.items():
+            mine = [each for (tenant, _), each in self.running.items() if tenant == name]
+            entries: list[Any] = [*mine, *own.responses.values()]
+            logs = [each.log for each in entries if each.log is not None]
+            held = [each.num_bytes for each in entries]
+            assert own.num_bytes == sum(held) + sum(log.num_bytes for log in logs)
+            assert own.num_background == len(mine) <= self.settings.max_background_responses
+            assert len(own.responses) + len(mine) <= self.settings.response_store_size
+            spare = sum(len(log._pieces[-1][1]) + 150 for log in logs if log._pieces)  # the latest piece stays
+            assert own.num_bytes <= self.settings.response_store_bytes + spare
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "grow", "grow", "keep", "delete"]),
+            st.sampled_from("ab"),
+            st.sampled_from(["1", "2", "3"]),
+            st.integers(0, MIB),
+        ),
+        max_size=40,
+    )
+)
+def test_what_is_made_in_the_background_is_counted_and_leaves_nothing(steps: list[tuple[str, str, str, int]]) -> None:
+    work = Background(response_store_size=3, response_store_bytes=2 * MIB, max_background_responses=2)
+    for name, tenant, response_id, size in steps:
+        getattr(work, name)(tenant, response_id, size)
+        work.check()
+    for tenant, response_id in [(tenant, each) for tenant in "ab" for each in "123"]:
+        work.delete(tenant, response_id, 1)
+    work.responses.expire(time.monotonic())
+    assert work.responses._by_tenant == {}
+    assert work.responses._running == {}
+
+
+def test_an_id_is_used_once_at_a_time() -> None:
+    work = Background()
+    work.begin("a", "resp_1", 1)
+    with pytest.raises(ApiError) as refused:
+        work.responses.begin("resp_1", work.running["a", "resp_1"], EventLog())
+    assert refused.value.status == 409
+    assert work.responses.find_running("a", "resp_1") is not None
+    assert work.responses.find_running("b", "resp_1") is None

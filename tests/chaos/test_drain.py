@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.harness import ChaosServer, Start, Stream, prompt_of
 from tests.server.harness import TIMEOUT
 from tests.server.http2_client import Http2Client
+from tests.server.raw_client import sse_events
 
 WAYS: list[tuple[str, Start]] = [
     ("uvloop", "hypercorn"),
@@ -95,6 +96,29 @@ def test_what_does_not_end_in_time_is_told_so(worker_class: str, how: Start) -> 
         assert head.status_code == 503
         assert (b"connection", b"close") in head.headers
         assert b"shutting_down" in whole.read_body()
+        assert server.wait_exit() == 0
+
+
+@pytest.mark.parametrize(
+    ("worker_class", "drain_timeout", "last"), [("uvloop", 60, "incomplete"), ("trio", 0.3, "failed")]
+)
+def test_what_runs_in_the_background_is_drained_too_and_its_readers_are_told(
+    worker_class: str, drain_timeout: float, last: str
+) -> None:
+    with start(worker_class, "hypercorn", drain_timeout=drain_timeout) as server:
+        server.wait_ready()
+        server.faults.order("slow", seconds=0.03)
+        body = {"input": "Hi.", "ignore_eos": True, "max_output_tokens": 40 if last == "incomplete" else 4000}
+        running = [server.post("/v1/responses", {**body, "background": True}).json()["id"] for _ in range(2)]
+        readers = [server.connect() for _ in range(2)]
+        for reader in readers:
+            reader.get(f"/v1/responses/{running[0]}?stream=true")
+            assert next(sse_events(reader.chunks()))["type"] == "response.created"
+        os.kill(server.pid, signal.SIGTERM)
+        for reader in readers:
+            *_, event = sse_events(reader.chunks())
+            assert event["type"] == f"response.{last}"
+            assert last == "incomplete" or "shutting down" in event["response"]["error"]["message"]
         assert server.wait_exit() == 0
 
 

@@ -339,7 +339,6 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length"),
     ({"temperature": 3}, "temperature", "[0.0, 2.0]"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be in"),
-    ({"background": True}, "background", "not supported"),
     ({"truncation": "auto", "input": "word " * 5000}, "input", "maximum context length"),
     ({"truncation": "some"}, "truncation", "some"),
     ({"conversation": "conv_1"}, "conversation", "not supported"),

@@ -38,7 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "top_k": (0, _INT32),
     "min_tokens": (0, _INT32),
-    "max_tokens": (0, _INT32),
+    "max_tokens": (0, _INT64),  # what is beyond the context is cut
     "seed": (-_INT64 - 1, _INT64),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -114,7 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """The decoding knobs of one request.
 
     temperature 0 means greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0
-    mean off. `max_tokens` None means up to the end of the context, 0 that the prompt is computed and nothing generated.
+    mean off. `max_tokens` None means up to the end of the context, where more would end too; 0 that the prompt is
+    computed and nothing generated.
     `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
     `prompt_logprobs` is the same for the prompt's tokens. `seed` None draws a fresh one.
     """

@@ -33,7 +33,7 @@ _EVENT: Json = {
 # Where a request may say more than the engine is told, or less.
 _RANGES = RANGES | {
     "top_k": (-1, RANGES["top_k"][1]),
-    "max_completion_tokens": (1, RANGES["max_tokens"][1]),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1, RANGES["max_tokens"][1])),
     "top_logprobs": RANGES["logprobs"],
 }
 

@@ -63,8 +63,10 @@ async def create(server: Server, request: RequestScope) -> None:
         return writer.read_with(answer.parser())
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
-        if body.truncation == "auto" and (prompt := await _fitting(model, chat)) is not None:
-            return [prompt]
+        longest = model.engine_info.max_model_len
+        for room in (chat.answer_room(longest), 1) if body.truncation == "auto" else ():
+            if (prompt := await _fitting(model, chat, longest - room)) is not None:
+                return [prompt]
         return await encode_conversation(chat)(model)
 
     task = GenerationTask(
@@ -170,9 +172,8 @@ async def input_items(server: Server, request: RequestScope) -> None:
     await request.send_json(200, page)
 
 
-async def _fitting(model: ServedModel, chat: ResponsesChat) -> list[int] | None:
-    """The prompt of as much of the conversation as leaves room for the answer; None if not even its end does."""
-    limit = model.engine_info.max_model_len - (chat.max_tokens or 1)
+async def _fitting(model: ServedModel, chat: ResponsesChat, limit: int) -> list[int] | None:
+    """The prompt of as much of the conversation as has `limit` tokens at most; None if its end has more."""
 
     async def encode(messages: list[ChatMessage]) -> list[int] | None:
         try:

@@ -89,6 +89,7 @@ class InputProcessor:
                 )
 
     def _max_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """As many as are asked for and fit: many clients ask for what the largest model they know can give."""
         room = self.max_model_len - num_prompt_tokens
         if room < (max_tokens != 0):
             rest = "." if max_tokens == 0 else " and at least one must be left for the answer."
@@ -98,15 +99,7 @@ class InputProcessor:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if max_tokens is not None and max_tokens > room:
-            raise InvalidRequest(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you asked for "
-                f"{max_tokens} output tokens after a prompt of {num_prompt_tokens} tokens. Please shorten the prompt "
-                f"or ask for at most {room} output tokens.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return room if max_tokens is None else max_tokens
+        return room if max_tokens is None else min(max_tokens, room)
 
 
 def _distinct(requests: Sequence[EngineCoreRequest]) -> list[SamplingParams]:

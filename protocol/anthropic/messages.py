@@ -20,6 +20,7 @@ from protocol.anthropic.blocks import (
 )
 from protocol.body import ClientModel, at_most, at_most_bytes, at_most_inside, fail_fast
 from protocol.openai.chat import MAX_MESSAGES
+from protocol.openai.common import NO_LIMIT
 from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
 from protocol.tools.left_out import LeftOut, Unserved, none_of, one_of, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
@@ -196,7 +197,7 @@ class MessagesRequest(CountTokensRequest):
     @model_validator(mode="after")
     def _thoughts_leave_room(self) -> Self:
         budget = self.thinking.budget_tokens if self.thinking is not None else None
-        if budget is not None and budget >= self.max_tokens:
+        if budget is not None and budget >= self.max_tokens != NO_LIMIT:
             raise InvalidRequest(
                 f"thinking.budget_tokens must be less than max_tokens ({self.max_tokens}), got {budget}.",
                 param="thinking.budget_tokens",

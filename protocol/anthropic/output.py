@@ -43,6 +43,7 @@ class MessageStreamWriter:
         self._request_id = answer.request_id  # told by errors
         self._parser = answer.parser()
         self._shows_thinking = request.shows_thinking
+        self._max_tokens = request.max_tokens
         self._last: RequestOutput | None = None
         self._blocks = 0  # that have begun
         self._open: type[MessagePart] | None = None  # the parts that the open block takes
@@ -64,7 +65,7 @@ class MessageStreamWriter:
         assert self._last is not None
         frames = [] if self._blocks else self._begin(ContentDelta, {"type": "text", "text": ""})
         frames += self._close()
-        delta = {**_stop(self._last, self._parser), "container": None, "stop_details": None}
+        delta = {**_stop(self._last, self._parser, self._max_tokens), "container": None, "stop_details": None}
         usage = _usage(self._last, self._parser)
         frames += [_event("message_delta", {"delta": delta, "usage": usage}), _event("message_stop", {})]
         return b"".join(frames)
@@ -120,6 +121,7 @@ class MessageBodyWriter:
         self._head = answer.head
         self._parser = answer.parser()
         self._shows_thinking = request.shows_thinking
+        self._max_tokens = request.max_tokens
         self._parts: list[MessagePart] = []
         self._last: RequestOutput | None = None
 
@@ -132,7 +134,7 @@ class MessageBodyWriter:
         """The response body."""
         assert self._last is not None
         message = _message(self._head, self._blocks(), _usage(self._last, self._parser))
-        return orjson.dumps(message | _stop(self._last, self._parser))
+        return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens))
 
     def _blocks(self) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []
@@ -166,9 +168,11 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
     }
 
 
-def _stop(output: RequestOutput, parser: MessageParser) -> dict[str, Any]:
+def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict[str, Any]:
     """Why the message ends. The operator's abort is told as `max_tokens`: the answer is cut off, and none of the words
     says by whom."""
+    if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
+        return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if output.finish_reason is not FinishReason.STOP:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if parser.num_tool_calls:

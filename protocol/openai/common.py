@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
-from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
+from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, RANGES, SamplingParams
 from protocol.body import ClientModel, at_most, json_type
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
@@ -23,6 +23,7 @@ from protocol.openai.prompt_parts import PromptParts
 from protocol.openai.structured import StructuredOutputFields
 from protocol.request_fields import CacheSalt, RequestFields, RequestId, TokenIds
 
+NO_LIMIT = -1  # as max_tokens
 MAX_PROMPT_LOGPROBS = 2**21  # of one response; about 200 MB while it is made
 
 
@@ -124,13 +125,18 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         if count is None:
             return token_ids
         if count == -1:
-            count = max(1, max_model_len - max(1, self._max_tokens()[1] or 1))
+            count = max_model_len - self.answer_room(max_model_len)
         if not 0 < count <= max_model_len:
             raise InvalidRequest(
                 f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {count}.",
                 param="truncate_prompt_tokens",
             )
         return token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
+
+    def answer_room(self, max_model_len: int) -> int:
+        """How much of the context a prompt that is cut to fit leaves to the answer: as much as the client asks for, but
+        not more than half, because many ask for more than any context holds."""
+        return max(1, min(self._max_tokens()[1] or 1, max_model_len // 2))
 
     def prompt_parts(self, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]) -> PromptParts | None:
         """What the answer repeats of these prompts; None if nothing. `decode` turns token ids into text."""
@@ -154,13 +160,16 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         `max_tokens` None is left None: the room that the prompt leaves is for the caller to know.
         """
         name, max_tokens = self._max_tokens()
-        if max_tokens == 0 and not self.may_generate_nothing:
-            raise InvalidRequest(f"{name} must be in [1, {2**31 - 1}], got 0.", param=name)
+        least = 0 if self.may_generate_nothing else 1
+        if max_tokens is not None and max_tokens < least and max_tokens != NO_LIMIT:
+            raise InvalidRequest(
+                f"{name} must be at least {least}, or {NO_LIMIT} for as many as fit, got {max_tokens}.", param=name
+            )
         values: dict[str, Any] = {name: getattr(self, name) for name in _shared_with_sampling(type(self))} | {
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "logit_bias": self.logit_bias or None,
             "seed": None if self.seed == -1 else self.seed,
-            "max_tokens": max_tokens,
+            "max_tokens": None if max_tokens in (None, NO_LIMIT) else min(max_tokens, RANGES["max_tokens"][1]),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids),
             "logprobs": self._logprobs()[1],

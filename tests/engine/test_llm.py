@@ -109,3 +109,10 @@ def test_whoever_asks_is_told_of_every_step(core: EngineCore) -> None:
     )
     assert told == sorted(told)
     assert told[-1] == (2, 6)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 128, 10**12])
+def test_a_limit_beyond_the_context_is_cut_to_what_fits(core: EngineCore, max_tokens: int | None) -> None:
+    (result,) = LLM(core, TOKENIZER).generate([[1, 2, 3]], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    assert len(result.choices[0].token_ids) == core.config.max_model_len - 3
+    assert result.choices[0].finish_reason is FinishReason.LENGTH

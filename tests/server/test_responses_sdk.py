@@ -335,8 +335,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"type": "computer"}]}, "input.0.type", "computer"),
     ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input.0.call_id", "required"),
     ({"input": "word " * 5000}, "input", "maximum context length"),
-    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be in"),
-    ({"max_output_tokens": 10**6}, "max_output_tokens", "maximum context length"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, or -1"),
     ({"temperature": 3}, "temperature", "[0.0, 2.0]"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be in"),
     ({"truncation": "auto", "input": "word " * 5000}, "input", "maximum context length"),
@@ -386,8 +385,8 @@ def test_a_query_that_cannot_be_honoured_is_refused(server: Server) -> None:
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(sdk: openai.OpenAI) -> None:
-    room = 150  # what the answer leaves of the context to the prompt
-    turns: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 20} for number in range(8)]
+    room = 2100  # what the answer leaves of the context to the prompt
+    turns: list[Any] = [{"role": "user", "content": f"{number} " + "word " * 300} for number in range(8)]
     end: list[Any] = [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": QUESTION}]
     fields: dict[str, Any] = {"model": MODEL, "instructions": "Be brief."}
     cut = sdk.responses.create(

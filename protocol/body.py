@@ -21,10 +21,12 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     FailFast,
+    GetJsonSchemaHandler,
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from engine.errors import InvalidRequest
 from protocol.errors import ApiError, to_api_error
@@ -90,7 +92,9 @@ def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> 
     """Refuses an object of another `type` by name. `default` is the type of an object that tells none."""
     if not isinstance(value, dict):
         raise PydanticCustomError("shape", "an object")
-    kind = value.get("type", default)
+    kind = value.get("type")
+    if kind is None:
+        kind = default
     if kind is None:
         raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
     if kind not in kinds:
@@ -172,6 +176,18 @@ class ClientModel(BaseModel):
                     "rule", f"is not supported by this server; leave it out{advice}", {"field": name}
                 )
         return {name: value for name, value in data.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Says of every field that may be absent that it may be null."""
+        schema = handler(core_schema)
+        described = handler.resolve_ref_schema(schema)
+        required = described.get("required", ())
+        for name, field in described.get("properties", {}).items():
+            if name not in required and {"type": "null"} not in field.get("anyOf", ()):
+                default = {"default": field.pop("default")} if "default" in field else {}
+                described["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
+        return schema
 
 
 M = TypeVar("M", bound=ClientModel)

@@ -146,15 +146,16 @@ def _sentence(error: ErrorDetails, path: str) -> str:
     if kind == "rule":  # our own, worded where it is written
         return f"{path} {error['msg']}."
     if kind == "shape":  # our own, when a field takes several JSON types
-        return f"{path} must be {error['msg']}, got {_shown(given)}."
+        return f"{path} must be {error['msg']}, got {shown(given)}."
     expected = _EXPECTED.get(kind)
     if expected is None:
         return f"{path} is not valid: {error['msg']}."
     secret = error["loc"][:1] in ((), ("messages",), ("prompt",), ("cache_salt",)) and kind != "literal_error"
-    return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {_shown(given, secret)}."
+    return f"{path} must be {expected.format(**error.get('ctx', {}))}, got {shown(given, secret)}."
 
 
-def _shown(value: Any, secret: bool = False) -> str:
+def shown(value: Any, secret: bool = False) -> str:
+    """A client's value as a message may repeat it."""
     match value:
         case None:
             return "null"

@@ -31,9 +31,10 @@ _EVENT: Json = {
 }
 
 # Where a request may say more than the engine is told, or less.
-_RANGES = RANGES | {
+_RANGES: dict[str, tuple[float, float | None]] = {
+    **RANGES,
     "top_k": (-1, RANGES["top_k"][1]),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1, RANGES["max_tokens"][1])),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1, None)),
     "top_logprobs": RANGES["logprobs"],
 }
 
@@ -60,7 +61,11 @@ def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> Json
         [(model, "validation") for model in models], ref_template=_REF + "{model}"
     )
     schema_of: dict[Any, Json] = {model: schema for (model, _), schema in references.items()}
-    schemas = {name: _tidied(schema) for name, schema in definitions["$defs"].items()}
+    schemas = {name: _without_titles(schema) for name, schema in definitions["$defs"].items()}
+    for operation in operations:
+        if operation.streams:  # where tokens are only counted, nobody looks at what they would be sampled with
+            for model in operation.request:
+                _add_ranges(schemas[schema_of[model]["$ref"].removeprefix(_REF)])
     paths: dict[str, Json] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schema_of)
@@ -119,15 +124,12 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     return described
 
 
-def _tidied(schema: Json) -> Json:
-    """A model's schema without titles, which say what the names say, and with the ranges of its sampling parameters."""
-    if "temperature" in schema.get("properties", {}):
-        for name, (low, high) in _RANGES.items():
-            least = "exclusiveMinimum" if name in LOW_END_EXCLUDED else "minimum"
-            for kind in _numbers(schema["properties"].get(name, {})):
-                kind.update({least: low, "maximum": high})
-    tidied: Json = _without_titles(schema)
-    return tidied
+def _add_ranges(schema: Json) -> None:
+    """Put the ranges of its sampling parameters into a model's schema."""
+    for name, (low, high) in _RANGES.items():
+        least = "exclusiveMinimum" if name in LOW_END_EXCLUDED else "minimum"
+        for kind in _numbers(schema["properties"].get(name, {})):
+            kind.update({least: low} if high is None else {least: low, "maximum": high})
 
 
 def _numbers(schema: Json) -> list[Json]:
@@ -136,6 +138,7 @@ def _numbers(schema: Json) -> list[Json]:
 
 
 def _without_titles(schema: Any) -> Any:
+    """A schema without titles, which say what the names say."""
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]
     if not isinstance(schema, dict):

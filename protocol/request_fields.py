@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protocol.body import ClientModel, at_most, fail_fast
+from protocol.errors import shown
 from protocol.tools.left_out import LeftOut
 
 if TYPE_CHECKING:
@@ -21,19 +22,28 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = 2**31 - 1
 
+_DIGITS = "[0-9]{1,10}"
+
 
 def _token_ids_as_keys(value: Any) -> Any:
     # JSON has string keys only. The pattern is narrower than int(): no signs, blanks, underscores, other digits.
     if not isinstance(value, dict):
         return value
     for key in value:
-        if not re.fullmatch(r"[0-9]{1,10}", str(key)):
-            raise PydanticCustomError("rule", 'must map token ids to a bias, as in {"123": -100}')
+        if not re.fullmatch(_DIGITS, str(key)):
+            raise PydanticCustomError(
+                "rule", f'must map token ids to a bias, as in {{"123": -100}}, and has the key {shown(key)}'
+            )
     return {int(key): bias for key, bias in value.items()}
 
 
 # Validators that run before others are called from right to left: sizes first.
-LogitBias = Annotated[dict[int, float], BeforeValidator(_token_ids_as_keys), at_most(MAX_LOGIT_BIAS, "entries")]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_token_ids_as_keys),
+    at_most(MAX_LOGIT_BIAS, "entries"),
+    Field(json_schema_extra={"propertyNames": {"pattern": f"^{_DIGITS}$"}, "maxProperties": MAX_LOGIT_BIAS}),
+]
 TokenIds = Annotated[list[int], fail_fast]
 CacheSalt = Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]

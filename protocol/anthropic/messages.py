@@ -133,7 +133,7 @@ class CountTokensRequest(DialectRequest):
 
     messages: Annotated[
         list[Turn], fail_fast, at_most_inside(MAX_BLOCKS_IN_ALL, "blocks"), at_most(MAX_MESSAGES, "messages")
-    ] = Field(min_length=1)
+    ] = Field(min_length=1, examples=[[{"role": "user", "content": "What is a headrace?"}]])
     system: Text | None = None
     tools: Tools = Field(default_factory=list)
     mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # nobody asks them
@@ -191,7 +191,7 @@ class CountTokensRequest(DialectRequest):
 class MessagesRequest(CountTokensRequest):
     """The body of POST /v1/messages."""
 
-    max_tokens: int
+    max_tokens: int = Field(examples=[256])
     stop_sequences: Annotated[list[str], at_most(MAX_STOP_STRINGS, "entries")] = Field(default_factory=list)
 
     @model_validator(mode="after")

@@ -132,7 +132,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[
         list[ChatMessage], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_MESSAGES, "messages")
-    ] = Field(min_length=1)
+    ] = Field(min_length=1, examples=[[{"role": "user", "content": "What is a headrace?"}]])
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, cast
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import at_most, fail_fast
@@ -34,11 +34,14 @@ def _prompt_shape(value: Any) -> str | None:
             return "$texts"
 
 
+_NOT_EMPTY = Field(json_schema_extra={"minItems": 1})  # which `prompt_list` checks
+_Text = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+_Tokens = Annotated[TokenIds, _NOT_EMPTY]
 Prompt = Annotated[
-    Annotated[str, Tag("$text")]
-    | Annotated[list[str], fail_fast, at_most(MAX_PROMPTS, "prompts"), Tag("$texts")]
-    | Annotated[TokenIds, Tag("$tokens")]
-    | Annotated[list[TokenIds], fail_fast, at_most(MAX_PROMPTS, "prompts"), Tag("$token_lists")],
+    Annotated[_Text, Tag("$text")]
+    | Annotated[list[_Text], fail_fast, at_most(MAX_PROMPTS, "prompts"), _NOT_EMPTY, Tag("$texts")]
+    | Annotated[_Tokens, Tag("$tokens")]
+    | Annotated[list[_Tokens], fail_fast, at_most(MAX_PROMPTS, "prompts"), _NOT_EMPTY, Tag("$token_lists")],
     Discriminator(
         _prompt_shape,
         custom_error_type="shape",

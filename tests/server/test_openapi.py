@@ -18,6 +18,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    negative_data_rejection,
     response_schema_conformance,
     status_code_conformance,
 )
@@ -25,6 +26,7 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from app.application import create_app
 from app.settings import Settings
+from protocol.body import ClientModel
 from protocol.dialect import Operation
 from protocol.openapi import document
 from protocol.operations import ADMINISTRATION, OPERATIONS
@@ -40,6 +42,7 @@ def not_a_failure(context: schemathesis.CheckContext, response: schemathesis.Res
 
 
 CHECKS = [not_a_failure, content_type_conformance, response_schema_conformance, status_code_conformance]
+MOST_CASES = 160  # of an operation's coverage phase, which has up to a thousand: every few of them
 ASKED = [
     pytest.param(each.method, each.path, mode, id=f"{each.method} {each.path} {mode.value}")
     for each in OPERATIONS
@@ -96,6 +99,45 @@ def test_answers_are_as_described(
             case.call_and_validate(base_url=described.base_url, checks=CHECKS)
 
     ask()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [pytest.param(each.method, each.path) for each in OPERATIONS if each.path != "/v1/tokenize"]
+)
+def test_what_is_described_is_accepted_and_what_is_not_is_refused(
+    described: Server, schema: OpenApiSchema, method: str, path: str
+) -> None:
+    """Every field with the values at its bounds, just beyond them, and of other types, null among them."""
+    operation = schema[path][method]
+    config = schema.config.generation_for(operation=operation)
+    cases = list(schema.iter_coverage_cases(operation, generation_modes=list(GenerationMode), generation_config=config))
+    for case in cases[:: -(-len(cases) // MOST_CASES)]:
+        case.body = _with_integers(case.body)
+        case.call_and_validate(base_url=described.base_url, checks=[*CHECKS, negative_data_rejection])
+
+
+def _with_integers(value: Any) -> Any:
+    """1.0 as 1: JSON Schema knows no difference."""
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def test_every_field_that_may_be_absent_may_be_null() -> None:
+    def models(kind: type[ClientModel]) -> Iterator[type[ClientModel]]:
+        yield kind
+        for each in kind.__subclasses__():
+            yield from models(each)
+
+    schemas = document("1")["components"]["schemas"]
+    found = {kind.__name__ for kind in models(ClientModel)} & schemas.keys()
+    assert len(found) > 30
+    for name in found:
+        required = schemas[name].get("required", ())
+        for field, kind in schemas[name].get("properties", {}).items():
+            assert field in required or {"type": "null"} in kind["anyOf"], f"{name}.{field}"
 
 
 def _simplify(case: schemathesis.Case) -> None:

@@ -24,15 +24,18 @@ from tests.server.raw_client import sse_events
 EVENT = TypeAdapter(RawMessageStreamEvent)
 
 
-def request(show_thinking=True) -> MessagesRequest:
+def request(show_thinking=True, max_tokens=8) -> MessagesRequest:
     thinking = {"type": "adaptive", "display": "summarized" if show_thinking else "omitted"}
-    body = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
+    body = {"max_tokens": max_tokens, "messages": [{"role": "user", "content": "Hi"}], "thinking": thinking}
     return MessagesRequest.model_validate(body)
 
 
-def message_of(script, *, show_thinking=True, **ending) -> dict[str, Any]:
-    writer = MessageBodyWriter(request(show_thinking), scripted(script))
-    for each in outputs_for(script, **ending):
+def message_of(script, *, show_thinking=True, beyond=0, **ending) -> dict[str, Any]:
+    """`beyond` is by how many tokens `max_tokens` is more than there are."""
+    outputs = list(outputs_for(script, **ending))
+    limit = outputs[-1].num_output_tokens + beyond
+    writer = MessageBodyWriter(request(show_thinking, limit), scripted(script))
+    for each in outputs:
         writer.feed_output(each)
     body = writer.body()
     Message.model_validate_json(body, strict=True)
@@ -116,7 +119,8 @@ CALL = [[ContentDelta("Hi"), ToolCallStart(0, "call_0", "look"), ToolCallArgumen
         (TEXT, {}, "end_turn", None),
         (TEXT, {"stop_reason": "END"}, "stop_sequence", "END"),
         (TEXT, {"finish": FinishReason.LENGTH}, "max_tokens", None),
-        (TEXT, {"finish": FinishReason.ABORT}, "max_tokens", None),
+        (TEXT, {"finish": FinishReason.LENGTH, "beyond": 1}, "model_context_window_exceeded", None),
+        (TEXT, {"finish": FinishReason.ABORT, "beyond": 1}, "max_tokens", None),
         (CALL, {}, "tool_use", None),
         (CALL, {"finish": FinishReason.LENGTH}, "max_tokens", None),
     ],

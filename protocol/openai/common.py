@@ -87,11 +87,6 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             raise InvalidRequest(
                 "stream_options is only allowed with stream: true; leave it out or stream.", param="stream_options"
             )
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "prompt_logprobs is only sent with a whole answer; leave it out or do not stream.",
-                param="prompt_logprobs",
-            )
         return self
 
     def translate(self) -> Self:

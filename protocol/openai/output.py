@@ -7,7 +7,7 @@ strings made once per choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 """The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
+
+
+_NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,17 @@ class _ChoicesWriter:
     def _new_parser(self) -> MessageParser | None:
         return None if self._answer.message_format.is_plain else self._answer.parser()
 
+    def _of_prompt(self, index: int, entries: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
+        """What the client wants to see again of a choice's prompt. `entries` are of all its tokens but the first."""
+        parts = self._parts
+        found: dict[str, Any] = {}
+        if self._has_token_ids:
+            found["prompt_token_ids"] = self._answer.prompts[index // self._n]
+        if parts is not None and parts.prompt_logprobs is not None:
+            told = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries or ()))
+            found["prompt_logprobs"] = joined(chain([[None]], told))
+        return found
+
     def _begin(self, output: RequestOutput) -> RequestOutput:
         """The first output of a choice, after what is repeated of its prompt."""
         if self._parts is None:
@@ -132,24 +146,26 @@ class ChoicesStreamWriter(_ChoicesWriter):
         self._choices: dict[int, _StreamedChoice] = {}
 
     def feed_output(self, output: RequestOutput) -> bytes:
-        self._meter.add(output)
-        raise_if_failed(output)
         index = output.index
         frames = []
-        prompt_token_ids = None
+        of_prompt = _NOTHING  # goes into the first chunk of a choice
         choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = self._open(index)
-            if self._wire.opening is not None:
-                frames.append(self._frame(index, self._wire.opening))
+            of_prompt = self._of_prompt(index, output.prompt_logprobs)
+            if self._wire.opening is not None:  # comes before any token, and counts none
+                frames.append(self._frame(index, self._wire.opening, of_prompt=of_prompt))
+                of_prompt = _NOTHING
             output = self._begin(output)
-            prompt_token_ids = self._answer.prompts[index // self._n]
+        self._meter.add(output)
+        raise_if_failed(output)
         if choice.parser is not None:
-            frames += self._message_parts(choice, choice.parser, output, prompt_token_ids)
-        elif output.logprobs or self._has_token_ids or (output.text and self._continuous_usage):
+            frames += self._message_parts(choice, choice.parser, output)
+        elif output.logprobs or self._has_token_ids or of_prompt or (output.text and self._continuous_usage):
             logprobs = written(choice.write_logprobs, output.logprobs) if output.logprobs else None
-            token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
-            frames.append(self._frame(index, self._wire.chunk_text(output.text), logprobs, token_ids=token_ids))
+            token_ids = output.token_ids if self._has_token_ids else None
+            text = self._wire.chunk_text(output.text)
+            frames.append(self._frame(index, text, logprobs, token_ids=token_ids, of_prompt=of_prompt))
         elif output.text:
             frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
         if output.finish_reason is not None:
@@ -170,9 +186,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             self._meter.add(output)
         return data_frame(orjson.dumps({**error.envelope(), "usage": self._meter.usage()})) + DONE
 
-    def _message_parts(
-        self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput, prompt_token_ids: list[int] | None
-    ) -> list[bytes]:
+    def _message_parts(self, choice: _StreamedChoice, parser: MessageParser, output: RequestOutput) -> list[bytes]:
         """A frame for each part of the message that `output` brings, the first one with its logprobs and token ids."""
         parts = join(parser.read(output))
         self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
@@ -183,7 +197,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
             deltas = [{"content": ""}]
         logprobs = written(choice.write_logprobs, output.logprobs) if output.logprobs else None
-        token_ids = (output.token_ids, prompt_token_ids) if self._has_token_ids else None
+        token_ids = output.token_ids if self._has_token_ids else None
         frames = []
         for each in deltas:
             frames.append(self._frame(output.index, {"delta": each}, logprobs, token_ids=token_ids))
@@ -202,15 +216,15 @@ class ChoicesStreamWriter(_ChoicesWriter):
         text: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish: dict[str, Any] | None = None,
-        token_ids: tuple[list[int], list[int] | None] | None = None,
+        token_ids: list[int] | None = None,
+        of_prompt: Mapping[str, Any] = _NOTHING,
     ) -> bytes:
         choice = {"index": index, **text, "logprobs": logprobs, **(finish or {"finish_reason": None})}
         usage = self._meter.usage() if self._continuous_usage else None
         chunk = self._chunk([choice], usage)
         if token_ids is not None:
-            choice["token_ids"], prompt_token_ids = token_ids
-            if prompt_token_ids is not None:
-                (choice if self._wire.prompt_in_choice else chunk)["prompt_token_ids"] = prompt_token_ids
+            choice["token_ids"] = token_ids
+        (choice if self._wire.prompt_in_choice else chunk).update(of_prompt)
         return data_frame(orjson.dumps(chunk))
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -267,7 +281,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
             **self._wire.body_nulls,
         }
         if not self._wire.prompt_in_choice and indices:
-            body |= self._of_prompt(indices[0])
+            body |= self._of_prompt(indices[0], self._choices[indices[0]].prompt_logprobs)
         return orjson.dumps(body)
 
     def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
@@ -284,19 +298,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
         }
         if self._has_token_ids:
             body["token_ids"] = choice.token_ids
-        return body | self._of_prompt(index) if self._wire.prompt_in_choice else body
-
-    def _of_prompt(self, index: int) -> dict[str, Any]:
-        """What the client wants to see again of a choice's prompt."""
-        parts = self._parts
-        found: dict[str, Any] = {}
-        if self._has_token_ids:
-            found["prompt_token_ids"] = self._answer.prompts[index // self._n]
-        if parts is not None and parts.prompt_logprobs is not None:
-            entries = self._choices[index].prompt_logprobs or ()
-            told = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries))
-            found["prompt_logprobs"] = joined(chain([[None]], told))
-        return found
+        return body | self._of_prompt(index, choice.prompt_logprobs) if self._wire.prompt_in_choice else body
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:

@@ -141,7 +141,23 @@ def test_continuous_usage_grows_with_every_chunk():
     outputs = [output("a", num_output_tokens=1), output("b", num_output_tokens=2, finish=STOP)]
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = events(stream(outputs, stream_options=options))
-    assert [c["usage"]["completion_tokens"] for c in chunks] == [1, 1, 2, 2, 2]
+    assert [c["usage"]["completion_tokens"] for c in chunks] == [0, 1, 2, 2, 2]
+    assert [c["usage"]["total_tokens"] for c in chunks] == [5, 6, 7, 7, 7]
+
+
+def test_the_first_chunk_repeats_what_is_asked_for_of_the_prompt():
+    outputs = [
+        output("a", token_ids=[1], prompt_logprobs=[lp(4, -0.5, [(4, -0.5)])]),
+        output("b", token_ids=[2], finish=STOP),
+    ]
+    fields = {"return_token_ids": True, "prompt_logprobs": 1}
+    first, *others = events(stream(outputs, **fields))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    told = whole(outputs, **fields)
+    for name in ("prompt_token_ids", "prompt_logprobs"):
+        assert first[name] == told[name]
+        assert first[name] is not None
+        assert not any(name in chunk for chunk in others)
 
 
 def test_an_output_without_text_makes_no_chunk_of_its_own():

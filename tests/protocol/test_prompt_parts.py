@@ -58,6 +58,8 @@ def streamed(outputs: list[RequestOutput], wanted: CompletionRequest) -> dict[st
     for choice in choices:
         for name, column in (choice["logprobs"] or {}).items():
             columns.setdefault(name, []).extend(column)
+    told = [choice["prompt_logprobs"] for choice in choices if "prompt_logprobs" in choice]
+    assert told == ([] if wanted.prompt_logprobs is None else [choices[0]["prompt_logprobs"]])
     prompts = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
     assert len(prompts) == wanted.return_token_ids
     return {
@@ -65,6 +67,7 @@ def streamed(outputs: list[RequestOutput], wanted: CompletionRequest) -> dict[st
         "logprobs": columns or None,
         "token_ids": [token for choice in choices for token in choice.get("token_ids", ())] or None,
         "prompt_token_ids": prompts[0] if prompts else None,
+        "prompt_logprobs": told[0] if told else None,
     }
 
 
@@ -78,11 +81,11 @@ def whole(
 
 
 @settings(deadline=None)
-@given(outputs=one_choice(), echo=st.booleans(), ids=st.booleans(), data=st.data())
+@given(outputs=one_choice(), echo=st.booleans(), ids=st.booleans(), told=st.booleans(), data=st.data())
 def test_streamed_merged_or_whole_it_is_the_same(
-    outputs: list[RequestOutput], echo: bool, ids: bool, data: st.DataObject
+    outputs: list[RequestOutput], echo: bool, ids: bool, told: bool, data: st.DataObject
 ) -> None:
-    wanted = request(echo=echo, logprobs=1 if echo else None, return_token_ids=ids)
+    wanted = request(echo=echo, logprobs=1 if echo else None, return_token_ids=ids, prompt_logprobs=1 if told else None)
     expected = whole(outputs, wanted)
     for way in (outputs, data.draw(merged(outputs))):
         found = streamed([msgspec.structs.replace(each) for each in way], wanted)

@@ -92,7 +92,6 @@ BAD_FOR_BOTH = [
     ({"echo": 1}, "echo", "true or false"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20], got 21"),
     ({"prompt_logprobs": -1}, "prompt_logprobs", "got -1"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "do not stream"),
     ({"cache_salt": ""}, "cache_salt", "a string of 0 characters"),
     ({"cache_salt": SECRET + "@"}, "cache_salt", "text that matches"),
     ({"cache_salt": "a" * 129}, "cache_salt", "a string of 129 characters"),

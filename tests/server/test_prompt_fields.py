@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -180,3 +181,17 @@ def test_priority_comes_in_a_header_too(server: Server) -> None:
     for wrong in ("high", "1.5", "9" * 4000):
         answer = server.post(COMPLETIONS, body, **{"X-Vllm-Priority": wrong})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Vllm-Priority")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_tells_the_prompts_log_probabilities_in_its_first_chunk(server: Server, path: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "One two three"}
+    body = {**asked, "max_tokens": 2, "temperature": 0, "prompt_logprobs": 2, "return_token_ids": True}
+    whole = server.post(path, body).json()
+    with server.client.stream("POST", path, json={**body, "stream": True}) as answer:
+        first, *others = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    told = whole if path == CHAT else whole["choices"][0]
+    chunk = first if path == CHAT else first["choices"][0]
+    for name in ("prompt_logprobs", "prompt_token_ids"):
+        assert chunk[name] == told[name]
+        assert not any(name in each or name in each["choices"][0] for each in others)

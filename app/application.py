@@ -32,7 +32,7 @@ from app.hypercorn_patches import (
     patch_hypercorn,
 )
 from app.logs import configure_logging
-from app.middleware import Authentication, HeaderLimit
+from app.middleware import Authentication, HeaderLimit, WithVersion
 from app.routes import administration, catalogue, documents, embeddings, probes, requests, responses, tokens
 from app.server import Server, ServerHandler
 from app.settings import Settings, SettingsError
@@ -101,6 +101,11 @@ def create_app(settings: Settings) -> Starlette:
             route("POST", "/detokenize", tokens.detokenize),
             route("POST", "/v1/tokenize", tokens.tokenize),
             route("POST", "/v1/detokenize", tokens.detokenize),
+            *(
+                [route("GET", "/tokenizer_info", tokens.tokenizer_info)]
+                if settings.enable_tokenizer_info_endpoint
+                else ()
+            ),
             route("POST", "/v1/responses", responses.create),
             route("POST", "/v1/responses/input_tokens", responses.input_tokens),
             route("GET", "/v1/responses/{id}", responses.retrieve),
@@ -124,6 +129,7 @@ def create_app(settings: Settings) -> Starlette:
             *(administration_routes if server.tenants.administered else ()),
         ],
         middleware=[
+            *([Middleware(WithVersion)] if settings.routes_without_v1 else ()),
             Middleware(HeaderLimit, refuse=refuse),
             Middleware(Authentication, tenants=server.tenants, refuse=refuse),
         ],

@@ -183,6 +183,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 token_bytes=model.llm.vocabulary.token_bytes,
                 decode=model.prompts.decode,
                 message_format=body.message_format(model.prompts.syntax, prompt_end),
+                fingerprint=model.fingerprint,
             )
             send = _send_stream if body.stream else _send_whole
             await send(server, request, work, outputs, answer)

@@ -5,12 +5,14 @@ Torch is imported by `make_executor`, on the engine's thread or in its process; 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from app.frozen_imports import frozen_imports
 from app.settings import Settings, env_name, is_secret
@@ -22,7 +24,7 @@ from engine.structured import GrammarCompiler
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
-from gpu.checkpoint import ModelError, ModelFiles, Progress, open_model
+from gpu.checkpoint import ModelError, ModelFiles, Progress, model_digest, open_model
 from gpu.host import cuda_devices, usable_cores
 
 if TYPE_CHECKING:
@@ -36,6 +38,25 @@ ENGINE_MODULE = "app.engine_process"  # tests put one with faults in its place
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     """Find or fetch the model and read all but its weights. Blocks; raises ModelError."""
     return open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress)
+
+
+def fingerprint(files: ModelFiles, compute_form: str) -> str:
+    """`system_fingerprint`: the same as long as the same request with the same seed has the same answer, more or less.
+    Reads some of the weights' files."""
+    given = (model_digest(files).hex(), compute_form, version("headrace"))
+    return f"fp_{hashlib.sha256(repr(given).encode()).hexdigest()[:10]}"
+
+
+def tokenizer_info(files: ModelFiles) -> dict[str, Any]:
+    """What clients may know of the tokenizer: its configuration, without the names of files and folders."""
+    shown = {
+        key: value
+        for key, value in files.tokenizer_config.items()
+        if not key.endswith(("_file", "_files", "_path", "_dir")) and not key.startswith("_")
+    }
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens, **shown} | {
+        "chat_template": files.chat_template
+    }
 
 
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
@@ -128,6 +149,7 @@ def core_factory(
             enable_prefix_caching=settings.enable_prefix_caching,
             pipeline_depth=settings.pipeline_depth or executor.pipeline_depth,
             eos_token_ids=files.config.eos_token_ids,
+            compute_form=executor.compute_form,
         )
         return EngineCore(config, executor, grammars or make_grammar_compiler(files))
 

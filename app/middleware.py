@@ -14,7 +14,23 @@ Refuse = Callable[[ApiError], ASGIApp]
 
 MAX_HEADERS = 128
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping"})
+WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
 ADMIN_PATHS = frozenset({"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"})
+
+
+class WithVersion:
+    """Finds what clients ask for without /v1, as if they had asked with it: whatever is behind sees no other path.
+
+    Many base URLs are written without it, and llama.cpp answers to both.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"][1:].partition("/")[0] in WITHOUT_VERSION:
+            scope = {**scope, "path": "/v1" + scope["path"]}
+        await self._app(scope, receive, send)
 
 
 class HeaderLimit:

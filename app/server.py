@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 
 from app.admission import Admission, Limit
 from app.hypercorn_patches import Connection
-from app.loading import make_client, make_grammar_compiler, open_files
+from app.loading import fingerprint, make_client, make_grammar_compiler, open_files, tokenizer_info
 from app.metrics import Metrics
 from app.prompts import PromptEncoder
 from app.response_store import ResponseStore
@@ -73,6 +73,8 @@ class ServedModel:
     root: str  # the weights' own name
     embedding_size: int
     engine_info: EngineReady
+    tokenizer_info: dict[str, Any]
+    fingerprint: str  # of the model and of how it is computed
 
 
 @dataclass(kw_only=True)
@@ -310,6 +312,8 @@ class Server:
                     root=files.name,
                     embedding_size=files.config.hidden_size,
                     engine_info=engine_info,
+                    tokenizer_info=tokenizer_info(files),
+                    fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
                 )
                 self.phase = Phase.READY
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)

@@ -179,6 +179,12 @@ class Settings(BaseSettings):
         "none: there are no such routes. They open no other route.",
         examples=["admin-key-one"],
     )
+    routes_without_v1: bool = Field(
+        True, description="Serve chat, completions, embeddings, models, responses and messages without /v1, too."
+    )
+    enable_tokenizer_info_endpoint: bool = Field(
+        False, description="Serve /tokenizer_info: the tokenizer's configuration and the chat template."
+    )
     embedding_pooling: Literal["mean", "last"] = Field(
         "mean", description="How /v1/embeddings pools hidden states if a request does not say."
     )

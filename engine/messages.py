@@ -344,3 +344,4 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=Fa
     num_blocks: int
     block_size: int
     max_model_len: int
+    compute_form: str = ""  # as `EngineConfig` has it

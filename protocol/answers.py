@@ -60,6 +60,13 @@ class Detokenized(Answer):
     prompt: str
 
 
+class TokenizerInfo(OpenAnswer):
+    """The answer of GET /tokenizer_info: besides, what the tokenizer's files say."""
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class InputTokens(OpenAnswer):
     input_tokens: int
 

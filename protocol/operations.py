@@ -40,6 +40,9 @@ OPERATIONS = (
     Operation("get", "/docs", "This description, for people.", "text/html"),
 )
 
+TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
+"""Where the setting `enable_tokenizer_info_endpoint` is on."""
+
 ADMINISTRATION = (
     Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
     Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),

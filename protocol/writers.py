@@ -33,6 +33,7 @@ class AnswerContext:
     token_bytes: TokenBytes
     decode: Callable[[list[int]], str]
     message_format: MessageFormat
+    fingerprint: str | None = None  # of the model and of how it is computed
 
     def parser(self) -> MessageParser:
         """A parser for one choice."""

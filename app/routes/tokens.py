@@ -1,8 +1,9 @@
-"""POST /tokenize and /detokenize, and the same under /v1. They need the tokenizer and no engine."""
+"""/tokenize, /detokenize, the same under /v1, and /tokenizer_info. They need the tokenizer and no engine."""
 
 from __future__ import annotations
 
 import orjson
+from anyio import to_thread
 
 from app.scope import RequestScope
 from app.server import Server
@@ -29,6 +30,12 @@ async def tokenize(server: Server, request: RequestScope) -> None:
         return orjson.dumps(answer)
 
     await request.send_json(200, await server.workload.write(len(token_ids), write))
+
+
+async def tokenizer_info(server: Server, request: RequestScope) -> None:
+    """GET /tokenizer_info, where the operator wants it."""
+    info = server.model.tokenizer_info
+    await request.send_json(200, await to_thread.run_sync(orjson.dumps, info))  # it may list very many tokens
 
 
 async def detokenize(server: Server, request: RequestScope) -> None:

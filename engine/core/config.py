@@ -21,6 +21,7 @@ class EngineConfig:
     # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
     eos_token_ids: tuple[int, ...] = ()
+    compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
 
     def __post_init__(self) -> None:
         if self.pipeline_depth not in (1, 2):

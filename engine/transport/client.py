@@ -125,6 +125,7 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
                     num_blocks=core.executor.num_blocks,
                     block_size=core.executor.block_size,
                     max_model_len=core.config.max_model_len,
+                    compute_form=core.config.compute_form,
                 )
             )
             run_until_closed(core, channel)

@@ -198,6 +198,7 @@ class DataParallelClient:
             num_blocks=sum(each.num_blocks for each in engine_info),
             block_size=min(each.block_size for each in engine_info),
             max_model_len=min(each.max_model_len for each in engine_info),
+            compute_form=engine_info[0].compute_form,
         )
 
     def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:

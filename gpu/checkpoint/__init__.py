@@ -7,6 +7,7 @@ In reading order:
 
 resolve             from what the operator typed to an opened model
 model_files         a model as it lies on disk: described at once, read when asked
+digest              a digest of it, from a little of it
 config              the shape of a model, whatever kind of file it came from
 architecture        what a model is made of: its parts, and what computes with them
 families            the families of models that are served
@@ -30,6 +31,7 @@ errors              what is wrong with a model that was asked for
 """
 
 from gpu.checkpoint.config import ModelConfig, RopeScaling
+from gpu.checkpoint.digest import model_digest
 from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.model_files import ModelFiles
@@ -49,5 +51,6 @@ __all__ = [
     "RopeScaling",
     "default_cache_dir",
     "is_known_tokenizer",
+    "model_digest",
     "open_model",
 ]

@@ -64,6 +64,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         special_tokens=special_tokens,
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         tensors=tensors,
+        tokenizer_config=tokenizer_config,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -31,6 +31,7 @@ class ModelFiles:
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
     # Where the weights lie, for `gpu.weights`: a GGUF file, or safetensors. None: nowhere, random ones are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
     progress: Progress = field(default=no_progress, repr=False)
 
     @cached_property

@@ -111,7 +111,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: None
-    system_fingerprint: None
+    system_fingerprint: str | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     kv_transfer_params: None
@@ -138,7 +138,7 @@ class Completion(Answer):
     choices: list[CompletionChoice]
     usage: Usage
     service_tier: None
-    system_fingerprint: None
+    system_fingerprint: str | None
     kv_transfer_params: None
 
 

@@ -108,9 +108,7 @@ CHAT = WireFormat(
     logprobs=ChatLogprobs,
     prompt_in_choice=False,
     choice_nulls={"token_ids": None},
-    body_nulls=dict.fromkeys(
-        ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params")
-    ),
+    body_nulls=dict.fromkeys(("service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params")),
 )
 
 

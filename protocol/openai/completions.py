@@ -80,7 +80,7 @@ COMPLETION = WireFormat(
     logprobs=CompletionLogprobs,
     prompt_in_choice=True,
     choice_nulls={"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None},
-    body_nulls={"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None},
+    body_nulls={"service_tier": None, "kv_transfer_params": None},
 )
 
 

@@ -233,6 +233,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             "object": self._wire.chunk_object,
             "created": self._answer.head.created,
             "model": self._answer.head.model,
+            "system_fingerprint": self._answer.fingerprint,
             "choices": choices,
         }
         # Without include_usage the key is absent: some clients take its presence for the last chunk.
@@ -278,6 +279,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
             "model": self._answer.head.model,
             "choices": [self._choice(index, self._choices[index]) for index in indices],
             "usage": self._meter.usage(),
+            "system_fingerprint": self._answer.fingerprint,
             **self._wire.body_nulls,
         }
         if not self._wire.prompt_in_choice and indices:

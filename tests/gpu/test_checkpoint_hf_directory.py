@@ -1,6 +1,7 @@
 """A Hugging Face directory: written by transformers, old spellings and new, read back; and what is refused."""
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gpu.checkpoint import ModelError, RopeScaling, open_model
+from gpu.checkpoint import ModelError, RopeScaling, model_digest, open_model
 from gpu.weights import weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, random_weights
@@ -259,3 +260,13 @@ def test_an_index_cannot_point_outside_its_directory_or_at_nothing(directory):
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
     with pytest.raises(ModelError, match="lacks model-00002-of-00002"):
         open_model(str(directory))
+
+
+def test_the_digest_follows_the_weights_and_not_their_place(tmp_path, directory):
+    same, other = (shutil.copytree(directory, tmp_path / name) / "." for name in ("same", "other"))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    digests = [model_digest(open_model(str(each))) for each in (directory, same, other)]
+    assert digests[0] == digests[1] != digests[2]

@@ -36,6 +36,7 @@ def whole(outputs, **fields):
 
 def frame(choice, **extra):
     chunk = {"id": HEAD.id, "object": "chat.completion.chunk", "created": HEAD.created, "model": HEAD.model}
+    chunk["system_fingerprint"] = "fp_1"
     return b"data: " + orjson.dumps({**chunk, "choices": [choice], **extra}) + b"\n\n"
 
 
@@ -65,6 +66,7 @@ def test_spliced_frames_equal_the_straightforward_ones(usage, text, head):
         "object": "chat.completion.chunk",
         "created": head.created,
         "model": head.model,
+        "system_fingerprint": "fp_1",
         "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": None}],
     }
     if usage:
@@ -81,7 +83,9 @@ def test_concatenated_deltas_are_the_whole_message(data, n, usage, continuous):
     body = whole(outputs, n=n)
 
     ChatCompletion.model_validate(body, strict=True)
+    assert body["system_fingerprint"] == "fp_1"
     for chunk in chunks:
+        assert chunk["system_fingerprint"] == "fp_1"
         ChatCompletionChunk.model_validate(chunk, strict=True)
         assert (chunk["id"], chunk["created"], chunk["model"]) == HEAD
     if usage:

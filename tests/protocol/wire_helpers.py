@@ -45,6 +45,7 @@ def answer(num_prompts: int = 1, **fields: Any) -> AnswerContext:
         "token_bytes": token_bytes,
         "decode": lambda ids: b"".join(map(token_bytes, ids)).decode("utf-8", "replace"),
         "message_format": MessageFormat(),
+        "fingerprint": "fp_1",
     }
     return AnswerContext(**(values | fields))
 

@@ -29,7 +29,7 @@ from app.settings import Settings
 from protocol.body import ClientModel
 from protocol.dialect import Operation
 from protocol.openapi import document
-from protocol.operations import ADMINISTRATION, OPERATIONS
+from protocol.operations import ADMINISTRATION, OPERATIONS, TOKENIZER_INFO
 from tests.server.harness import Server
 from tests.server.tiny_model import tiny_server
 
@@ -167,12 +167,16 @@ def test_after_all_of_this_the_server_is_well(described: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("admin_keys", "operations"), [((), OPERATIONS), (("key",), OPERATIONS + ADMINISTRATION)], ids=["open", "governed"]
+    ("with_settings", "operations"),
+    [
+        (Settings(), OPERATIONS),
+        (Settings(admin_keys=("key",)), OPERATIONS + ADMINISTRATION),
+        (Settings(enable_tokenizer_info_endpoint=True), OPERATIONS + TOKENIZER_INFO),
+    ],
+    ids=["open", "governed", "tokenizer"],
 )
-def test_every_route_is_described_and_nothing_else(
-    admin_keys: tuple[str, ...], operations: Sequence[Operation]
-) -> None:
-    served: Any = create_app(Settings(admin_keys=admin_keys)).routes  # each with a path and methods
+def test_every_route_is_described_and_nothing_else(with_settings: Settings, operations: Sequence[Operation]) -> None:
+    served: Any = create_app(with_settings).routes  # each with a path and methods
     routes = {
         (method.lower(), re.sub(r":\w+}", "}", route.path)) for route in served for method in route.methods - {"HEAD"}
     }

@@ -1,0 +1,36 @@
+"""A digest of a model as it lies on disk, from little enough of it that it costs milliseconds."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.model_files import ModelFiles
+
+SAMPLES = 64  # of each file, evenly spread, its beginning and its end among them
+SAMPLE_BYTES = 4096
+
+
+def model_digest(files: ModelFiles) -> bytes:
+    """32 bytes, the same wherever the same files lie; random weights have those of their configuration.
+
+    Files of equal sizes that differ only between the samples have the same digest. Fine-tuning and quantizing change
+    nearly every byte, so that this has to be done on purpose; and nothing relies on it but what clients are told.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
+    for path in _paths(files):
+        size = path.stat().st_size
+        found.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                found.update(file.read(SAMPLE_BYTES))
+    return found.digest()
+
+
+def _paths(files: ModelFiles) -> tuple[Path, ...]:
+    if files.tensors is None:
+        return ()
+    return (files.tensors.path,) if isinstance(files.tensors, GGUFFile) else files.tensors

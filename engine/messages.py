@@ -42,6 +42,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (-_INT64 - 1, _INT64),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "thinking_token_budget": (0, _INT32),
 }
 """Of sampling parameters: the least and the most."""
 LOW_END_EXCLUDED = frozenset({"top_p"})
@@ -144,6 +145,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     bad_words: tuple[str, ...] = ()  # never generated
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same in tokens; the front door fills it in
     prompt_logprobs: int | None = None
+    thinking_token_budget: int | None = None  # tokens of reasoning after which it is closed; None: as many as it takes
+    reasoning_tags: tuple[str, str] | None = None  # around the reasoning; opened already if "" opens it
+    reasoning_end_token_ids: tuple[int, ...] = ()  # the second one in tokens; the front door fills it in
 
     @property
     def greedy(self) -> bool:
@@ -152,7 +156,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def restricts_tokens(self) -> bool:
         """Whether each step has to be told which tokens may follow."""
-        return self.structured_output is not None or self.allowed_token_ids is not None or bool(self.bad_words)
+        return (
+            self.structured_output is not None
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.closes_reasoning
+        )
+
+    @property
+    def closes_reasoning(self) -> bool:
+        """Whether the reasoning is closed when its budget is used up."""
+        return self.thinking_token_budget is not None and bool(self.reasoning_end_token_ids)
 
     @property
     def has_penalties(self) -> bool:

@@ -70,10 +70,13 @@ class MessageSyntax:
         grammar = asked
         if tools is not None and (tools.choice == "required" or (asked is None and self._reads_calls)):
             grammar = self._tools.grammar(tools)
-        if grammar is None or self._reasoning is None:
-            return grammar
-        opening = "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening
-        return structs.replace(grammar, reasoning=(opening, self._reasoning.closing))
+        return grammar if grammar is None else structs.replace(grammar, reasoning=self.reasoning_tags(prompt_end))
+
+    def reasoning_tags(self, prompt_end: bytes) -> tuple[str, str] | None:
+        """The tags around the reasoning; "" for the first if the prompt has it, None if the model does not reason."""
+        if self._reasoning is None:
+            return None
+        return "" if self._reasoning_is_open(prompt_end) else self._reasoning.opening, self._reasoning.closing
 
     def shown_special_tokens(self, tools: ToolUse | None) -> tuple[int, ...]:
         """Special tokens that have to be in the text although special tokens are left out: tags that are read."""

@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "top_k": (-1, RANGES["top_k"][1]),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1, None)),
     "top_logprobs": RANGES["logprobs"],
+    "thinking_token_budget": (-1, RANGES["thinking_token_budget"][1]),
 }
 
 _ERRORS = {

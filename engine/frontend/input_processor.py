@@ -58,12 +58,22 @@ class InputProcessor:
 
     def _checked(self, sampling: SamplingParams) -> SamplingParams:
         sampling.check(self.vocab_size)
+        if sampling.thinking_token_budget is not None and sampling.reasoning_tags is not None:
+            sampling = self._with_end_of_reasoning(sampling, sampling.reasoning_tags[1])
         if not sampling.bad_words:
             return sampling
         if self._tokenizer is None:
             raise InvalidRequest("bad_words need a tokenizer, and this engine has none.", param="bad_words")
         words = bad_word_token_ids(self._tokenizer, sampling.bad_words)
         return msgspec.structs.replace(sampling, bad_words_token_ids=words)
+
+    def _with_end_of_reasoning(self, sampling: SamplingParams, tag: str) -> SamplingParams:
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                "thinking_token_budget needs a tokenizer, and this engine has none.", param="thinking_token_budget"
+            )
+        token_ids = tuple(self._tokenizer.encode(tag, add_special_tokens=False).ids)
+        return msgspec.structs.replace(sampling, reasoning_end_token_ids=token_ids)
 
     def _choices(self, request: EngineCoreRequest, sampling: SamplingParams) -> list[EngineCoreRequest]:
         max_tokens = self._max_tokens(len(request.prompt_token_ids), sampling.max_tokens)

@@ -154,12 +154,12 @@ class Request:
         Not if that token may be the last one, by the limit (other ends show later, and cost a step for nobody), and not
         if a grammar has to read it before it can say what may follow.
         """
-        return num_planned_tokens + 1 < self.max_num_tokens and not self.sampling.restricts_tokens
+        return num_planned_tokens + 1 < self.max_num_tokens and self.grammar is None
 
     def num_to_sample(self, num_planned_tokens: int, most: int) -> int:
         """How many tokens, `most` at most, a decode may sample when up to `num_planned_tokens` have been computed: no
         more than the limit leaves, and one where a grammar has to read each, or before there is any to draft from."""
-        if self.sampling.restricts_tokens or num_planned_tokens < self.num_prompt_tokens:
+        if self.grammar is not None or num_planned_tokens < self.num_prompt_tokens:
             return 1
         return min(most, self.max_num_tokens - num_planned_tokens - 1)
 
@@ -199,6 +199,7 @@ class Request:
             if self.grammar.error is not None:
                 self.status = RequestStatus.FINISHED_ERROR
                 return True
+            self.grammar = self.grammar.rest
         if token_id in self._ends and self.num_output_tokens >= self.sampling.min_tokens:
             self.status = RequestStatus.FINISHED_STOPPED
             if token_id not in self.eos_token_ids:

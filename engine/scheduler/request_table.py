@@ -26,7 +26,7 @@ class RequestTable:
         self.waiting = WaitingQueue(self.shares)
         self.in_flight = StepsInFlight()
         self.removed: list[str] = []
-        self.num_grammars = 0  # living requests that have one
+        self.num_grammars = 0  # living requests that have, or had, one
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
@@ -34,7 +34,7 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """A request has arrived, and waits."""
         self.requests[request.request_id] = request
-        self.num_grammars += request.grammar is not None
+        self.num_grammars += request.sampling.restricts_tokens
         self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
         self.waiting.push(request)
 
@@ -70,8 +70,8 @@ class RequestTable:
         """It has ended, for whatever reason, and nothing here is its own any more."""
         self.in_flight.void(request.request_id)
         del self.requests[request.request_id]
-        if request.grammar is not None:
-            self.num_grammars -= 1
+        self.num_grammars -= request.sampling.restricts_tokens
+        if request.grammar is not None:  # it may have had its last word
             request.grammar.close()
         self.shares.leave(request.tenant)
         if request.request_id in self.running:

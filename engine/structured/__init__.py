@@ -13,6 +13,7 @@ one_of         which alternatives exclude each other
 lenient        what is enforced where not all of a `StructuredOutput` can be
 relaxation     what of a JSON Schema is left out then
 pointers       JSON pointers and references within one document
+thinking_budget  what closes the reasoning when it has taken its tokens
 token_rules    the same way for `allowed_token_ids` and `bad_words`
 
 The front door compiles first (`AsyncLLM.stream`), so that a grammar that cannot be enforced is refused before it is

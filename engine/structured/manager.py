@@ -17,6 +17,7 @@ from engine.scheduler.plan import TokenMasks
 from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matcher import GrammarMatcher, TokenMatcher
+from engine.structured.thinking_budget import ThinkingBudget
 from engine.structured.token_rules import TokenRules
 
 MASK_THREADS = 4
@@ -39,11 +40,22 @@ class StructuredOutputManager:
         """The matcher of a new request, if it needs one. It is not ready before its grammar is compiled."""
         sampling = request.sampling
         grammar = None if sampling.structured_output is None else self._start_grammar(request)
-        if sampling.allowed_token_ids is None and not sampling.bad_words_token_ids:
-            return grammar
-        return TokenRules(
-            allowed_token_ids=sampling.allowed_token_ids, bad_words=sampling.bad_words_token_ids, grammar=grammar
-        )
+        matcher: TokenMatcher | None = grammar
+        if sampling.allowed_token_ids is not None or sampling.bad_words_token_ids:
+            matcher = TokenRules(
+                allowed_token_ids=sampling.allowed_token_ids, bad_words=sampling.bad_words_token_ids, grammar=grammar
+            )
+        if sampling.closes_reasoning:
+            assert sampling.thinking_token_budget is not None
+            assert sampling.reasoning_tags is not None
+            matcher = ThinkingBudget(
+                sampling.thinking_token_budget,
+                tags=sampling.reasoning_tags,
+                closing=sampling.reasoning_end_token_ids,
+                token_bytes=self._compiler.vocabulary.token_bytes,
+                inner=matcher,
+            )
+        return matcher
 
     def _start_grammar(self, request: EngineCoreRequest) -> GrammarMatcher:
         assert request.sampling.structured_output is not None

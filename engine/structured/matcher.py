@@ -55,6 +55,11 @@ class TokenMatcher(Protocol):
         """Whether masks can be computed. False for ever if there is an `error`."""
         ...
 
+    @property
+    def rest(self) -> TokenMatcher | None:
+        """What restricts the tokens from now on: itself, for as long as it does; None if nothing does."""
+        ...
+
     def close(self) -> None:
         """The request is gone: what is not ready yet is not wanted any more."""
         ...
@@ -95,6 +100,10 @@ class GrammarMatcher:
             except Exception as error:
                 self.error = f"the grammar could not be compiled ({type(error).__name__})"
         return self._matcher is not None
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        return self
 
     def accept(self, token_id: int) -> bool:
         """Move on by a sampled token. Returns whether the output is complete: nothing may follow.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from engine.messages import Refusal
-from engine.structured.matcher import GrammarMatcher
+from engine.structured.matcher import GrammarMatcher, TokenMatcher
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 
@@ -52,6 +52,10 @@ class TokenRules:
     @property
     def is_ready(self) -> bool:
         return self._grammar is None or self._grammar.is_ready
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        return self
 
     def accept(self, token_id: int) -> bool:
         self._recent.append(token_id)

@@ -184,6 +184,7 @@ class CountTokensRequest(DialectRequest):
         return {
             **fields,
             "reasoning_effort": config.effort,
+            "thinking_token_budget": self.thinking.budget_tokens if thinks and self.thinking else None,
             "chat_template_kwargs": {"enable_thinking": thinks},
         }
 

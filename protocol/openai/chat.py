@@ -125,7 +125,6 @@ class ChatCompletionRequest(GenerationRequest):
         "audio": (),
         "web_search_options": (),
         "chat_template": (),
-        "thinking_token_budget": (-1,),
     }
 
     messages: Annotated[
@@ -136,6 +135,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: int = 0
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool = True
+    thinking_token_budget: int | None = None
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -174,6 +174,11 @@ class ChatCompletionRequest(GenerationRequest):
             )
         return self
 
+    @field_validator("thinking_token_budget")
+    @classmethod
+    def _no_budget(cls, budget: int | None) -> int | None:
+        return None if budget == -1 else budget
+
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
@@ -211,6 +216,7 @@ class ChatCompletionRequest(GenerationRequest):
             sampling,
             structured_output=syntax.grammar(self.tool_use, sampling.structured_output, prompt_end=prompt_end),
             shown_special_tokens=syntax.shown_special_tokens(self.tool_use),
+            reasoning_tags=None if sampling.thinking_token_budget is None else syntax.reasoning_tags(prompt_end),
         )
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:

@@ -225,6 +225,10 @@ class Reads:
 
     def close(self) -> None: ...
 
+    @property
+    def rest(self) -> Reads:
+        return self
+
     def fill(self, mask: object) -> None: ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from tests.server.harness import TIMEOUT, Server
@@ -108,3 +109,78 @@ def test_reasoning_is_a_thinking_block_of_a_message(thinking_server: Server) -> 
 
     hidden = thinking_server.post("/v1/messages", body | {"thinking": {"type": "adaptive", "display": "omitted"}})
     assert hidden.json()["content"] == [block | {"thinking": ""}]
+
+
+# --- budgets
+
+NUM_CLOSING = 3  # tokens of </think> in this vocabulary; see the first test
+
+
+def test_reasoning_is_closed_at_its_budget(sdk: openai.OpenAI, thinking_server: Server) -> None:
+    closing = thinking_server.post("/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
+    assert len(closing) == NUM_CLOSING
+    free = sdk.chat.completions.create(**fields("<think>") | {"max_tokens": 24})
+    for budget in (0, 5):
+        asked = fields("<think>", thinking_token_budget=budget, return_token_ids=True) | {"max_tokens": 24}
+        whole = sdk.chat.completions.create(**asked, logprobs=True, n=2)
+        assert whole.usage
+        assert whole.usage.completion_tokens_details
+        for choice in whole.choices:
+            token_ids = choice.token_ids
+            assert token_ids[budget : budget + NUM_CLOSING] == closing
+            assert choice.message.content
+            assert bool(choice.message.reasoning) == (budget > 0)
+            assert choice.logprobs
+            assert len(choice.logprobs.content or ()) == 24
+        assert free.choices[0].message.reasoning.startswith(whole.choices[0].message.reasoning or "")
+        one = sdk.chat.completions.create(**asked)
+        assert one.usage
+        assert one.usage.completion_tokens_details
+        assert one.usage.completion_tokens_details.reasoning_tokens == budget + NUM_CLOSING
+        with sdk.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            streamed: Any = stream.current_completion_snapshot.choices[0].message
+        assert getattr(streamed, "reasoning", None) == one.choices[0].message.reasoning
+        assert streamed.content == one.choices[0].message.content
+    unbounded = sdk.chat.completions.create(**fields("<think>", thinking_token_budget=-1) | {"max_tokens": 24})
+    assert unbounded.choices[0].message.reasoning == free.choices[0].message.reasoning
+
+
+def test_what_is_demanded_of_the_answer_comes_after_the_budget(sdk: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "small", "schema": schema, "strict": True}}
+    asked = fields("<think>", thinking_token_budget=6) | {"max_tokens": 60}
+    message = sdk.chat.completions.create(**asked, response_format=form).choices[0].message
+    assert message.reasoning
+    assert orjson.loads(message.content or "")["a"] in (1, 2)
+    tool: Any = {"type": "function", "function": {"name": "count", "parameters": schema}}
+    called = sdk.chat.completions.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    calls = called.choices[0].message.tool_calls
+    assert calls
+    [call] = calls
+    assert call.type == "function"
+    assert orjson.loads(call.function.arguments)["a"] in (1, 2)
+    assert called.choices[0].message.reasoning == message.reasoning
+
+
+def test_a_budget_of_messages_is_kept(thinking_server: Server) -> None:
+    body = {
+        "messages": fields("<think>")["messages"],
+        "max_tokens": 1050,
+        "temperature": 0,
+        "ignore_eos": True,
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
+    message = thinking_server.post("/v1/messages", body).json()
+    assert [block["type"] for block in message["content"]] == ["thinking", "text"]
+    assert message["usage"]["output_tokens_details"] == {"thinking_tokens": 1024 + NUM_CLOSING}
+
+
+def test_a_model_that_does_not_reason_has_no_use_for_a_budget(server: Server) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 6, "temperature": 0}
+    plain = server.post("/v1/chat/completions", asked).json()
+    budgeted = server.post("/v1/chat/completions", asked | {"thinking_token_budget": 2}).json()
+    assert budgeted["choices"] == plain["choices"]
+    bad = server.post("/v1/chat/completions", asked | {"thinking_token_budget": -2})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "thinking_token_budget")

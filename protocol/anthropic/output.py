@@ -141,7 +141,7 @@ class MessageBodyWriter:
         for part in join(self._parts):
             match part:
                 case ContentDelta(text):
-                    blocks.append({"type": "text", "text": text, "citations": None})
+                    blocks.append({"type": "text", "text": text})
                 case ReasoningDelta(text):
                     signature = hashlib.blake2b(text.encode()).hexdigest()
                     shown = text if self._shows_thinking else ""
@@ -150,7 +150,7 @@ class MessageBodyWriter:
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
                 case ToolCallArguments(_, fragment):
                     blocks[-1]["input"] = _input(fragment)
-        return blocks or [{"type": "text", "text": "", "citations": None}]
+        return blocks or [{"type": "text", "text": ""}]
 
 
 def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:

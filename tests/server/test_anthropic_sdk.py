@@ -119,7 +119,7 @@ def test_stop_sequence_is_named(server: Server) -> None:
 def test_an_answer_without_text_is_one_empty_block(server: Server) -> None:
     whole = ask(server)["content"][0]["text"]
     stop = {"stop_sequences": [whole[:1]]}
-    assert ask(server, **stop)["content"] == [{"type": "text", "text": "", "citations": None}]
+    assert ask(server, **stop)["content"] == [{"type": "text", "text": ""}]
     assert [event["type"] for event in events_of(server, **stop)] == [
         *("message_start", "content_block_start", "ping", "content_block_stop", "message_delta", "message_stop"),
     ]

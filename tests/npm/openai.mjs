@@ -1,15 +1,13 @@
-// Drives a server with the clients that JavaScript programs use, and prints what they understood as one JSON object.
+// Drives a server with npm's `openai`, and prints what it understood as one JSON object.
 // Usage: node clients.mjs http://127.0.0.1:8000/v1 MODEL
 
-import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { embedMany, generateText, jsonSchema, Output, streamText, tool } from "ai";
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
 const [baseURL, model] = process.argv.slice(2);
 const messages = [{ role: "user", content: "What is the capital of France?" }];
-const QueueTicket = z.object({ city: z.enum(["Paris", "Rome"]), large: z.boolean() });
+const Place = z.object({ city: z.enum(["Paris", "Rome"]), large: z.boolean() });
 const parameters = {
   type: "object",
   properties: { city: { type: "string", enum: ["Paris", "Rome"] } },
@@ -46,7 +44,7 @@ async function openai() {
   const parsed = await client.chat.completions.parse({
     ...settings,
     max_tokens: 60,
-    response_format: zodResponseFormat(QueueTicket, "place"),
+    response_format: zodResponseFormat(Place, "place"),
   });
   found.parsed = parsed.choices[0].message.parsed;
 
@@ -87,37 +85,4 @@ async function openai() {
   return found;
 }
 
-async function vercel() {
-  const provider = createOpenAICompatible({ name: "headrace", baseURL, includeUsage: true, supportsStructuredOutputs: true });
-  const settings = { model: provider(model), messages, temperature: 0, maxOutputTokens: 12, maxRetries: 0 };
-  const found = {};
-
-  const whole = await generateText(settings);
-  found.text = whole.text;
-  found.usage = whole.usage;
-
-  const stream = streamText(settings);
-  found.streamed = "";
-  for await (const delta of stream.textStream) found.streamed += delta;
-  found.finishReason = await stream.finishReason;
-  found.streamedUsage = await stream.usage;
-
-  const object = await generateText({ ...settings, maxOutputTokens: 60, output: Output.object({ schema: QueueTicket }) });
-  found.object = object.output;
-
-  const weather = tool({ description: "The weather", inputSchema: jsonSchema(parameters) });
-  const calling = streamText({ ...settings, maxOutputTokens: 60, tools: { weather }, toolChoice: "required" });
-  found.calls = (await calling.toolCalls).map(({ toolName, input }) => ({ toolName, input }));
-
-  const { embeddings } = await embedMany({ model: provider.textEmbeddingModel(model), values: ["a", "b"] });
-  found.embeddings = embeddings.map((vector) => vector.length);
-
-  found.error = await generateText({ ...settings, temperature: 7 }).catch((error) => ({
-    name: error.name,
-    status: error.statusCode,
-    message: error.message,
-  }));
-  return found;
-}
-
-console.log(JSON.stringify({ openai: await openai(), vercel: await vercel() }));
+console.log(JSON.stringify(await openai()));

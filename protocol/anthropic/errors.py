@@ -18,11 +18,18 @@ _TYPES = {
     504: "timeout_error",
 }
 
+THREADS_UNSUPPORTED = "thread_unsupported_request"
+"""The code of a refusal at which Anthropic's SDKs send the whole conversation instead."""
+
+_CODES = (THREADS_UNSUPPORTED,)  # those of ours that are Anthropic's, too
+
 
 def envelope(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
-    """The error in Anthropic's words. It has no place for `param` and `code`; the message names the field."""
+    """The error in Anthropic's words. It has no place for `param`; the message names the field."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    told = {"type": kind, "message": error.message}
+    details = {"details": {"error_code": error.code}} if error.code in _CODES else {}
+    return {"type": "error", "error": {**told, **details}, "request_id": request_id}
 
 
 def error_body(error: ApiError, request_id: str | None = None) -> bytes:

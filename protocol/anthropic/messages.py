@@ -18,6 +18,7 @@ from protocol.anthropic.blocks import (
     misplaced_block,
     system_text,
 )
+from protocol.anthropic.errors import THREADS_UNSUPPORTED
 from protocol.body import ClientModel, at_most, at_most_bytes, at_most_inside, fail_fast
 from protocol.openai.chat import MAX_MESSAGES
 from protocol.openai.common import NO_LIMIT
@@ -141,6 +142,15 @@ class CountTokensRequest(DialectRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # where `output_config.format` was at first
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_the_whole_conversation(cls, data: Any) -> Any:
+        # The SDK's tool runner asks whoever it talks to for one; without this its second turn would come alone.
+        if isinstance(data, dict) and data.get("thread") is not None:
+            message = "thread is not supported by this server, which keeps no messages; send all of them instead."
+            raise InvalidRequest(message, param="thread", code=THREADS_UNSUPPORTED)
+        return data
 
     @model_validator(mode="after")
     def _blocks_are_in_their_places(self) -> Self:

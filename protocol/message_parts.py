@@ -11,6 +11,7 @@ which the wire formats (chat completions, Responses, Anthropic's messages) spell
                 case ContentDelta(text): ...
                 case ToolCallStart(index, call_id, name): ...
                 case ToolCallArguments(index, fragment): ...
+                case ToolCallInput(index, fragment): ...  # of a custom call
 
 Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
 A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
@@ -53,6 +54,7 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     index: int
     call_id: str
     name: str
+    is_custom: bool = False  # with free text instead of arguments
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
@@ -62,7 +64,14 @@ class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
     fragment: str
 
 
-MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments
+class ToolCallInput(msgspec.Struct, frozen=True, gc=False):
+    """More of the free text of a custom call."""
+
+    index: int
+    fragment: str
+
+
+MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallInput
 
 
 class ToolReader(Protocol):
@@ -169,6 +178,8 @@ def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
                 joined[-1] = ContentDelta(before + text)
             case ToolCallArguments(index, before), ToolCallArguments(same, text) if index == same:
                 joined[-1] = ToolCallArguments(index, before + text)
+            case ToolCallInput(index, before), ToolCallInput(same, text) if index == same:
+                joined[-1] = ToolCallInput(index, before + text)
             case _:
                 joined.append(part)
     return joined

@@ -18,13 +18,16 @@ JsonSchema = Mapping[str, Any] | bool
 class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
-    Where `begin` or `end` hold the text of a special token of the model, that token itself is meant.
+    Where `begin` or `end` hold the text of a special token of the model, that token itself is meant. With `lark` or
+    `regex`, a JSON string stands there whose text follows that, and its quotation marks belong to `begin` and `end`.
     """
 
     begin: str
     schema: JsonSchema
     end: str
     lenient: bool = False  # enforced as far as a grammar can
+    lark: str | None = None
+    regex: str | None = None
 
 
 def json_schema(schema: JsonSchema, *, lenient: bool = False) -> StructuredOutput:
@@ -57,7 +60,7 @@ def tagged_json(
     "auto" with strict functions is `text=True`.
     """
     value = {
-        "tags": [tag._asdict() for tag in tags],
+        "tags": [{name: value for name, value in tag._asdict().items() if value is not None} for tag in tags],
         "triggers": list(triggers or dict.fromkeys(tag.begin for tag in tags)),
         "text": text,
         "required": required,

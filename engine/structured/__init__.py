@@ -8,6 +8,7 @@ compiler       compiles grammars, within limits
 compile_queue  whose turn it is to compile
 grammar_cache  compiled grammars, and refusals, kept for their owner
 grammar        from a `StructuredOutput` to the text that llguidance compiles
+quoted_lark    a grammar for the text of a JSON string
 json_schema    what is done to a client's JSON Schema before it is compiled
 one_of         which alternatives exclude each other
 lenient        what is enforced where not all of a `StructuredOutput` can be

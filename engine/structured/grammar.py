@@ -17,6 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine.errors import InvalidRequest
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, StructuredOutputKind
 from engine.structured.json_schema import excessive_divisor, prepared
+from engine.structured.quoted_lark import ANY_QUOTED, NotQuotable, quoted_lark, quoted_regex
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
 MAX_DEFINITIONS = 400
@@ -139,7 +140,7 @@ def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str
     reasoning = f"{' '.join(opening)} reasoning_end reasoning_gap?"
     return "\n".join(
         [
-            _START.sub("after_reasoning:", grammar),
+            _START.sub("after_reasoning:", grammar, count=1),
             f"REASONING_TEXT: {_ANY_TEXT}",
             r"reasoning_gap: /[ \t\r\n]{1,8}/",
             f"reasoning_end{lazy}: REASONING_TEXT {' '.join(closing)}",
@@ -154,19 +155,21 @@ def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str
 def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
     """Lark for what `protocol.structured.tagged_json` describes."""
     tags, triggers = value["tags"], value["triggers"]
-    lines = ["%llguidance {}"]
-    for number, tag in enumerate(tags):
-        lines.append(f"json_{number}: %json {_json_schema(tag['schema'], structured)}")
+    lines: list[str] = []
+    if (count := sum(len(_DEFINITION.findall(tag.get("lark", ""))) for tag in tags)) > MAX_DEFINITIONS:
+        raise refused(f"it takes at most {MAX_DEFINITIONS} rules and terminals, got {count}.")
+    inside = [_between_tags(tag, structured, value["required"]) for tag in tags]
+    rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # most are alike
+    lines += [f"{rule}: {text}" for text, rule in rules.items()]
 
     def literal(text: str) -> str:
         return " ".join(_pieces(text, special_tokens))
 
     if not value["text"]:
-        bodies = (f"{literal(tag['begin'])} json_{n} {literal(tag['end'])}" for n, tag in enumerate(tags))
+        bodies = (f"{literal(tag['begin'])} {rules[inside[n]]} {literal(tag['end'])}" for n, tag in enumerate(tags))
         lines.append(f"tag: {' | '.join(bodies)}")
         more = f"({literal(value['separator'])} tag)*" if value["repeat"] else ""
-        lines.append(f"start: tag {more}" if value["required"] else f'start: "" | tag {more}')
-        return "\n".join(lines)
+        return _grammar_of(f"tag {more}" if value["required"] else f'"" | tag {more}', lines)
 
     lines.append(f"TEXT: {_ANY_TEXT}")
     alternatives = []
@@ -181,21 +184,40 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
             lines.append(f"head_{number}[lazy]: TEXT {pieces[0]}")
         else:
             raise refused(f"the trigger {trigger!r} must begin with the special token that it holds.")
-        rest = (f"{literal(tag['begin'].removeprefix(trigger))} json_{n} {literal(tag['end'])}" for n, tag in begun)
+        rest = (
+            f"{literal(tag['begin'].removeprefix(trigger))} {rules[inside[n]]} {literal(tag['end'])}"
+            for n, tag in begun
+        )
         lines.append(f"tag_{number}: head_{number} ({' | '.join(rest)})")
         alternatives.append(f"tag_{number}")
     lines.append(f"tag: {' | '.join(alternatives)}")
     lines.append("tail: TEXT")
     match value["required"], value["repeat"]:
         case True, True:
-            lines.append("start: tag+ tail")
+            return _grammar_of("tag+ tail", lines)
         case True, False:
-            lines.append("start: tag")
+            return _grammar_of("tag", lines)
         case False, True:
-            lines.append("start: tag* tail")
+            return _grammar_of("tag* tail", lines)
         case _:
-            lines.append("start: tag | tail")
-    return "\n".join(lines)
+            return _grammar_of("tag | tail", lines)
+
+
+def _grammar_of(start: str, lines: Sequence[str]) -> str:
+    # It comes first, so that it is not taken for that of a grammar inside.
+    return "\n".join(["%llguidance {}", f"start: {start}", *lines])
+
+
+def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required: bool) -> str:
+    """What stands between the two texts of a tag, as the right side of a rule."""
+    if "lark" not in tag and "regex" not in tag:
+        return f"%json {_json_schema(tag['schema'], structured)}"
+    try:
+        return f"%lark {{\n{quoted_lark(tag['lark']) if 'lark' in tag else quoted_regex(tag['regex'])}\n}}"
+    except NotQuotable as error:
+        if required:
+            raise refused(f"{error}.") from None
+        return f"%lark {{\n{ANY_QUOTED}\n}}"  # the client only wishes for it
 
 
 def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:

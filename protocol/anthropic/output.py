@@ -23,6 +23,7 @@ from protocol.message_parts import (
     MessagePart,
     ReasoningDelta,
     ToolCallArguments,
+    ToolCallInput,
     ToolCallStart,
     join,
 )
@@ -86,7 +87,7 @@ class MessageStreamWriter:
             case ToolCallStart(_, call_id, name):
                 call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                 return self._close() + self._begin(ToolCallArguments, call)
-            case ToolCallArguments(_, fragment):
+            case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):  # no tool here takes free text
                 return [self._delta("input_json_delta", partial_json=fragment)]
 
     def _begin_unless_open(self, kind: type[MessagePart], block: dict[str, Any]) -> list[bytes]:

@@ -77,19 +77,32 @@ class ToolCallObject(Answer):
     function: FunctionCall
 
 
+class CustomInput(Answer):
+    """`input` is free text."""
+
+    name: str
+    input: str
+
+
+class CustomToolCallObject(Answer):
+    id: str
+    type: Literal["custom"]
+    custom: CustomInput
+
+
 class AssistantMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     annotations: None
     audio: None
-    function_call: None
+    function_call: FunctionCall | None  # the one call, if the request had functions instead of tools
     reasoning: str | None
     reasoning_content: str | None
-    tool_calls: list[ToolCallObject] = Field(default_factory=list)
+    tool_calls: list[ToolCallObject | CustomToolCallObject] = Field(default_factory=list)
 
 
-FinishReasonName = Literal["stop", "length", "tool_calls", "abort"]
+FinishReasonName = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
 class ChatChoice(Answer):

@@ -23,7 +23,21 @@ from protocol.message_syntax import MessageSyntax
 from protocol.openai.common import GenerationRequest
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import WireFormat
-from protocol.openai.tools import CalledTools, ToolChoice, Tools, check_tool_choice, tool_use
+from protocol.openai.tools import (
+    AnyTool,
+    CalledFunction,
+    CalledTool,
+    CalledTools,
+    Choice,
+    FunctionCall,
+    Functions,
+    ToolChoice,
+    ToolName,
+    Tools,
+    check_tool_choice,
+    tool_use,
+    tools_of,
+)
 from protocol.tools.functions import ToolUse
 from protocol.tools.left_out import LeftOut, types_of
 
@@ -51,13 +65,14 @@ Content = Annotated[
 class ChatMessage(ClientModel):
     """One turn of the conversation. Only the assistant's may lack content."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"function_call": (), "audio": ()}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"audio": ()}
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Content | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: CalledTools | None = None
+    function_call: CalledFunction | None = None  # the same in its old form
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same under its older name
 
@@ -65,11 +80,11 @@ class ChatMessage(ClientModel):
     @classmethod
     def _content_is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> Any:
         # A role that failed its own check is not in info.data: one complaint is enough.
-        if content is None and info.data.get("role", "assistant") != "assistant":
+        if content is None and info.data.get("role", "assistant") not in ("assistant", "function"):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
         return content
 
-    @field_validator("tool_calls", "reasoning", "reasoning_content")
+    @field_validator("tool_calls", "function_call", "reasoning", "reasoning_content")
     @classmethod
     def _only_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("role", "assistant") != "assistant":
@@ -84,14 +99,20 @@ class ChatMessage(ClientModel):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: content is one string, absent keys are absent."""
         thought = self.reasoning or self.reasoning_content
+        role, call_id, calls = self.role, self.tool_call_id, self.tool_calls
+        # Templates know tools and their calls, but no functions: a call and its result share the function's name.
+        if role == "function":
+            role, call_id = "tool", f"call_{self.name}"
+        if self.function_call is not None and not calls:
+            calls = [CalledTool(id=f"call_{self.function_call.name}", function=self.function_call)]
         extras = {
             "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "tool_call_id": call_id,
+            "tool_calls": [call.for_template() for call in calls] if calls else None,
             "reasoning": thought,
             "reasoning_content": thought,
         }
-        return {"role": self.role, "content": self.text()} | {
+        return {"role": role, "content": self.text()} | {
             key: value for key, value in extras.items() if value is not None
         }
 
@@ -119,8 +140,6 @@ class ChatCompletionRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "messages"
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **GenerationRequest.unsupported,
-        "functions": (),
-        "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
@@ -139,6 +158,8 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    functions: Functions | None = None  # tools in their old form
+    function_call: FunctionCall | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
     add_generation_prompt: bool | None = None  # unless the final message is continued
@@ -153,7 +174,11 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _tool_choice_can_be_met(self) -> Self:
-        check_tool_choice(self.tools, self.tool_choice)
+        if self.functions is not None and self.tools:
+            raise InvalidRequest("functions are the old form of tools; send one of them.", param="functions")
+        if self.functions is None and isinstance(self.function_call, ToolName):
+            raise InvalidRequest("function_call needs functions; send some or leave it out.", param="function_call")
+        check_tool_choice(*self._tools, self._tool_fields)
         # A response format is about answers in words, which there is none of then; other grammars are about all text.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
@@ -208,7 +233,23 @@ class ChatCompletionRequest(GenerationRequest):
     @cached_property
     def tool_use(self) -> ToolUse | None:
         """What may and must be called; None if nothing."""
-        return tool_use(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+        tools, choice = self._tools
+        return tool_use(tools, choice, parallel=self.parallel_tool_calls and self.functions is None)
+
+    @property
+    def answers_in_old_form(self) -> bool:
+        return self.functions is not None
+
+    @property
+    def _tool_fields(self) -> tuple[str, str]:
+        return ("tools", "tool_choice") if self.functions is None else ("functions", "function_call")
+
+    @property
+    def _tools(self) -> tuple[Sequence[AnyTool], Choice | None]:
+        """Tools and choice, in whatever form they came."""
+        if self.functions is None:
+            return self.tools, self.tool_choice
+        return tools_of(self.functions, self.function_call)
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
         """A call that is required is a grammar, and tags that are special tokens have to be in the text."""
@@ -221,7 +262,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         if error.param == "structured_output" and self._tools_give_the_grammar:
-            error = InvalidRequest(str(error).replace("structured_output", "tools"), param="tools", code=error.code)
+            field = self._tool_fields[0]
+            error = InvalidRequest(str(error).replace("structured_output", field), param=field, code=error.code)
         return super().in_client_words(error)
 
     @property

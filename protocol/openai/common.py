@@ -133,6 +133,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         not more than half, because many ask for more than any context holds."""
         return max(1, min(self._max_tokens()[1] or 1, max_model_len // 2))
 
+    @property
+    def answers_in_old_form(self) -> bool:
+        """Whether a call is told as `function_call`, as before there were tools."""
+        return False
+
     def prompt_parts(self, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]) -> PromptParts | None:
         """What the answer repeats of these prompts; None if nothing. `decode` turns token ids into text."""
         if not self.echo and not self.return_token_ids and self.prompt_logprobs is None:

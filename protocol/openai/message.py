@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolCallArguments, ToolCallStart, join
+from protocol.message_parts import (
+    ContentDelta,
+    MessagePart,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallInput,
+    ToolCallStart,
+    join,
+)
 
 
 def delta(part: MessagePart) -> dict[str, Any]:
@@ -15,11 +23,24 @@ def delta(part: MessagePart) -> dict[str, Any]:
             return {"reasoning": text, "reasoning_content": text}
         case ContentDelta(text):
             return {"content": text}
-        case ToolCallStart(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case ToolCallStart(index):
+            return {"tool_calls": [{"index": index, **_begun(part)}]}
         case ToolCallArguments(index, fragment):
             return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+        case ToolCallInput(index, fragment):
+            return {"tool_calls": [{"index": index, "custom": {"input": fragment}}]}
+
+
+def in_old_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """A delta or a message with its call, of which there is one at most, told as `function_call`."""
+    others = {name: value for name, value in fields.items() if name != "tool_calls"}
+    return {**others, "function_call": fields["tool_calls"][0]["function"]} if "tool_calls" in fields else fields
+
+
+def _begun(start: ToolCallStart) -> dict[str, Any]:
+    if start.is_custom:
+        return {"id": start.call_id, "type": "custom", "custom": {"name": start.name, "input": ""}}
+    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": ""}}
 
 
 def message_fields(parts: Iterable[MessagePart]) -> dict[str, Any]:
@@ -33,10 +54,12 @@ def message_fields(parts: Iterable[MessagePart]) -> dict[str, Any]:
                 reasoning.append(text)
             case ContentDelta(text):
                 content.append(text)
-            case ToolCallStart(_, call_id, name):
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
+            case ToolCallStart():
+                calls.append(_begun(part))
             case ToolCallArguments(index, fragment):
                 calls[index]["function"]["arguments"] += fragment
+            case ToolCallInput(index, fragment):
+                calls[index]["custom"]["input"] += fragment
     thought = "".join(reasoning) if reasoning else None
     fields = {
         "content": "".join(content) if content or not (calls or reasoning) else None,

@@ -19,7 +19,7 @@ from protocol.errors import ApiError
 from protocol.message_parts import ContentDelta, MessageParser, MessagePart, TokenBytes, join
 from protocol.openai.logprobs import LogprobsWriter
 from protocol.openai.long_lists import joined, pieces, written
-from protocol.openai.message import delta, message_fields
+from protocol.openai.message import delta, in_old_form, message_fields
 from protocol.sse import DONE, data_frame
 from protocol.writers import AnswerContext, raise_if_failed
 
@@ -105,6 +105,7 @@ class _ChoicesWriter:
         self._has_token_ids = request.return_token_ids
         self._meter = UsageMeter(request.n, list(map(len, answer.prompts)))
         self._as_token_ids = request.return_tokens_as_token_ids
+        self._in_old_form = request.answers_in_old_form
 
     def _new_logprobs_writer(self) -> LogprobsWriter:
         return self._wire.logprobs(self._answer.token_bytes, self._as_token_ids)
@@ -122,6 +123,10 @@ class _ChoicesWriter:
             told = (parts.logprobs_of(piece, self._answer.token_bytes) for piece in pieces(entries or ()))
             found["prompt_logprobs"] = joined(chain([[None]], told))
         return found
+
+    def _finish_reason(self, reason: FinishReason, parser: MessageParser | None) -> str:
+        word = api_finish_reason(reason, parser)
+        return "function_call" if word == "tool_calls" and self._in_old_form else word
 
     def _begin(self, output: RequestOutput) -> RequestOutput:
         """The first output of a choice, after what is repeated of its prompt."""
@@ -169,7 +174,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         elif output.text:
             frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
         if output.finish_reason is not None:
-            finish_reason = api_finish_reason(output.finish_reason, choice.parser)
+            finish_reason = self._finish_reason(output.finish_reason, choice.parser)
             finish = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
             frames.append(self._frame(index, self._wire.closing, finish=finish))
         return b"".join(frames)
@@ -193,7 +198,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         match parts:
             case [ContentDelta(text)] if not (output.logprobs or self._has_token_ids or self._continuous_usage):
                 return [b"%b%b%b" % (choice.prefix, orjson.dumps(text), choice.suffix)]
-        deltas = [delta(part) for part in parts]
+        deltas = [in_old_form(delta(part)) if self._in_old_form else delta(part) for part in parts]
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
             deltas = [{"content": ""}]
         logprobs = written(choice.write_logprobs, output.logprobs) if output.logprobs else None
@@ -266,7 +271,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
                 choice.logprobs = []
             choice.logprobs.extend(output.logprobs)
         if output.finish_reason is not None:
-            choice.finish_reason = api_finish_reason(output.finish_reason, choice.parser)
+            choice.finish_reason = self._finish_reason(output.finish_reason, choice.parser)
             choice.stop_reason = output.stop_reason
 
     def body(self) -> bytes:
@@ -289,7 +294,8 @@ class ChoicesBodyWriter(_ChoicesWriter):
     def _choice(self, index: int, choice: _CollectedChoice) -> dict[str, Any]:
         text = self._wire.full_text("".join(choice.text))
         if choice.parser is not None:
-            text["message"] |= message_fields(choice.parts)
+            fields = message_fields(choice.parts)
+            text["message"] |= in_old_form(fields) if self._in_old_form else fields
         body = {
             "index": index,
             **text,

@@ -1,19 +1,30 @@
 """Tools in OpenAI's words: the request's definitions and choice, and the calls of earlier turns.
 
-Functions are the only tools: others, which OpenAI runs itself, are left out of what the model sees.
+Tools are functions and custom tools: others, which OpenAI runs itself, are left out of what the model sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, at_most_bytes, check_size, fail_fast, json_type
-from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS, Function, ToolUse
+from protocol.body import (
+    ClientModel,
+    at_most,
+    at_most_bytes,
+    check_size,
+    check_type,
+    fail_fast,
+    json_type,
+    known_types,
+    type_tag,
+)
+from protocol.tools.functions import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
 from protocol.tools.left_out import Unserved, none_of, one_of, types_of
 
 MAX_TOOL_CALLS = 128  # of one message
@@ -47,36 +58,154 @@ class ToolDefinition(ClientModel):
     def name(self) -> str:
         return self.function.name
 
+    def function_offered(self) -> Function:
+        """The tool in no wire format's words."""
+        return Function(**self.function.model_dump())
 
-class FunctionChoice(ClientModel):
-    """The function that must be called."""
+
+class TextFormat(ClientModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class GrammarDefinition(ClientModel):
+    """What the text has to follow."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(min_length=1, max_length=MAX_PARAMETERS)
+
+
+class GrammarFormat(ClientModel):
+    """Text that follows a grammar."""
+
+    type: Literal["grammar"]
+    grammar: GrammarDefinition
+
+
+class CustomDefinition(ClientModel):
+    """A tool that takes free text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: Annotated[
+        Annotated[TextFormat, Tag("$text")] | Annotated[GrammarFormat, Tag("$grammar")],
+        Discriminator(type_tag),
+        known_types("text", "grammar"),
+    ] = TextFormat(type="text")
+
+
+class CustomToolDefinition(ClientModel):
+    """A custom tool in `tools`."""
+
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    def function_offered(self) -> CustomTool:
+        """The tool in no wire format's words."""
+        tool = CustomTool(name=self.custom.name, description=self.custom.description)
+        if isinstance(form := self.custom.format, GrammarFormat):
+            return replace(tool, strict=True, **form.grammar.model_dump())
+        return tool
+
+
+class ToolName(ClientModel):
+    """A tool that must be called, or may be."""
 
     name: str
 
 
-class NamedToolChoice(ClientModel):
-    """`tool_choice` as an object: this function must be called."""
+class NamedFunction(ClientModel):
+    """A function by its name."""
 
     type: Literal["function"]
-    function: FunctionChoice
+    function: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.function.name
 
 
-AnyTool = ToolDefinition | Unserved
+class NamedCustomTool(ClientModel):
+    """A custom tool by its name."""
+
+    type: Literal["custom"]
+    custom: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+_SERVED = ("function", "custom")
+AnyTool = ToolDefinition | CustomToolDefinition | Unserved
 Tools = Annotated[
     list[
         Annotated[
-            Annotated[ToolDefinition, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
-            one_of("function"),
+            Annotated[ToolDefinition, Tag("$function")]
+            | Annotated[CustomToolDefinition, Tag("$custom")]
+            | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
+            one_of(*_SERVED),
         ]
     ],
     fail_fast,
     at_most_bytes(MAX_TOOL_BYTES),
     at_most(MAX_TOOLS, "tools"),
 ]
+
+
+class AllowedTools(ClientModel):
+    """Some of the tools; of the others the model is not told."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedFunction, Tag("$function")]
+                | Annotated[NamedCustomTool, Tag("$custom")]
+                | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
+                one_of(*_SERVED),
+            ]
+        ],
+        fail_fast,
+        at_most(MAX_TOOLS, "tools"),
+    ] = Field(min_length=1)
+
+
+class AllowedToolsChoice(ClientModel):
+    """`tool_choice` as a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_Word = Literal["none", "auto", "required"]
+_CHOICE = 'none, auto, required or {"type": "function", "function": {"name": "..."}}'
+
+
+def _known_choice(value: Any) -> Any:
+    if isinstance(value, dict):
+        check_type(value, (*_SERVED, "allowed_tools"))
+    return value
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$string")] | Annotated[NamedToolChoice, Tag("$object")],
-    json_type('none, auto, required or {"type": "function", "function": {"name": "..."}}'),
+    Annotated[_Word, Tag("$word")]
+    | Annotated[NamedFunction, Tag("$function")]
+    | Annotated[NamedCustomTool, Tag("$custom")]
+    | Annotated[AllowedToolsChoice, Tag("$allowed_tools")],
+    Discriminator(
+        lambda value: "$word" if isinstance(value, str) else type_tag(value),
+        custom_error_type="shape",
+        custom_error_message=_CHOICE,
+    ),
+    BeforeValidator(_known_choice),
 ]
+Choice = _Word | NamedFunction | NamedCustomTool | AllowedToolsChoice
 
 
 class CalledFunction(ClientModel):
@@ -96,7 +225,7 @@ class CalledFunction(ClientModel):
 
 
 class CalledTool(ClientModel):
-    """One entry of an assistant message's `tool_calls`."""
+    """A call of a function in an assistant message's `tool_calls`."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -111,43 +240,110 @@ class CalledTool(ClientModel):
         }
 
 
-CalledTools = Annotated[list[CalledTool], fail_fast, at_most(MAX_TOOL_CALLS, "calls")]
+class CustomInput(ClientModel):
+    """What an earlier turn has given to a custom tool."""
+
+    name: str
+    input: str = ""
 
 
-def check_tool_choice(tools: Sequence[AnyTool], choice: str | NamedToolChoice | None) -> None:
-    """Raise `InvalidRequest` for tools of one name, and for the demanded call of one that is not offered."""
+class CalledCustomTool(ClientModel):
+    """A call of a custom tool in an assistant message's `tool_calls`."""
+
+    id: str | None = None
+    type: Literal["custom"]
+    custom: CustomInput
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates read it: a function's, as the model has made it."""
+        function = {"name": self.custom.name, "arguments": {INPUT: self.custom.input}}
+        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
+
+
+CalledTools = Annotated[
+    list[
+        Annotated[
+            Annotated[CalledTool, Tag("$function")] | Annotated[CalledCustomTool, Tag("$custom")],
+            Discriminator(lambda value: "$custom" if type_tag(value) == "$custom" else "$function"),
+        ]
+    ],
+    fail_fast,
+    at_most(MAX_TOOL_CALLS, "calls"),
+]
+
+
+Functions = Annotated[
+    list[FunctionDefinition], fail_fast, at_most_bytes(MAX_TOOL_BYTES), at_most(MAX_TOOLS, "functions")
+]
+FunctionCall = Annotated[
+    Annotated[Literal["none", "auto"], Tag("$string")] | Annotated[ToolName, Tag("$object")],
+    json_type('none, auto or {"name": "..."}'),
+]
+
+
+def tools_of(
+    functions: Sequence[FunctionDefinition], call: Literal["none", "auto"] | ToolName | None
+) -> tuple[Sequence[AnyTool], Choice | None]:
+    """Tools and choice of what old clients send."""
+    tools = [ToolDefinition(type="function", function=function) for function in functions]
+    return tools, NamedFunction(type="function", function=call) if isinstance(call, ToolName) else call
+
+
+def check_tool_choice(
+    tools: Sequence[AnyTool], choice: Choice | None, fields: tuple[str, str] = ("tools", "tool_choice")
+) -> None:
+    """Raise `InvalidRequest` for tools of one name, and for the demanded call of one that is not offered.
+
+    `fields` are the client's names of the two.
+    """
+    tools_field, choice_field = fields
     names: set[str] = set()
     for tool in _served(tools):
         if tool.name in names:
-            raise InvalidRequest(f"tools must have different names, but {tool.name!r} comes twice.", param="tools")
+            raise InvalidRequest(
+                f"{tools_field} must have different names, but {tool.name!r} comes twice.", param=tools_field
+            )
         names.add(tool.name)
-    if choice in (None, "none", "auto"):
-        return
-    if not names:
+    asked: Sequence[NamedFunction | NamedCustomTool | Unserved] = ()
+    is_demanded = choice == "required"
+    if isinstance(choice, AllowedToolsChoice):
+        asked = choice.allowed_tools.tools
+        is_demanded = choice.allowed_tools.mode == "required"
+        if is_demanded and all(isinstance(each, Unserved) for each in asked):
+            names, tools = set(), [each for each in asked if isinstance(each, Unserved)]
+    elif isinstance(choice, NamedFunction | NamedCustomTool):
+        asked, is_demanded = (choice,), True
+    if is_demanded and not names:
         left_out = ", ".join(kind[:64] for kind in types_of(tools[:8]))
         why = f" that this server serves: left out is {left_out}" if left_out else "; send some or leave it out"
-        raise InvalidRequest(f"tool_choice needs tools{why}.", param="tool_choice")
-    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-        raise InvalidRequest(
-            f"tool_choice names a function that is not in tools, or is left out of them because nobody serves it "
-            f"here: {choice.function.name[:128]!r}.",
-            param="tool_choice",
-        )
+        raise InvalidRequest(f"{choice_field} needs {tools_field}{why}.", param=choice_field)
+    for each in asked:
+        if not isinstance(each, Unserved) and each.name not in names:
+            raise InvalidRequest(
+                f"{choice_field} names {each.name[:128]!r}, which is none of {tools_field}, or is left out of them"
+                " because nobody serves it here.",
+                param=choice_field,
+            )
 
 
-def tool_use(tools: Sequence[AnyTool], choice: str | NamedToolChoice | None, *, parallel: bool) -> ToolUse | None:
+def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool) -> ToolUse | None:
     """The checked fields in no wire format's words; None if no tool may be called."""
-    functions = tuple(Function(**tool.function.model_dump()) for tool in _served(tools))
-    if not functions or choice == "none":
+    served = _served(tools)
+    named: str | None = None
+    word: _Word = "auto"
+    match choice:
+        case str():
+            word = choice
+        case AllowedToolsChoice(allowed_tools=allowed):
+            names = {each.name for each in allowed.tools if not isinstance(each, Unserved)}
+            served, word = [tool for tool in served if tool.name in names], allowed.mode
+        case NamedFunction() | NamedCustomTool():
+            named, word = choice.name, "required"
+    if not served or word == "none":
         return None
-    named = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    return ToolUse(
-        functions=functions,
-        choice="required" if named is not None or choice == "required" else "auto",
-        named=named,
-        parallel=parallel,
-    )
+    functions = tuple(tool.function_offered() for tool in served)
+    return ToolUse(functions=functions, choice=word, named=named, parallel=parallel)
 
 
-def _served(tools: Sequence[AnyTool]) -> list[ToolDefinition]:
-    return [tool for tool in tools if isinstance(tool, ToolDefinition)]
+def _served(tools: Sequence[Any]) -> list[ToolDefinition | CustomToolDefinition]:
+    return [tool for tool in tools if not isinstance(tool, Unserved)]

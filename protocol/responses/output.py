@@ -22,6 +22,7 @@ from protocol.message_parts import (
     MessagePart,
     ReasoningDelta,
     ToolCallArguments,
+    ToolCallInput,
     ToolCallStart,
 )
 from protocol.openai.logprobs import ChatLogprobs
@@ -187,7 +188,7 @@ class ResponseStreamWriter:
             case ToolCallStart(_, call_id, name):
                 frames = self._close("completed")
                 return frames + self._begin_item(ToolCallArguments, "fc", call_id=call_id, name=name)
-            case ToolCallArguments(_, fragment):
+            case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
                 return [self._delta("response.function_call_arguments.delta", fragment)]
 
     def _begin_unless_open(self, kind: type[MessagePart], prefix: str) -> list[bytes]:

@@ -29,13 +29,7 @@ def without_tools(messages: Sequence[Message], functions: Sequence[Function], to
 
 def _offer(functions: Sequence[Function], tool_format: ToolFormat) -> str:
     tag = tool_format.tag("NAME", True)
-    listed = "\n".join(
-        json.dumps(
-            {"name": function.name, "description": function.description or "", "parameters": function.schema},
-            ensure_ascii=False,
-        )
-        for function in functions
-    )
+    listed = "\n".join(json.dumps(function.for_template()["function"], ensure_ascii=False) for function in functions)
     return (
         "You can call functions to help the user. These are the functions, with the JSON Schemas of their "
         f"parameters:\n\n{listed}\n\n"

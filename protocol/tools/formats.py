@@ -16,7 +16,8 @@ from engine.messages import StructuredOutput
 from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolReader
 from protocol.structured import JsonSchema, Tag, tagged_json
 from protocol.tools import hermes, llama3, mistral
-from protocol.tools.functions import ANY_OBJECT, ToolUse
+from protocol.tools.custom import CustomInputs
+from protocol.tools.functions import ANY_OBJECT, INPUT, CustomTool, Function, ToolUse
 from protocol.tools.reader import NewCallId
 
 
@@ -51,8 +52,14 @@ class ToolFormat:
     def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
         """What makes a reader for a choice of such a request. `hidden` are tags that no client may see."""
         names = frozenset(function.name for function in tools.functions)
-        new_reader = partial(self.new_reader, self.new_call_id, names, tuple(hidden))
-        return new_reader if tools.parallel else lambda: _FirstCallOnly(new_reader())
+        custom = frozenset(function.name for function in tools.functions if isinstance(function, CustomTool))
+        family_reader = partial(self.new_reader, self.new_call_id, names, tuple(hidden))
+
+        def new_reader() -> ToolReader:
+            reader = CustomInputs(family_reader(), custom) if custom else family_reader()
+            return reader if tools.parallel else _FirstCallOnly(reader)
+
+        return new_reader
 
     def grammar(self, tools: ToolUse) -> StructuredOutput | None:
         """What makes the model call as the request demands; None if that leaves it free.
@@ -60,15 +67,24 @@ class ToolFormat:
         Where no call is required, arguments are held to their schema all the same if a function is strict.
         """
         if tools.choice == "required":
-            tags = [self.tag(function.name, function.schema) for function in tools.callable_functions]
+            tags = [self._tag(function) for function in tools.callable_functions]
             repeat = tools.parallel and tools.named is None
             return _for_programs(tagged_json(tags, text=False, required=True, repeat=repeat, separator=self.separator))
         if self.opening is None or not any(function.strict for function in tools.functions):
             return None
-        tags = [
-            self.tag(function.name, function.schema if function.strict else ANY_OBJECT) for function in tools.functions
-        ]
+        tags = [self._tag(function, is_free=True) for function in tools.functions]
         return _for_programs(tagged_json(tags, triggers=[self.opening]))
+
+    def _tag(self, function: Function, *, is_free: bool = False) -> Tag:
+        if not isinstance(function, CustomTool):
+            return self.tag(function.name, ANY_OBJECT if is_free and not function.strict else function.schema)
+        tag = self.tag(function.name, function.schema)
+        if function.syntax is None:
+            return tag
+        tag = Tag(f'{tag.begin}{{"{INPUT}": "', True, f'"}}{tag.end}')
+        if function.syntax == "regex":
+            return tag._replace(regex=function.definition)
+        return tag._replace(lark=function.definition)
 
 
 def _for_programs(grammar: StructuredOutput) -> StructuredOutput:

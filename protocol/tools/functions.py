@@ -10,6 +10,9 @@ MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 2 * 2**20
 """Of JSON, all tools of a request together: they pass several hands before they are found too long for the context."""
 
+INPUT = "input"
+"""The argument that holds the free text of a custom tool."""
+
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -31,6 +34,27 @@ class Function:
         """The function as chat templates take it."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": {**function, "parameters": self.schema}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomTool(Function):
+    """A tool that takes free text: for the model, a function of this one argument. `definition` is a grammar for it."""
+
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str = ""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        text = {"type": "string"}
+        return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+
+    def for_template(self) -> dict[str, Any]:
+        entry = super().for_template()
+        if self.syntax is not None:
+            name = {"lark": "Lark grammar", "regex": "regular expression"}[self.syntax]
+            told = f"{self.description or ''}\n\nThe {INPUT} has to follow this {name}:\n{self.definition}".lstrip()
+            entry["function"]["description"] = told
+        return entry
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,10 +174,24 @@ BAD_CHATS = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "required"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
-    ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be 'function'"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'web_search'"),
+    ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is required"),
+    ({"tools": [tool("f")], "functions": [{"name": "f"}]}, "functions", "send one of them"),
+    (
+        {"functions": [{"name": "f"}], "function_call": {"name": "g"}},
+        "function_call",
+        "'g', which is none of functions",
+    ),
+    ({"functions": [{"name": "f"}], "function_call": "required"}, "function_call", "got 'required'"),
+    ({"function_call": {"name": "g"}}, "function_call", "needs functions"),
+    ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools.0.custom.name", ""),
+    (
+        {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "gbnf"}}}]},
+        "tools.0.custom.format.type",
+        "'gbnf'",
+    ),
     ({"tools": [tool("f")], "tool_choice": 5}, "tool_choice", "none, auto, required or"),
     ({"tools": [tool("f")], "tool_choice": "required", "guided_choice": ["a"]}, "guided_choice", "leave one out"),
-    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude each other"),
@@ -373,7 +387,7 @@ def test_messages_reach_the_template_as_plain_strings():
         {"role": "user", "content": "hi", "name": "Ada"},
         {"role": "assistant", "content": ""},
         {"role": "tool", "content": "42", "tool_call_id": "call_1"},
-        {"role": "function", "content": "", "name": "f"},
+        {"role": "tool", "content": "", "name": "f", "tool_call_id": "call_f"},
     ]
 
 

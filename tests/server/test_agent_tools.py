@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
-from tests.server.harness import MODEL, Server
+from tests.server.harness import MODEL, TIMEOUT, Server
 
 QUESTION: list[Any] = [{"role": "user", "content": "Hello"}]
 SHORT: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -35,3 +39,114 @@ def test_tools_that_nobody_serves_are_left_out_and_told(
     without = server.post(path, {**SHORT, **body, "tools": [], "stream": stream})
     assert without.status_code == 200
     assert WARNING not in without.headers
+
+
+# --- custom tools
+
+PATCH = r"""
+start: begin_patch hunk end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: "*** Add File: " /[a-z]{1,8}/ LF add_line
+add_line: "+" /[^\n]{1,12}/ LF -> line
+%import common.LF
+"""
+PATCHED = re.compile(r"\*\*\* Begin Patch\n\*\*\* Add File: [a-z]{1,8}\n\+[^\n]{1,12}\n\*\*\* End Patch\n?")
+LARK = {"syntax": "lark", "definition": PATCH}
+REGEX = {"syntax": "regex", "definition": r'[ab]{2}\n"x[0-9]"'}
+NAMED: Any = {"type": "custom", "custom": {"name": "apply_patch"}}
+
+
+@pytest.fixture
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        yield client
+
+
+def custom(grammar: dict[str, str] | None = None) -> Any:
+    form = {} if grammar is None else {"format": {"type": "grammar", "grammar": grammar}}
+    return {"type": "custom", "custom": {"name": "apply_patch", "description": "Patches files.", **form}}
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"], ids=["named", "required"])
+@pytest.mark.parametrize(("grammar", "fits"), [(LARK, PATCHED), (REGEX, re.compile(REGEX["definition"]))])
+def test_a_custom_tools_text_follows_its_grammar(
+    sdk: openai.OpenAI, choice: Any, grammar: dict[str, str], fits: re.Pattern[str]
+) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [custom(grammar)],
+        "tool_choice": choice,
+        "temperature": 0,
+        "max_tokens": 96,
+        "parallel_tool_calls": False,
+    }
+    whole = sdk.chat.completions.create(**fields).choices[0]
+    assert whole.finish_reason == ("stop" if choice is NAMED else "tool_calls")
+    [call] = whole.message.tool_calls or []
+    assert call.type == "custom"
+    assert call.custom.name == "apply_patch"
+    assert fits.fullmatch(call.custom.input), call.custom.input
+    deltas = [chunk.choices[0].delta for chunk in sdk.chat.completions.create(**fields, stream=True)]
+    streamed = [each.model_dump()["tool_calls"][0] for each in deltas if each.tool_calls]
+    assert streamed[0]["type"] == "custom"
+    assert streamed[0]["custom"] == {"name": "apply_patch", "input": ""}
+    assert len(streamed) > 3
+    assert "".join(each["custom"]["input"] for each in streamed) == call.custom.input
+
+
+def test_a_custom_tool_may_take_any_text_and_its_call_goes_back_to_the_model(sdk: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "tools": [custom()], "temperature": 0, "max_tokens": 48}
+    message = sdk.chat.completions.create(**fields, messages=QUESTION, tool_choice=NAMED).choices[0].message
+    [call] = message.tool_calls or []
+    assert call.type == "custom"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Done."}
+    messages: Any = [*QUESTION, message, result]
+    answer = sdk.chat.completions.create(**fields, messages=messages).choices[0].message
+    assert answer.content or answer.tool_calls
+
+
+def test_a_grammar_that_cannot_be_held_is_refused_where_a_call_is_demanded(server: Server) -> None:
+    for definition in ("start: %json {}", "start: nowhere", "start: /a.*/ start?", "no grammar"):
+        tool = custom({"syntax": "lark", "definition": definition})
+        body = {**SHORT, "messages": QUESTION, "max_tokens": 1, "tools": [tool], "tool_choice": NAMED}
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "tools"
+
+
+# --- functions, the old form of tools
+
+
+def test_old_clients_get_their_function_call(sdk: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "functions": [{"name": "get_weather", "parameters": parameters}],
+        "temperature": 0,
+        "max_tokens": 48,
+    }
+    choice = sdk.chat.completions.create(**fields, function_call={"name": "get_weather"}).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is None
+    call = choice.message.function_call
+    assert call is not None
+    assert call.name == "get_weather"
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    chunks = list(sdk.chat.completions.create(**fields, function_call={"name": "get_weather"}, stream=True))
+    told = [chunk.choices[0].delta.function_call for chunk in chunks if chunk.choices[0].delta.function_call]
+    assert told[0].name == "get_weather"
+    assert "".join(each.arguments or "" for each in told) == call.arguments
+    messages = [*QUESTION, choice.message, {"role": "function", "name": "get_weather", "content": "21 degrees"}]
+    assert sdk.chat.completions.create(**{**fields, "messages": messages}).choices[0].finish_reason
+
+
+def test_a_function_that_the_model_was_free_to_call_is_how_the_answer_ends(server: Server) -> None:
+    call = r'<tool_call>\n\{"name": "f", "arguments": \{\}\}\n</tool_call>'
+    body = {**SHORT, "messages": QUESTION, "functions": [{"name": "f"}], "structured_outputs": {"regex": call}}
+    [choice] = server.post("/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": "{}"}
+    assert "tool_calls" not in choice["message"]

@@ -83,7 +83,7 @@ CHAT_ONLY: list[tuple[str, list[Any], str]] = [
     ("top_logprobs", [-1, 21, HUGE], "20"),
     ("tools", [["f"], [{"type": "function", "function": {"name": "f f"}}]], ""),
     ("tool_choice", ["required", {"type": "function", "function": {"name": "f"}}], "tools"),
-    ("functions", [[{"name": "f"}]], "not supported"),
+    ("functions", [["f"], [{"name": "f f"}]], ""),
     ("reasoning_effort", ["enormous"], "medium"),
     ("chat_template", ["{{ 1 }}"], "not supported"),
     ("chat_template_kwargs", ["a", []], "object"),

@@ -154,7 +154,11 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         )
         num_prompt_tokens = sum(map(len, prompts))
         ticket.count_tokens(num_prompt_tokens)
-        body.check_prompt_logprobs(num_prompt_tokens)
+        body.check_logprobs(
+            list(map(len, prompts)),
+            vocab_size=model.engine_info.vocab_size,
+            max_model_len=model.engine_info.max_model_len,
+        )
         core_requests = [
             EngineCoreRequest(
                 request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",

@@ -60,4 +60,5 @@ def weight_of(outputs: Iterable[RequestOutput]) -> int:
 
 
 def _num_logprobs(positions: list[TokenLogprobs]) -> int:
-    return len(positions) * (1 + len(positions[-1].top))
+    every = positions[-1].every
+    return len(positions) * (1 + (len(positions[-1].top) if every is None else len(every) // 4))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection
 
 import msgspec
+import numpy as np
 
 from engine.errors import InvalidRequest
 
@@ -23,6 +24,8 @@ MAX_ALLOWED_TOKEN_IDS = 16384
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_LOGPROBS = 20
+ALL_LOGPROBS = -1  # those of the whole vocabulary
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
@@ -40,8 +43,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_tokens": (0, _INT32),
     "max_tokens": (0, _INT64),  # what is beyond the context is cut
     "seed": (-_INT64 - 1, _INT64),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
+    "prompt_logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
     "thinking_token_budget": (0, _INT32),
 }
 """Of sampling parameters: the least and the most."""
@@ -118,7 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     mean off. `max_tokens` None means up to the end of the context, where more would end too; 0 that the prompt is
     computed and nothing generated.
     `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
-    `prompt_logprobs` is the same for the prompt's tokens. `seed` None draws a fresh one.
+    -1 all tokens, 200 KB for each position where there are 50,000. `prompt_logprobs` is the same for the prompt's
+    tokens. `seed` None draws a fresh one.
     """
 
     n: int = 1
@@ -138,6 +142,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # tell these instead of the most likely ones; needs `logprobs`
     skip_special_tokens: bool = True
     shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same
     structured_output: StructuredOutput | None = None
@@ -190,6 +195,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
             _all_in_range("logit_bias", self.logit_bias, 0, vocab_size - 1)
             _all_in_range("logit_bias", self.logit_bias.values(), -100.0, 100.0)
+        if self.logprob_token_ids:
+            if self.logprobs is None:
+                raise InvalidRequest("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+            _at_most("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+            _all_in_range("logprob_token_ids", self.logprob_token_ids, 0, vocab_size - 1)
         if self.structured_output is not None:
             self.structured_output.check()
         if self.allowed_token_ids is not None:
@@ -256,7 +266,17 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: list[tuple[int, float]]  # most likely first; as many as the request asked for
+    top: list[tuple[int, float]]  # most likely first, or those that the request names; as many as it asked for
+    every: bytes | None = None  # float32 of all tokens, by id, in the machine's order: instead of `top`
+
+    @property
+    def likely(self) -> list[tuple[int, float]]:
+        """All that was asked for: `top`, or it made of `every`, which takes milliseconds and megabytes."""
+        if self.every is None:
+            return self.top
+        values = np.frombuffer(self.every, np.float32)
+        order = np.argsort(-values, kind="stable")
+        return list(zip(order.tolist(), values[order].tolist(), strict=True))
 
 
 class EventKind(enum.StrEnum):

@@ -94,4 +94,8 @@ class ModelRunner:
         if self._picks_tokens is not None and metadata.is_plain_greedy:
             token_ids, finite = self._picks_tokens.most_likely(sampled)
             return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
-        return sample(self._model.compute_logits(sampled), metadata)
+        output = sample(self._model.compute_logits(sampled), metadata)
+        for place, entry in output.logprobs.items():
+            if entry.every is not None:
+                output.logprobs[place] = self.rows.named_tokens.told(int(rows[place]), entry)
+        return output

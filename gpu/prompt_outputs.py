@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.messages import Pooling, TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.rows import StepShape
-from gpu.sampling.logprobs import token_logprobs
+from gpu.sampling.logprobs import how_many, token_logprobs
 
 
 @dataclass
@@ -86,7 +86,8 @@ class PromptOutputs:
 
 def _prompt(request: NewRequestData) -> _Prompt:
     token_ids = np.array(request.token_ids[: request.num_prompt_tokens], dtype=np.int64)
-    return _Prompt(token_ids, request.sampling.prompt_logprobs, request.pooling)
+    asked = request.sampling.prompt_logprobs
+    return _Prompt(token_ids, None if asked is None else how_many(asked), request.pooling)
 
 
 def _pool(prompt: _Prompt, rows: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.columns import Column, make_columns
-from gpu.sampling import SAMPLING_COLUMNS, Biases
+from gpu.sampling import SAMPLING_COLUMNS, Biases, NamedTokens
 
 COLUMNS = (
     *SAMPLING_COLUMNS,
@@ -109,6 +109,7 @@ class RowTable:
     def __init__(self, sizes: BatchSizes) -> None:
         self.columns = make_columns(COLUMNS, sizes.max_num_seqs)
         self.biases = Biases(self.columns)
+        self.named_tokens = NamedTokens()
         self._sizes = sizes
         self._fills = [(self.columns[column.name], column.fill) for column in COLUMNS]
         self._num_tokens = self.columns["num_tokens"]
@@ -138,6 +139,7 @@ class RowTable:
             row = self._rows.pop(request_id, None)
             if row is not None:
                 self.biases.remove(row)
+                self.named_tokens.remove(row)
                 store.remove(row)
                 self._free_rows.append(row)
         for request in plan.new_requests:
@@ -191,6 +193,7 @@ class RowTable:
             numbers[row] = fill(request)
         self._num_blocks[row] = 0
         self.biases.add(row, request)
+        self.named_tokens.add(row, request)
         store.add(row, request)
         self._append_blocks(row, request.block_ids, store)
 

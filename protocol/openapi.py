@@ -130,7 +130,7 @@ def _add_ranges(schema: Json) -> None:
     for name, (low, high) in _RANGES.items():
         least = "exclusiveMinimum" if name in LOW_END_EXCLUDED else "minimum"
         for kind in _numbers(schema["properties"].get(name, {})):
-            kind.update({least: low} if high is None else {least: low, "maximum": high})
+            kind.update(({least: low} if high is None else {least: low, "maximum": high}) | kind)  # a model's own wins
 
 
 def _numbers(schema: Json) -> list[Json]:

@@ -48,7 +48,7 @@ class DialectRequest(RequestFields):
         "logprobs": (False,),
         "function_call": ("none",),
         **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-        **dict.fromkeys(("max_completion_tokens", "allowed_token_ids", "functions"), ()),
+        **dict.fromkeys(("max_completion_tokens", "allowed_token_ids", "functions", "logprob_token_ids"), ()),
     }
 
     def chat_fields(self) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import anyio
 
-from engine.messages import EngineCoreRequest, FinishReason, RequestEvent, RequestOutput, Unenforced
+from engine.messages import ALL_LOGPROBS, EngineCoreRequest, FinishReason, RequestEvent, RequestOutput, Unenforced
 
 Listener = Callable[[Collection[RequestOutput]], bool]
 """Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
 
+A_VOCABULARY = 2**20  # tokens: at least as many as any model has
 FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
@@ -143,6 +144,10 @@ def _num_logprobs(request: EngineCoreRequest) -> int:
     """For each token: its own and the likely ones."""
     sampling = request.sampling
     asked = [each for each in (sampling.logprobs, sampling.prompt_logprobs) if each is not None]
+    if ALL_LOGPROBS in asked:
+        return A_VOCABULARY
+    if asked:
+        asked.append(len(sampling.logprob_token_ids))
     return max(asked) + 1 if asked else 0
 
 

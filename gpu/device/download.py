@@ -14,6 +14,7 @@ from gpu.device.sampling import SamplingFeatures
 from gpu.device.upload import host_tensor
 from gpu.kernels import LogprobTensors
 from gpu.rows import StepShape
+from gpu.sampling import NamedTokens
 
 
 def pack(token_ids: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
@@ -29,6 +30,8 @@ class DeviceStep:
     features: SamplingFeatures
     packed: torch.Tensor  # [S], host memory that is being written
     logprobs: LogprobTensors | None  # likewise, of those that ask
+    every: torch.Tensor | None  # likewise, float32 [A, vocab], of those that ask for all
+    named_tokens: NamedTokens
     copied: torch.cuda.Event | None = None  # None where nothing has to be waited for
     prompt_outputs: ModelRunnerOutput | None = None  # what prompts gave, if anybody asked
 
@@ -49,20 +52,33 @@ class DeviceStep:
             return {}
         asking, counts = self.features.asking.tolist(), self.features.num_logprobs.tolist()
         rows = zip(*(tensor.tolist() for tensor in self.logprobs), strict=True)
-        return {
+        found = {
             sample: TokenLogprobs(
                 int(token_ids[sample]), chosen, rank, list(zip(top_ids[:count], top[:count], strict=True))
             )
             for sample, count, (chosen, rank, top_ids, top) in zip(asking, counts, rows, strict=True)
         }
+        if self.every is not None:
+            rows_of = self.shape.sampling_rows
+            for values, i in zip(self.every.numpy(), self.features.asking_all.tolist(), strict=True):
+                sample = asking[i]
+                found[sample].every = values.tobytes()
+                found[sample] = self.named_tokens.told(int(rows_of[sample]), found[sample])
+        return found
 
 
 def start_download(
-    shape: StepShape, features: SamplingFeatures, packed: torch.Tensor, logprobs: LogprobTensors | None
+    shape: StepShape,
+    features: SamplingFeatures,
+    packed: torch.Tensor,
+    logprobs: LogprobTensors | None,
+    every: torch.Tensor | None,
+    named_tokens: NamedTokens,
 ) -> DeviceStep:
     """Start copying what a step gives."""
     copies = None if logprobs is None else LogprobTensors(*(_to_host(tensor) for tensor in logprobs))
-    step = DeviceStep(shape, features, _to_host(packed), copies)
+    all_of_some = None if every is None else _to_host(every)
+    step = DeviceStep(shape, features, _to_host(packed), copies, all_of_some, named_tokens)
     if packed.is_cuda:
         step.copied = torch.cuda.Event()
         step.copied.record()

@@ -109,7 +109,7 @@ class DeviceRunner:
         self._device_rows.send_shape(shape, found[0] if found is not None else 0)
         self._upload.send()
 
-        logprobs = None
+        logprobs = every = None
         prompt_outputs = None
         if found is not None and kind == "step":
             found[1]()
@@ -127,10 +127,10 @@ class DeviceRunner:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
                 self._prompt_outputs.add_to(prompt_outputs, plan, shape, hidden)
-            token_ids, finite, logprobs = self._sampler.sample(hidden, inputs, features)
+            token_ids, finite, logprobs, every = self._sampler.sample(hidden, inputs, features)
             advance(self._tables, inputs, token_ids)
             packed = pack(token_ids, finite)
-        step = start_download(shape, features, packed, logprobs)
+        step = start_download(shape, features, packed, logprobs, every, self.rows.named_tokens)
         step.prompt_outputs = prompt_outputs
         return step
 

@@ -28,7 +28,7 @@ from gpu.kernels import (
     sample_tokens,
 )
 from gpu.rows import RowTable, StepShape
-from gpu.sampling import SparseBias, logits_mask
+from gpu.sampling import EVERY, SparseBias, logits_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class SamplingFeatures:
     masks: MasksHandle | None  # of grammars; waited for when the forward pass has been started
     plan_indices: NDArray[np.int64]  # of the places, by which the masks know them
     asking: NDArray[np.int64]  # places whose log-probabilities are wanted
-    num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens
+    num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens; 0 for `EVERY`
+    asking_all: NDArray[np.int64]  # which of those that ask want those of every token
 
     @property
     def are_none(self) -> bool:
@@ -67,7 +68,8 @@ class DeviceSampler:
             masks=plan.masks,
             plan_indices=shape.order[shape.samples],
             asking=asking,
-            num_logprobs=num_logprobs[asking],
+            num_logprobs=np.where(num_logprobs == EVERY, 0, num_logprobs)[asking],
+            asking_all=np.flatnonzero(num_logprobs[asking] == EVERY),
         )
 
     def sample_plainly(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,8 +82,8 @@ class DeviceSampler:
 
     def sample(
         self, hidden: torch.Tensor, inputs: StepInputs, features: SamplingFeatures
-    ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None]:
-        """For any rows; the last is of those that ask."""
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
+        """For any rows; the third is of those that ask, the fourth, float32 [A, vocab], of those that ask for all."""
         logits, tables = self._logits(hidden, inputs), self._tables
         device = logits.device
         if features.masks is not None:
@@ -102,8 +104,12 @@ class DeviceSampler:
             logits.index_copy_(0, places, part)
         token_ids, finite = self._draw(logits, inputs)
         if raw is None or asking is None:
-            return token_ids, finite, None
-        return token_ids, finite, compute_logprobs(raw, token_ids[asking], int(features.num_logprobs.max()))
+            return token_ids, finite, None, None
+        logprobs = compute_logprobs(raw, token_ids[asking], int(features.num_logprobs.max()))
+        if not len(features.asking_all):
+            return token_ids, finite, logprobs, None
+        every = gather_rows(raw, on_device(features.asking_all, device)).float().log_softmax(-1)
+        return token_ids, finite, logprobs, every
 
     def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         rows = hidden if inputs.logits_indices is None else gather_rows(hidden, inputs.logits_indices)

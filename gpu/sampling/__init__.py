@@ -19,7 +19,7 @@ logprobs   log-probabilities for the rows that ask
 
 from gpu.sampling.bias import BIAS, Biases, SparseBias
 from gpu.sampling.filters import FILTERS
-from gpu.sampling.logprobs import NUM_LOGPROBS
+from gpu.sampling.logprobs import EVERY, NUM_LOGPROBS, NamedTokens
 from gpu.sampling.masks import logits_mask
 from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.noise import SEED
@@ -29,8 +29,10 @@ from gpu.sampling.sampler import TEMPERATURE, SamplerOutput, sample
 SAMPLING_COLUMNS = (TEMPERATURE, *FILTERS, SEED, *PENALTIES, IS_PENALIZED, *BIAS, NUM_LOGPROBS)
 
 __all__ = [
+    "EVERY",
     "SAMPLING_COLUMNS",
     "Biases",
+    "NamedTokens",
     "Penalized",
     "SamplerOutput",
     "SamplingMetadata",

@@ -14,7 +14,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
-from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, RANGES, SamplingParams
+from engine.messages import (
+    ALL_LOGPROBS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_STRINGS,
+    RANGES,
+    SamplingParams,
+)
 from protocol.body import ClientModel, at_most, json_type
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
@@ -24,7 +32,7 @@ from protocol.openai.structured import StructuredOutputFields
 from protocol.request_fields import CacheSalt, RequestFields, RequestId, TokenIds
 
 NO_LIMIT = -1  # as max_tokens
-MAX_PROMPT_LOGPROBS = 2**21  # of one response; about 200 MB while it is made
+MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
 
 
 StopStrings = Annotated[
@@ -34,7 +42,10 @@ StopStrings = Annotated[
 
 
 def _larger(first: int | None, second: int | None) -> int | None:
-    return second if first is None else first if second is None else max(first, second)
+    """The larger of two fields that ask for log-probabilities."""
+    if first is None or second is None:
+        return second if first is None else first
+    return ALL_LOGPROBS if ALL_LOGPROBS in (first, second) else max(first, second)
 
 
 class StreamOptions(ClientModel):
@@ -58,7 +69,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0,)),
         **dict.fromkeys(("length_penalty", "stream_interval", "typical_p"), (1,)),
         **dict.fromkeys(("no_stop_trim", "return_prompt_text", "use_beam_search"), (False,)),
-        **dict.fromkeys(("kv_transfer_params", "logprob_token_ids", "lora_path", "mm_processor_kwargs"), ()),
+        **dict.fromkeys(("kv_transfer_params", "lora_path", "mm_processor_kwargs"), ()),
         **dict.fromkeys(("prompt_embeds", "repetition_detection", "stop_regex"), ()),
         "vllm_xargs": ({},),
     }
@@ -73,6 +84,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     spaces_between_special_tokens: bool = True  # without effect: tokenizers' decoders put none
     echo: bool = False
     prompt_logprobs: int | None = None
+    logprob_token_ids: Annotated[TokenIds, at_most(MAX_LOGPROB_TOKEN_IDS, "entries")] = Field(default_factory=list)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
@@ -82,11 +94,13 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
+    def _options_have_what_they_need(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is only allowed with stream: true; leave it out or stream.", param="stream_options"
             )
+        if self.logprob_token_ids and self._logprobs()[1] is None:
+            raise InvalidRequest("logprob_token_ids needs logprobs; ask for them, too.", param="logprob_token_ids")
         return self
 
     def translate(self) -> Self:
@@ -103,16 +117,31 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         """How the answer is read, if the prompt ends with `prompt_end`: as nothing but text, unless it is a message."""
         return MessageFormat()
 
-    def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Raise `InvalidRequest` if the log-probabilities of so many prompt tokens would fill the memory."""
+    def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
+        """Raise `InvalidRequest` if the log-probabilities of such prompts, or those of the whole vocabulary for each
+        token that may follow them, would fill the memory."""
         likely = _larger(self.prompt_logprobs, self._echo_logprobs())
-        if likely is not None and (count := num_prompt_tokens * self.n * (likely + 1)) > MAX_PROMPT_LOGPROBS:
-            name = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
-            raise InvalidRequest(
-                f"{name} gives at most {MAX_PROMPT_LOGPROBS} log-probabilities of prompts in one answer, and these "
-                f"would be {count}; send fewer prompts or ask for fewer.",
-                param=name,
-            )
+        if likely is not None:
+            per_token = vocab_size if likely == ALL_LOGPROBS else likely + 1
+            if (count := sum(prompt_lengths) * self.n * per_token) > MAX_LOGPROBS_IN_ALL:
+                name = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+                raise InvalidRequest(
+                    f"{name} gives at most {MAX_LOGPROBS_IN_ALL} log-probabilities of prompts in one answer, and these "
+                    f"would be {count}; send fewer prompts or ask for fewer.",
+                    param=name,
+                )
+        name, asked = self._logprobs()
+        if asked == ALL_LOGPROBS and not self.logprob_token_ids:
+            limit_name, limit = self._max_tokens()
+            longest = max_model_len if limit is None or limit == NO_LIMIT else limit
+            num_tokens = self.n * sum(min(longest, max_model_len - length) for length in prompt_lengths)
+            if num_tokens * vocab_size > MAX_LOGPROBS_IN_ALL:
+                fitting = MAX_LOGPROBS_IN_ALL // (vocab_size * self.n * len(prompt_lengths))
+                raise InvalidRequest(
+                    f"{name}: {ALL_LOGPROBS} gives those of all {vocab_size} tokens, at most {MAX_LOGPROBS_IN_ALL} in "
+                    f"one answer; ask for {limit_name} of at most {fitting}, or for fewer log-probabilities.",
+                    param=name,
+                )
 
     def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
         """The part of a prompt that the client wants to be used. Raises `InvalidRequest` if it asks for too much."""
@@ -176,6 +205,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             "structured_output": self.structured_output()[1],
             "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             "bad_words": tuple(self.bad_words),
+            "logprob_token_ids": tuple(dict.fromkeys(self.logprob_token_ids)),
             "prompt_logprobs": _larger(self.prompt_logprobs, self._echo_logprobs()),
         }
         params = SamplingParams(**values)

@@ -35,7 +35,7 @@ class ChatLogprobs:
         content = []
         for position in positions:
             entry = self._entry(position.token_id, position.logprob)
-            entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in position.top]
+            entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in position.likely]
             content.append(entry)
         return {"content": content, "refusal": None}
 
@@ -69,7 +69,7 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             tokens.append(token)
             if position.rank > 0:
-                top = {self._name(token_id): finite(value) for token_id, value in position.top}
+                top = {self._name(token_id): finite(value) for token_id, value in position.likely}
                 logprobs.append(finite(position.logprob))
                 # The token itself is always there: up to one entry more than asked for.
                 tops.append(top | {token: finite(position.logprob)})

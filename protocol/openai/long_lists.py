@@ -7,20 +7,22 @@ of a few hundred positions are there at a time, and what is kept of them is thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import orjson
 
+from engine.messages import TokenLogprobs
+from protocol.openai.logprobs import LogprobsWriter
+
 PIECE = 256  # positions
 
-T = TypeVar("T")
 
-
-def pieces(entries: Sequence[T]) -> Iterator[Sequence[T]]:
-    """`entries`, cut."""
-    for begin in range(0, len(entries), PIECE):
-        yield entries[begin : begin + PIECE]
+def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
+    """`entries`, cut; one by one if they are of the whole vocabulary."""
+    piece = PIECE if not entries or entries[-1].every is None else 1
+    for begin in range(0, len(entries), piece):
+        yield entries[begin : begin + piece]
 
 
 def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
@@ -28,10 +30,10 @@ def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
     return _array(_entries(each) for each in lists if each)
 
 
-def written(write: Callable[[Sequence[T]], Mapping[str, Any]], entries: Sequence[T]) -> dict[str, Any]:
+def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """What `write` makes of the entries, fed piece by piece: an object whose lists are joined."""
-    if len(entries) <= PIECE:
-        return dict(write(entries))
+    if len(entries) <= PIECE and not (entries and entries[-1].every is not None):
+        return write(entries)
     whole: dict[str, Any] = {}
     for piece in pieces(entries):
         for key, value in write(piece).items():

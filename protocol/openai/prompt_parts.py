@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import RequestOutput, TokenLogprobs
+from engine.messages import ALL_LOGPROBS, RequestOutput, TokenLogprobs
 from protocol.message_parts import TokenBytes
 from protocol.openai.logprobs import FIRST_HIDDEN, FIRST_SHOWN, finite, spelled
 
@@ -50,7 +50,7 @@ class PromptParts:
         assert self.prompt_logprobs is not None
         parts: list[dict[str, Any]] = []
         for entry in entries:
-            likely = enumerate(entry.top[: self.prompt_logprobs], start=1)
+            likely = enumerate(_first(entry.likely, self.prompt_logprobs), start=1)
             ranked = [
                 (entry.token_id, entry.logprob, entry.rank),
                 *((token, value, rank) for rank, (token, value) in likely),
@@ -64,8 +64,10 @@ class PromptParts:
 
 
 def _with_top(entry: TokenLogprobs, count: int) -> TokenLogprobs:
-    return (
-        entry
-        if len(entry.top) == count
-        else TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:count])
-    )
+    if count == ALL_LOGPROBS or (entry.every is None and len(entry.top) == count):
+        return entry
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.likely[:count])
+
+
+def _first(likely: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:
+    return likely if count == ALL_LOGPROBS else likely[:count]

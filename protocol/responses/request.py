@@ -289,7 +289,7 @@ class ResponsesRequest(InputTokensRequest):
     max_output_tokens: int | None = None
     truncation: Literal["disabled", "auto"] = "disabled"
     stop: StopStrings | None = None
-    top_logprobs: int = 0
+    top_logprobs: int = Field(default=0, ge=0)
     include: Annotated[list[str], at_most(64, "entries")] = Field(default_factory=list)
     store: bool | None = None
     background: bool = False

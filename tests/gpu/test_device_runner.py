@@ -8,6 +8,7 @@ same is every table, gather, scatter and the order of the work.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from functools import partial, partialmethod
@@ -307,6 +308,34 @@ def test_log_probabilities_are_those_of_the_other_runner() -> None:
         assert device.logprob == pytest.approx(host.logprob, abs=1e-4)
         assert [token_id for token_id, _ in device.top] == [token_id for token_id, _ in host.top]
         assert [p for _, p in device.top] == pytest.approx([p for _, p in host.top], abs=1e-4)
+
+
+def test_all_and_named_log_probabilities_are_those_of_both_runners() -> None:
+    wanted = [
+        new_request("all", [5, 6, 7], block_ids=[1], temperature=0.0, logprobs=-1, prompt_logprobs=-1),
+        new_request("named", [5, 6, 7], block_ids=[2], temperature=0.0, logprobs=0, logprob_token_ids=(9, 3, 200)),
+        new_request("none", [5, 6, 7], block_ids=[3], temperature=0.0),
+        new_request("two", [5, 6, 7], block_ids=[4], temperature=0.0, logprobs=2),
+    ]
+    plan = plan_of({request.request_id: 3 for request in wanted}, new=wanted)
+    for kind in ("host", "device"):
+        output = make_executor(kind).submit(plan).result()
+        assert sorted(output.logprobs) == [0, 1, 3]
+        (everything,), (named,), (two,) = (output.logprobs[index] for index in (0, 1, 3))
+        likely = everything.likely
+        assert sorted(token_id for token_id, _ in likely) == list(range(CONFIG.vocab_size))
+        assert sum(math.exp(value) for _, value in likely) == pytest.approx(1.0, abs=1e-4)
+        assert [value for _, value in likely] == sorted((value for _, value in likely), reverse=True)
+        known = dict(likely)
+        assert likely[0][0] == everything.token_id
+        assert [token_id for token_id, _ in likely[:2]] == [token_id for token_id, _ in two.top]
+        assert [token_id for token_id, _ in named.top] == [9, 3, 200]
+        for token_id, value in ((everything.token_id, everything.logprob), *two.top, *named.top):
+            assert value == pytest.approx(known[token_id], abs=1e-5)
+        assert (named.token_id, named.every, two.every) == (two.token_id, None, None)
+        prompt = output.prompt_logprobs[0]
+        assert [entry.token_id for entry in prompt] == [6, 7]
+        assert all(dict(entry.likely)[entry.token_id] == pytest.approx(entry.logprob, abs=1e-5) for entry in prompt)
 
 
 def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:

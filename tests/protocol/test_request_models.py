@@ -10,6 +10,7 @@ from engine.messages import SamplingParams
 from protocol.body import parse_body
 from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.common import MAX_LOGPROBS_IN_ALL
 from protocol.openai.completions import CompletionRequest
 from protocol.tools.functions import Function, ToolUse
 
@@ -90,8 +91,8 @@ BAD_FOR_BOTH = [
     ({"include_stop_str_in_output": 0}, "include_stop_str_in_output", "true or false"),
     ({"priority": 2**40}, "priority", "at most"),
     ({"echo": 1}, "echo", "true or false"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20], got 21"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "got -1"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "[-1, 20], got 21"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs", "[-1, 20], got -2"),
     ({"cache_salt": ""}, "cache_salt", "a string of 0 characters"),
     ({"cache_salt": SECRET + "@"}, "cache_salt", "text that matches"),
     ({"cache_salt": "a" * 129}, "cache_salt", "a string of 129 characters"),
@@ -104,7 +105,8 @@ BAD_FOR_BOTH = [
     ({"bad_words": [" "]}, "bad_words", "not be blank"),
     ({"bad_words": ["a" * 129]}, "bad_words", "1 to 128 characters"),
     ({"bad_words": "word"}, "bad_words", "array"),
-    ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "needs logprobs"),
+    ({"logprob_token_ids": [1] * 129}, "logprob_token_ids", "at most 128 entries, got 129"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 
@@ -156,8 +158,8 @@ BAD_CHATS = [
     ({"max_completion_tokens": 4, "min_tokens": 6}, "min_tokens", "at most max_completion_tokens (4)"),
     ({"logprobs": 5}, "logprobs", "true or false"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [0, 20], got 21"),
-    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "got -1"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be in [-1, 20], got 21"),
+    ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "got -2"),
     ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs", "must be an integer"),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools; send some"),
     ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "needs tools"),
@@ -223,7 +225,8 @@ BAD_COMPLETIONS = [
     ({"prompt": [-1]}, "prompt", "[0, 999], got -1"),
     ({"prompt": [[1], [VOCAB]]}, "prompt", "[0, 999], got 1000"),
     ({"logprobs": True}, "logprobs", "must be an integer"),
-    ({"logprobs": 21}, "logprobs", "logprobs must be in [0, 20], got 21"),
+    ({"logprobs": 0, "logprob_token_ids": [VOCAB]}, "logprob_token_ids", "[0, 999], got 1000"),
+    ({"logprobs": 21}, "logprobs", "logprobs must be in [-1, 20], got 21"),
     ({"best_of": 3}, "best_of", "best_of must equal n (1)"),
     ({"best_of": 1, "n": 2}, "best_of", "best_of must equal n (2)"),
     ({"suffix": "end"}, "suffix", "not supported"),
@@ -445,3 +448,30 @@ def test_reasoning_effort_and_template_kwargs_reach_the_template():
 )
 def test_prompts_come_as_one_or_many_texts_or_token_lists(prompt, expected):
     assert completion(prompt=prompt).prompts(VOCAB) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fields", "param"),
+    [
+        ([10, 10], {"prompt_logprobs": -1, "n": 2}, None),
+        ([10, 20], {"prompt_logprobs": -1, "n": 2}, "prompt_logprobs"),
+        ([1], {"logprobs": -1, "max_tokens": 49}, None),
+        ([1], {"logprobs": -1, "max_tokens": 50}, "logprobs"),
+        ([1], {"logprobs": -1, "max_tokens": -1}, "logprobs"),
+        ([63], {"logprobs": -1, "max_tokens": -1}, None),
+        ([40, 1], {"logprobs": -1, "max_tokens": 10**6, "n": 1}, "logprobs"),
+        ([60, 60], {"logprobs": -1, "max_tokens": 10**6, "n": 6}, None),
+        ([60, 60], {"logprobs": -1, "max_tokens": 10**6, "n": 7}, "logprobs"),
+        ([1], {"logprobs": -1, "max_tokens": 10**6, "logprob_token_ids": [1]}, None),
+    ],
+)
+def test_log_probabilities_of_the_whole_vocabulary_are_bounded(lengths, fields, param):
+    asked = completion(**fields)
+    vocab_size = MAX_LOGPROBS_IN_ALL // 49 if "logprobs" in fields else MAX_LOGPROBS_IN_ALL // 40
+    if param is None:
+        asked.check_logprobs(lengths, vocab_size=vocab_size, max_model_len=64)
+        return
+    words = f"max_tokens of at most {49 // (asked.n * len(lengths))}," if param == "logprobs" else "send fewer"
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        asked.check_logprobs(lengths, vocab_size=vocab_size, max_model_len=64)
+    assert refused.value.param == param

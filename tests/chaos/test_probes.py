@@ -9,6 +9,7 @@ import pytest
 
 from tests.chaos.faulty import Kind
 from tests.chaos.harness import ChaosServer, Start, prompt_of
+from tests.server.raw_client import sse_events
 
 STALL_LIMIT = 1.5  # seconds: many times what a step takes, even on a busy machine
 
@@ -119,12 +120,19 @@ def test_dead_engine_ends_streams_with_an_error_and_the_process_with_a_failure(
         server.wait_ready()
         running = [server.stream(f"running-{number}", max_tokens=900).read_some() for number in range(2)]
         queued = server.stream("queued")
-        server.wait_until(lambda now: now.waiting == 1)
+        background = server.post("/v1/responses", {"input": "Hi.", "background": True}).json()
+        follower = server.connect()
+        follower.get(f"/v1/responses/{background['id']}?stream=true")
+        assert next(sse_events(follower.chunks()))["type"] == "response.created"
+        server.wait_until(lambda now: now.waiting == 2)
         server.faults.order(kind)
         for stream in [*running, queued]:
             stream.read()
             assert stream.error is not None
             assert stream.error["code"] == "engine_dead"
             assert stream.done or stream.status == 503
+        *_, last = sse_events(follower.chunks())
+        assert last["type"] == "response.failed"
+        assert "engine" in last["response"]["error"]["message"]
         assert server.wait_exit() != 0
         assert "engine" in server.log.splitlines()[-1]

@@ -49,15 +49,17 @@ def prepared(request: EngineCoreRequest) -> EngineCoreRequest:
     budgets=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     num_blocks=st.integers(32, 48),
     depth=st.integers(1, 2),
+    most=st.integers(1, 3),
 )
 def test_a_budget_is_kept_through_preemptions_beside_grammars_and_rules(
-    budgets: list[int], num_blocks: int, depth: int
+    budgets: list[int], num_blocks: int, depth: int, most: int
 ) -> None:
     options: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": (EOS,),
         "num_blocks": num_blocks,
         "pipeline_depth": depth,
+        "max_sampled_tokens": most,
     }
     made = make_core(**options)
     core = EngineCore(made.config, made.executor, COMPILER)

@@ -109,7 +109,7 @@ class FaultyExecutor:
 
     def __init__(self, inner: Any, path: Path, *, max_model_len: int, summary: str) -> None:
         self.max_model_len = max_model_len
-        self.summary = summary
+        self.summary = self.compute_form = summary
         self._inner = inner
         self._path = path
         self._struck: Counter[int] = Counter()

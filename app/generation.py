@@ -22,8 +22,10 @@ from app.workload import INLINE_ANSWER, weight_of
 from engine.errors import InvalidRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
+from protocol.answer_check import AnswerCheck
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
+from protocol.message_parts import MessageFormat
 from protocol.message_syntax import PROMPT_TAIL
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.common import GenerationRequest
@@ -180,17 +182,31 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         async with model.llm.stream(*core_requests) as outputs:
             request.attend(outputs)
             outputs.on_begin = ticket.begin
+            message_format = body.message_format(model.prompts.syntax, prompt_end)
             answer = AnswerContext(
                 head=work.head,
                 request_id=request.request_id,
                 prompts=outputs.prompts,
                 token_bytes=model.llm.vocabulary.token_bytes,
                 decode=model.prompts.decode,
-                message_format=body.message_format(model.prompts.syntax, prompt_end),
+                message_format=message_format,
                 fingerprint=model.fingerprint,
+                check=_check_of(server, body, outputs, message_format),
             )
             send = _send_stream if body.stream else _send_whole
             await send(server, request, work, outputs, answer)
+            if answer.check is not None:
+                server.metrics.on_checks(answer.check.outcomes)
+
+
+def _check_of(
+    server: Server, body: GenerationRequest, outputs: RequestStream, message_format: MessageFormat
+) -> AnswerCheck | None:
+    """The check of what the grammar does not enforce; None if it enforces all."""
+    if not outputs.unenforced:
+        return None
+    token_bytes = server.model.llm.vocabulary.token_bytes
+    return AnswerCheck(outputs.unenforced, body.tagged_functions, message_format, token_bytes, server.checks.check)
 
 
 async def _send_whole(
@@ -203,12 +219,17 @@ async def _send_whole(
 
     def write() -> bytes:
         writer = work.body_writer(answer)
+        feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
         for output in deltas:
-            writer.feed_output(output)
+            feed(output)
         return writer.body()
 
-    weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
-    await request.send_json(200, await server.workload.write(weight, write))
+    if answer.check is not None:
+        body = await server.workload.check(write)
+    else:
+        weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
+        body = await server.workload.write(weight, write)
+    await request.send_json(200, body)
 
 
 def _weight_of_prompts(body: GenerationRequest, outputs: RequestStream) -> int:
@@ -221,6 +242,7 @@ async def _send_stream(
 ) -> None:
     assert work.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
+    feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
     start = partial(
         request.start_stream,
         CONTENT_TYPE,
@@ -238,7 +260,7 @@ async def _send_stream(
             return False
         if outputs.logprobs_per_token and weight_of(deltas) > INLINE_ANSWER:
             return False
-        if frames := b"".join(map(writer.feed_output, deltas)):
+        if frames := b"".join(map(feed, deltas)):
             request.send_chunk_now(frames)
         return True
 
@@ -247,7 +269,10 @@ async def _send_stream(
         outputs.listen(None)  # nor may it write while this does
         weight = weight_of([output])
         # Raises for a failed output: before the first byte, that is a plain answer.
-        frames = await server.workload.write(weight, partial(writer.feed_output, output))
+        if answer.check is not None and output.finish_reason is not None:
+            frames = await server.workload.check(partial(feed, output))
+        else:
+            frames = await server.workload.write(weight, partial(feed, output))
         outputs.listen(forward)
         if request.status is None:
             await start()

@@ -13,7 +13,7 @@ What was computed for prompts, and computed again after a preemption, is `prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 from prometheus_client import (
@@ -33,6 +33,7 @@ from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
 from engine.messages import FinishReason, SchedulerStats
+from protocol.answer_check import OUTCOMES, Outcome
 from protocol.tools.left_out import FAMILIES, family
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -115,6 +116,9 @@ class Metrics:
         self._computed_tokens, self._reused_tokens = by_source.values()
         text = "Requests that were refused with 429, by the limit that refused them."
         self._rejections = by("reason", "admission_rejections", text, Limit)
+        text = "JSON of which a grammar could enforce a part only, by what the check of the answer has found."
+        checks = Counter("headrace:structured_output_checks", text, ("outcome",), registry=self._registry)
+        self._checks = {outcome: checks.labels(outcome) for outcome in OUTCOMES}
         # Not vLLM's, so they have a name of their own whatever the prefix is.
         text = "How late the event loop woke a task that slept for 20 ms."
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
@@ -184,6 +188,11 @@ class Metrics:
         """A request offered tools of these types, of which the model is not told."""
         for kind in {family(each) for each in types}:
             self._left_out[kind].inc()
+
+    def on_checks(self, outcomes: Mapping[Outcome, int]) -> None:
+        """JSON was checked of which a grammar could enforce a part only."""
+        for outcome, count in outcomes.items():
+            self._checks[outcome].inc(count)
 
     def on_http_request(self, handler: str, method: str, status: int) -> None:
         """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""

@@ -36,6 +36,7 @@ from engine.errors import EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineReady, FinishReason
 from gpu.checkpoint import ModelError, ModelFiles
+from protocol.answer_check import CheckProcesses
 from protocol.chat_template import ChatTemplateError
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
@@ -110,6 +111,7 @@ class Server:
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
+        self.checks = CheckProcesses()
         self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining
@@ -294,7 +296,7 @@ class Server:
                 template_timeout=settings.template_timeout,
             )
         )
-        with closing(prompts):
+        with closing(prompts), closing(self.checks):
             await self._serve(files, prompts)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:

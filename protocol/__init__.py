@@ -25,8 +25,12 @@ tags              looking for tags in text that comes in pieces
 structured        grammars that an answer has to follow, whoever asks for them
 chat_template     messages to the text that the model was trained on
 jinja_sandbox     compiles and renders a template: here if it is known, else in a process apart
-template_process  that process, seen from the server: its bounds and its deadline
+template_process  as many of those as are needed, replaced when they end
 template_child    the main of that process
+answer_check      what no grammar could enforce, checked when the answer is there
+check_child       the main of the process in which that is done
+child_process     such processes, seen from the server: their bounds and their deadlines
+bounded_child     what their mains have in common
 openapi           the description of the API, made from the models
 answers           the shapes of answers that dialects share, for that description
 """

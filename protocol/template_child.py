@@ -1,152 +1,39 @@
 """The main of a process that renders one chat template which nobody here has read, under limits of the kernel.
 
-It is started by `protocol.template_process`, with a socket to its parent as standard input and the reading end of a
-lifeline as standard output. It imports the standard library and Jinja only, which takes a tenth of a second; it has no
-secrets, no files and no network, and can neither start a process nor write a file.
+It is started by `protocol.template_process`, and imports the standard library and Jinja only, which takes a tenth of a
+second. What bounds it is told in `protocol.bounded_child`.
 
-    child → parent   that it is there (nothing more), from when on the parent's clock runs
     parent → child   first the template's source, then the variables of one rendering each (JSON)
     child → parent   0 and the text (first: whether it knows tools, ``1`` or ``0``), or a `Failure` and words
-
-Every message is a kind (1 byte), a length (8 bytes) and UTF-8, in which lone surrogates pass. It ends by its parent's
-word (the socket's end), by its parent's end (the lifeline's), or by SIGKILL at the deadline, which the parent watches.
-It ignores SIGINT and SIGTERM, which reach a whole group at once.
 """
 
 from __future__ import annotations
 
-import codecs
-import fcntl
 import json
-import math
-import os
-import resource
-import signal
-import socket
-import struct
-import time
-from contextlib import suppress
 
+from protocol.bounded_child import serve, to_bytes, to_text
 from protocol.jinja_sandbox import CompiledTemplate, Failure, RenderingFailed
 
-MEMORY_LIMIT = 2**30
-"""Bytes of address space. The longest rendering allowed needs half of it, in the widest characters."""
-
-_HEADER = struct.Struct(">BQ")
-_PIECE = 2**18
 _MOST_WORDS = 2**16  # characters of a complaint, some of which are markers
-
-
-def send(to: socket.socket, kind: int, payload: bytes, deadline: float | None = None) -> None:
-    """One message. `deadline` is one of `time.monotonic`. Raises `OSError`."""
-    for piece in (_HEADER.pack(kind, len(payload)), payload):
-        _wait_until(deadline, to)
-        to.sendall(piece)  # the socket's timeout is one for all of it
-
-
-def receive(source: socket.socket, longest: float = math.inf, deadline: float | None = None) -> tuple[int, bytearray]:
-    """The kind and payload of the next message. Raises `OSError`, `EOFError` at the end or beyond `longest` bytes."""
-    kind, size = _HEADER.unpack(_exactly(source, _HEADER.size, deadline))
-    if size > longest:
-        raise EOFError
-    return kind, _exactly(source, size, deadline)
-
-
-def _exactly(source: socket.socket, size: int, deadline: float | None) -> bytearray:
-    received = bytearray()
-    while len(received) < size:
-        _wait_until(deadline, source)
-        piece = source.recv(min(size - len(received), _PIECE))
-        if not piece:
-            raise EOFError
-        received += piece
-    return received
-
-
-def _wait_until(deadline: float | None, waits: socket.socket) -> None:
-    if deadline is not None:
-        waits.settimeout(max(deadline - time.monotonic(), 0.001))
-
-
-def to_bytes(text: str) -> bytes:
-    """UTF-8, lone surrogates included: messages may hold them."""
-    return text.encode("utf-8", "surrogatepass")
-
-
-def to_text(received: bytearray) -> str:
-    """What `to_bytes` was given. Raises `UnicodeDecodeError`."""
-    # In pieces, because each of them keeps the interpreter to itself.
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
-    view = memoryview(received)
-    pieces = [decoder.decode(view[start : start + _PIECE]) for start in range(0, len(view), _PIECE)]
-    return "".join(pieces) + decoder.decode(b"", final=True)
 
 
 def main(timeout: float) -> None:
     """Serve the parent until it closes the socket. `timeout`: seconds of the processor that a rendering may take."""
-    _ignore_signals()
-    _end_with_parent()
-    _limit_resources()
-    with socket.socket(fileno=0) as parent, suppress(EOFError, OSError):
-        send(parent, 0, b"")
-        template: CompiledTemplate | None = None
-        while True:
-            _, message = receive(parent)
-            _limit_time(timeout)
-            try:
-                text = to_text(message)
-                if template is None:
-                    template = CompiledTemplate(text)
-                    payload = b"1" if template.knows_tools else b"0"
-                else:
-                    payload = to_bytes(template.render(json.loads(text)))
-                kind = 0
-            except RenderingFailed as failure:
-                kind, payload = failure.kind, to_bytes(failure.words[:_MOST_WORDS])
-            except MemoryError:
-                kind, payload = Failure.MEMORY, b"it takes more memory than it may have"
-            except Exception as error:
-                kind, payload = Failure.UNFIT, type(error).__name__.encode()
-            send(parent, kind, payload)
+    template: CompiledTemplate | None = None
 
+    def answer(message: bytearray) -> tuple[int, bytes]:
+        nonlocal template
+        try:
+            text = to_text(message)
+            if template is None:
+                template = CompiledTemplate(text)
+                return 0, b"1" if template.knows_tools else b"0"
+            return 0, to_bytes(template.render(json.loads(text)))
+        except RenderingFailed as failure:
+            return failure.kind, to_bytes(failure.words[:_MOST_WORDS])
+        except MemoryError:
+            return Failure.MEMORY, b"it takes more memory than it may have"
+        except Exception as error:
+            return Failure.UNFIT, type(error).__name__.encode()
 
-def _ignore_signals() -> None:
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        signal.signal(number, signal.SIG_IGN)
-    # The parent has blocked them for this process, so that none could end it before it had come to here.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-def _end_with_parent() -> None:
-    # Nothing is ever written to the lifeline, so the kernel's one message about it is that its other end was closed. It
-    # comes as SIGKILL, because a template may be in a call of C in which Python would not look at anything milder.
-    # (PR_SET_PDEATHSIG would watch the parent's thread, which ends when that has been idle.)
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(1, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-def _limit_resources() -> None:
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # if the machine runs out of memory, this process goes first
-    for limit, value in (
-        (resource.RLIMIT_AS, MEMORY_LIMIT),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, 16),  # Jinja imports a few modules on first use
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _, hard = resource.getrlimit(limit)
-        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (allowed, allowed))
-
-
-def _limit_time(timeout: float) -> None:
-    # The backstop for a parent that does not watch its clock. Time that was used counts for ever, so the limit moves.
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(used.ru_utime + used.ru_stime + timeout) + 1
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+    serve(answer, timeout)

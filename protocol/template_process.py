@@ -10,33 +10,22 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import jinja2
 import markupsafe
 
+from protocol.bounded_child import to_bytes
+from protocol.child_process import ChildProcess
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, Failure, RenderingFailed, too_long
-from protocol.template_child import receive, send, to_bytes, to_text
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0
-"""Until a process is there. A tenth of one, unless the machine has much else to do."""
-
+_PACKAGES = (jinja2.__file__, markupsafe.__file__)
 _LONGEST_ANSWER = 4 * MAX_RENDERED_CHARS  # bytes
-_BY_MODULE = (__file__, jinja2.__file__, markupsafe.__file__)
-_PATHS = tuple(dict.fromkeys(str(Path(file).resolve().parents[1]) for file in _BY_MODULE))
-_MAIN = "import sys; sys.path += sys.argv[2:]; from protocol.template_child import main; main(float(sys.argv[1]))"
 _JSON = json.JSONEncoder(ensure_ascii=False)
-_ENVIRONMENT = ("TZ", "TZDIR", "LD_LIBRARY_PATH")  # templates may tell the date; nothing else reaches the process
 
 
 class TemplateProcesses:
@@ -50,8 +39,8 @@ class TemplateProcesses:
         self._source = to_bytes(source)
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._processes: set[_Process] = set()
-        self._idle: list[_Process] = []
+        self._processes: set[ChildProcess] = set()
+        self._idle: list[ChildProcess] = []
         self._closed = False
         try:
             first, answer = self._start()
@@ -89,20 +78,24 @@ class TemplateProcesses:
         for process in processes:
             self._end(process)
 
-    def _start(self) -> tuple[_Process, str]:
+    def _start(self) -> tuple[ChildProcess, str]:
         """A new process that has compiled the template, and what it said of it."""
-        process = _Process(self._timeout)
+        process = ChildProcess("protocol.template_child", _PACKAGES, self._timeout)
         with self._lock:
             self._processes.add(process)
         return process, self._ask(process, self._source, self._timeout, idle=False)
 
-    def _ask(self, process: _Process, message: bytes, seconds: float, *, idle: bool = True) -> str:
+    def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
         """The answer. Afterwards the process is `idle`, or else its caller's, or has ended if it is of no more use."""
         usable = False
         try:
             if self._closed:
                 raise RenderingFailed(Failure.GONE, "the server is shutting down")
-            text = process.exchange(message, seconds)
+            kind, text = process.exchange(message, seconds, _LONGEST_ANSWER)
+            if len(text) > MAX_RENDERED_CHARS:
+                raise too_long()
+            if kind:
+                raise RenderingFailed(Failure(kind), text)
             usable = True
             return text
         except TimeoutError:
@@ -121,63 +114,7 @@ class TemplateProcesses:
                 with self._lock:
                     self._idle.append(process)
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: ChildProcess) -> None:
         process.end()
         with self._lock:
             self._processes.discard(process)
-
-
-class _Process:
-    """One helper process, used by one thread at a time, except that any may kill it."""
-
-    def __init__(self, timeout: float) -> None:
-        self._socket, theirs = socket.socketpair()
-        watched, self._lifeline = os.pipe()
-        # Signals to the whole group are for the server. The child will ignore them, but not before Python has started;
-        # until then it inherits that they are blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own words
-                [sys.executable, "-I", "-S", "-B", "-c", _MAIN, str(timeout), *_PATHS],
-                stdin=theirs.fileno(),
-                stdout=watched,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-                cwd="/",
-            )
-        except BaseException:
-            self._socket.close()
-            os.close(self._lifeline)
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-            os.close(watched)
-        self._ended = threading.Lock()
-        self._is_there = False
-
-    def exchange(self, message: bytes, seconds: float) -> str:
-        """Send `message`, and return the answer. Raises `TimeoutError`, `OSError`, `EOFError`, `RenderingFailed`."""
-        if not self._is_there:
-            receive(self._socket, 0, time.monotonic() + START_SECONDS)
-            self._is_there = True
-        deadline = time.monotonic() + seconds
-        send(self._socket, 0, message, deadline)
-        kind, payload = receive(self._socket, _LONGEST_ANSWER, deadline)
-        text = to_text(payload)
-        if len(text) > MAX_RENDERED_CHARS:
-            raise too_long()
-        if kind:
-            raise RenderingFailed(Failure(kind), text)
-        return text
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> None:
-        """Kill it, and leave nothing of it. May be called twice."""
-        if self._ended.acquire(blocking=False):
-            self._process.kill()
-            self._process.wait()
-            self._socket.close()
-            os.close(self._lifeline)

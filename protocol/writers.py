@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from engine.messages import FinishReason, RequestOutput
+from protocol.answer_check import AnswerCheck
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.message_parts import MessageFormat, MessageParser, TokenBytes
 
@@ -34,6 +35,11 @@ class AnswerContext:
     decode: Callable[[list[int]], str]
     message_format: MessageFormat
     fingerprint: str | None = None  # of the model and of how it is computed
+    check: AnswerCheck | None = None  # of what no grammar could enforce
+
+    def told(self, index: int = 0) -> dict[str, Any]:
+        """What a choice that has ended, or a whole answer, says of its check: nothing if there is none."""
+        return {} if self.check is None else self.check.told(index)
 
     def parser(self) -> MessageParser:
         """A parser for one choice."""

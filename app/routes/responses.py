@@ -60,7 +60,7 @@ async def create(server: Server, request: RequestScope) -> None:
     writer = ResponseBodyWriter(head, echo | {"store": stores}, write_logprobs=write_logprobs, done=keep)
 
     def reading(answer: AnswerContext) -> ResponseBodyWriter:
-        return writer.read_with(answer.parser())
+        return writer.read_with(answer.parser(), answer.told)
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
         longest = model.engine_info.max_model_len

@@ -47,7 +47,8 @@ _LIMIT_MET = re.compile(
     re.IGNORECASE,
 )
 
-_UNSATISFIABLE = re.compile("unsatisfiable|no output fits", re.IGNORECASE)
+# Not where a definition is unsatisfiable: what refers to it may be optional.
+_UNSATISFIABLE = re.compile("^(?!.*while processing).*(unsatisfiable|no output fits)", re.IGNORECASE)
 
 # What a compiled grammar is taken to hold, as nothing counts it: measured, 13 MB for a second of the compiler's time.
 BYTES_PER_SECOND = 20 * 2**20

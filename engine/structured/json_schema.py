@@ -69,8 +69,10 @@ def _prepared(schema: Any, closed: bool, *, is_root: bool = False) -> Any:
         del copy["uniqueItems"]
     if copy.get("allOf") == []:
         del copy["allOf"]
-    if isinstance(given := copy.get("$id", copy.get("id")), str) and given.startswith("#"):
-        copy.pop("$id", None)  # a name of older drafts: generators write the place itself there
+    if isinstance(address := copy.get("$id"), str) and "#" in address:
+        copy["$id"] = address.partition("#")[0]  # older drafts had names there, and generators the place itself
+        if not copy["$id"]:
+            del copy["$id"]
     _use_latest_words(copy)
     if closed and isinstance(copy.get("properties"), dict) and not _SAYS_MORE & copy.keys():
         required = copy.get("required")

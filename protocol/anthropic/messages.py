@@ -188,7 +188,7 @@ class CountTokensRequest(DialectRequest):
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         config = self.output_config or OutputConfig()
         if (form := config.format or self.output_format) is not None:
-            schema = {"name": "answer", "schema": form.schema_, "strict": True}
+            schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         thinks = self.thinking is not None and self.thinking.type != "disabled"
         return {

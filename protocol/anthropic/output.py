@@ -43,6 +43,7 @@ class MessageStreamWriter:
         self._head = answer.head
         self._request_id = answer.request_id  # told by errors
         self._parser = answer.parser()
+        self._told = answer.told
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
         self._last: RequestOutput | None = None
@@ -68,7 +69,10 @@ class MessageStreamWriter:
         frames += self._close()
         delta = {**_stop(self._last, self._parser, self._max_tokens), "container": None, "stop_details": None}
         usage = _usage(self._last, self._parser)
-        frames += [_event("message_delta", {"delta": delta, "usage": usage}), _event("message_stop", {})]
+        frames += [
+            _event("message_delta", {"delta": delta, "usage": usage, **self._told()}),
+            _event("message_stop", {}),
+        ]
         return b"".join(frames)
 
     def fail_stream(self, error: ApiError, unsent: Iterable[RequestOutput] = ()) -> bytes:
@@ -121,6 +125,7 @@ class MessageBodyWriter:
     def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
         self._head = answer.head
         self._parser = answer.parser()
+        self._told = answer.told
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
         self._parts: list[MessagePart] = []
@@ -135,7 +140,7 @@ class MessageBodyWriter:
         """The response body."""
         assert self._last is not None
         message = _message(self._head, self._blocks(), _usage(self._last, self._parser))
-        return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens))
+        return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens) | self._told())
 
     def _blocks(self) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []

@@ -23,6 +23,7 @@ from protocol.message_syntax import MessageSyntax
 from protocol.openai.common import GenerationRequest
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.openai.output import WireFormat
+from protocol.openai.structured import BEYOND_GRAMMARS
 from protocol.openai.tools import (
     AnyTool,
     CalledFunction,
@@ -263,12 +264,21 @@ class ChatCompletionRequest(GenerationRequest):
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         if error.param == "structured_output" and self._tools_give_the_grammar:
             field = self._tool_fields[0]
-            error = InvalidRequest(str(error).replace("structured_output", field), param=field, code=error.code)
+            message = str(error).replace("structured_output", field)
+            if BEYOND_GRAMMARS.search(message):
+                message += " Without strict, parameters are enforced as far as they can be, and the rest is checked."
+            error = InvalidRequest(message, param=field, code=error.code)
         return super().in_client_words(error)
 
     @property
     def left_out(self) -> LeftOut:
         return LeftOut(tools=types_of(self.tools))
+
+    @property
+    def tagged_functions(self) -> Sequence[str] | None:
+        if self.tool_use is None or not self._tools_give_the_grammar:
+            return None
+        return [function.name for function in self.tool_use.callable_functions]
 
     @property
     def _tools_give_the_grammar(self) -> bool:

@@ -117,6 +117,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         """How the answer is read, if the prompt ends with `prompt_end`: as nothing but text, unless it is a message."""
         return MessageFormat()
 
+    @property
+    def tagged_functions(self) -> Sequence[str] | None:
+        """The functions whose calls the grammar describes, in its order; None if it is of the content."""
+        return None
+
     def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
         """Raise `InvalidRequest` if the log-probabilities of such prompts, or those of the whole vocabulary for each
         token that may follow them, would fill the memory."""
@@ -223,6 +228,8 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             "structured_output": self.structured_output()[0],
         }
         message = re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(error))
+        if error.param == "structured_output":
+            message += self.advice_on(message)
         param = {**names, "prompt": self.prompt_field}.get(error.param or "", error.param)
         return InvalidRequest(message, param=param, code=error.code)
 

@@ -7,6 +7,7 @@ them may be used at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -23,6 +24,10 @@ from protocol.body import ClientModel, at_most, fail_fast, json_type, type_tag
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
+
+# What the compiler says of a schema that is right, but more than a grammar can hold.
+BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry|too ")
+_OF_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.STRUCTURAL_TAG)
 
 
 def _from_json(value: Any) -> Any:
@@ -54,7 +59,7 @@ Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Fiel
 
 
 class NamedSchema(ClientModel):
-    """`strict` makes no difference: a schema that is accepted is enforced."""
+    """Without `strict` it is enforced as far as a grammar can, and the rest is checked when the answer is there."""
 
     name: str | None = None
     description: str | None = None
@@ -199,16 +204,26 @@ class StructuredOutputFields(ClientModel):
             return name, grammar
         return "response_format", None
 
+    def advice_on(self, refusal: str) -> str:
+        """What to do where a schema that has to be enforced whole cannot be."""
+        name, grammar = self.structured_output()
+        if grammar is None or grammar.lenient or grammar.kind not in _OF_SCHEMAS or not BEYOND_GRAMMARS.search(refusal):
+            return ""
+        where = "Without strict" if name == "response_format" else "In response_format without strict"
+        return f" {where}, a schema is enforced as far as it can be, and the rest is checked."
+
     @cached_property
     def grammars_asked_for(self) -> dict[str, StructuredOutput]:
         """By the names of the fields that ask for them; one at most."""
         found: dict[str, StructuredOutput] = {}
         match self.response_format:
             case JsonSchemaFormat(json_schema=named):
-                found["response_format"] = structured.json_schema(named.schema_)
+                found["response_format"] = structured.json_schema(named.schema_, lenient=not named.strict)
             case JsonObjectFormat(schema_=schema):
                 found["response_format"] = (
-                    _of(StructuredOutputKind.JSON_OBJECT, "") if schema is None else structured.json_schema(schema)
+                    _of(StructuredOutputKind.JSON_OBJECT, "")
+                    if schema is None
+                    else structured.json_schema(schema, lenient=True)
                 )
             case StructuralTagFormat() as tags:
                 found["response_format"] = tags.grammar()

@@ -85,6 +85,7 @@ class ResponseStreamWriter:
     ) -> None:
         self._head = head
         self._parser: MessageParser | None = None
+        self._told: Callable[[], dict[str, Any]] = dict
         self._echo = echo
         self._write_logprobs = write_logprobs
         self._done = done
@@ -96,9 +97,11 @@ class ResponseStreamWriter:
         self._logprobs: list[Any] = []  # of tokens whose text has not come yet
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
-    def read_with(self, parser: MessageParser) -> Self:
-        """Set how the answer is read, which only the end of the prompt tells. Returns this writer."""
+    def read_with(self, parser: MessageParser, told: Callable[[], dict[str, Any]] = dict) -> Self:
+        """Set how the answer is read, which only the end of the prompt tells, and what is `told` of its check at the
+        end. Returns this writer."""
         self._parser = parser
+        self._told = told
         return self
 
     def queue(self) -> bytes:
@@ -163,9 +166,9 @@ class ResponseStreamWriter:
             frames += self._begin_item(ContentDelta, "msg")
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
-            response = self.response("completed", completed_at=int(time.time()))
+            response = self.response("completed", completed_at=int(time.time()), **self._told())
         else:  # the operator's abort has no word of its own: the answer is cut off
-            response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
+            response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **self._told())
         self._done(response)
         return frames, response
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import string
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import structs
 
@@ -77,7 +77,9 @@ class ToolFormat:
 
     def _tag(self, function: Function, *, is_free: bool = False) -> Tag:
         if not isinstance(function, CustomTool):
-            return self.tag(function.name, ANY_OBJECT if is_free and not function.strict else function.schema)
+            if is_free and not function.strict:
+                return self.tag(function.name, ANY_OBJECT)
+            return self.tag(function.name, _of_object(function.schema))._replace(lenient=not function.strict)
         tag = self.tag(function.name, function.schema)
         if function.syntax is None:
             return tag
@@ -85,6 +87,11 @@ class ToolFormat:
         if function.syntax == "regex":
             return tag._replace(regex=function.definition)
         return tag._replace(lark=function.definition)
+
+
+def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    # Arguments are an object, also where a schema does not say so.
+    return schema if "type" in schema else {"type": "object", **schema}
 
 
 def _for_programs(grammar: StructuredOutput) -> StructuredOutput:

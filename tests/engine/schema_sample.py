@@ -21,7 +21,7 @@ import pydantic
 
 from engine.errors import InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
-from engine.structured import GrammarCompiler
+from engine.structured import CompiledGrammar, GrammarCompiler
 from protocol.structured import json_schema
 from tests.engine.helpers import byte_level_tokenizer
 
@@ -142,10 +142,17 @@ class Judge:
     def refusal(self, schema: dict[str, Any]) -> str | None:
         """Why the schema is refused; None if something was written that fits. Raises if what was written does not."""
         try:
-            matcher = self.compiler.compile(json_schema(schema)).matcher()
+            grammar = self.compiler.compile(json_schema(schema))
         except InvalidRequest as error:
             return str(error)
-        chance = random.Random(json.dumps(schema))
+        text = self.walk(grammar, json.dumps(schema))
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        return None
+
+    def walk(self, grammar: CompiledGrammar, seed: str) -> str:
+        """What a model that picks its tokens at random would write."""
+        matcher = grammar.matcher()
+        chance = random.Random(seed)
         mask = np.zeros(-(-self.vocab_size // 32), dtype=np.uint32)
         token_ids: list[int] = []
         while not matcher.is_stopped():
@@ -157,9 +164,7 @@ class Judge:
             assert matcher.consume_token(token_id), matcher.get_error()
             token_ids.append(token_id)
             assert len(token_ids) < LONGEST_WALK, "no end"
-        text = b"".join(self.vocabulary.token_bytes(token_id) for token_id in token_ids if token_id != EOS).decode()
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
-        return None
+        return b"".join(self.vocabulary.token_bytes(token_id) for token_id in token_ids if token_id != EOS).decode()
 
 
 def sample() -> list[tuple[str, dict[str, Any]]]:

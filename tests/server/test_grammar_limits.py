@@ -143,7 +143,7 @@ DIVISOR = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf
         (
             CHAT,
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": DIVISOR}}],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": DIVISOR, "strict": True}}],
                 "tool_choice": "required",
             },
             "tools",

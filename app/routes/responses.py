@@ -57,7 +57,9 @@ async def create(server: Server, request: RequestScope) -> None:
             server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context, log)
 
     write_logprobs = ChatLogprobs(server.model.llm.vocabulary.token_bytes) if body.wants_logprobs else None
-    writer = ResponseBodyWriter(head, echo | {"store": stores}, write_logprobs=write_logprobs, done=keep)
+    writer = ResponseBodyWriter(
+        head, echo | {"store": stores}, call_forms=body.call_forms(), write_logprobs=write_logprobs, done=keep
+    )
 
     def reading(answer: AnswerContext) -> ResponseBodyWriter:
         return writer.read_with(answer.parser(), answer.told)

@@ -2,6 +2,7 @@
 
 dialect         the record
 messages        the request bodies, and the chat requests that they mean
+tools           tools, those of a form that Anthropic has fixed among them
 blocks          turns and content blocks, and their way into chat messages
 output          the message or its events
 models          what is served, as GET /v1/models tells it

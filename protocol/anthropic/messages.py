@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -19,11 +19,12 @@ from protocol.anthropic.blocks import (
     system_text,
 )
 from protocol.anthropic.errors import THREADS_UNSUPPORTED
-from protocol.body import ClientModel, at_most, at_most_bytes, at_most_inside, fail_fast
+from protocol.anthropic.tools import Tools
+from protocol.body import ClientModel, at_most, at_most_inside, fail_fast
 from protocol.openai.chat import MAX_MESSAGES
 from protocol.openai.common import NO_LIMIT
-from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
-from protocol.tools.left_out import LeftOut, Unserved, none_of, one_of, types_of
+from protocol.tools.functions import MAX_TOOLS
+from protocol.tools.left_out import LeftOut, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MIN_THINKING = 1024  # tokens
@@ -40,35 +41,6 @@ class MessagesChat(TranslatedChat):
         "continue_final_message": "messages",
         "parameters": "input_schema",
     }
-
-
-class Tool(ClientModel):
-    """A tool that the client runs. `cache_control`, `defer_loading`, `eager_input_streaming`, `input_examples` and
-    `allowed_callers` are accepted without effect."""
-
-    type: Literal["custom"] = "custom"
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """The tool in chat's form."""
-        function = self.model_dump(include={"name", "description", "strict"}, exclude_none=True)
-        return {"type": "function", "function": function | {"parameters": self.input_schema}}
-
-
-Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[Tool, Tag("$custom")] | Annotated[Unserved, Tag("$unserved"), none_of("custom")],
-            one_of("custom", default="custom"),
-        ]
-    ],
-    fail_fast,
-    at_most_bytes(MAX_TOOL_BYTES),
-    at_most(MAX_TOOLS, "tools"),
-]
 
 
 class ToolChoice(ClientModel):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
 
 from engine.messages import FinishReason, RequestOutput
 from protocol.anthropic.errors import envelope
@@ -28,6 +27,7 @@ from protocol.message_parts import (
     join,
 )
 from protocol.sse import event_frame
+from protocol.tools.functions import partial_object
 from protocol.writers import AnswerContext, Head, raise_if_failed
 
 _TEXT_DELTA = (
@@ -155,7 +155,7 @@ class MessageBodyWriter:
                 case ToolCallStart(_, call_id, name):
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
                 case ToolCallArguments(_, fragment):
-                    blocks[-1]["input"] = _input(fragment)
+                    blocks[-1]["input"] = partial_object(fragment)
         return blocks or [{"type": "text", "text": ""}]
 
 
@@ -201,15 +201,6 @@ def _usage(output: RequestOutput, parser: MessageParser, *, output_tokens: int |
         "server_tool_use": None,
         "service_tier": "standard",
     }
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Of arguments that break off, as much as there is: what SDKs make of the same stream."""
-    try:
-        value = from_json(arguments, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _event(name: str, fields: dict[str, Any]) -> bytes:

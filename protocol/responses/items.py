@@ -1,4 +1,4 @@
-"""Items of a conversation: messages, function calls and their outputs, reasoning; and their way into chat messages.
+"""Items of a conversation: messages, calls and their outputs, reasoning; and their way into chat messages.
 
 What one turn of the assistant is in chat (thoughts, text, calls) are several items here, which follow each other.
 Everything that text cannot be is refused by name.
@@ -7,115 +7,47 @@ Everything that text cannot be is refused by name.
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, json_type, known_types, type_tag
+from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast
 from protocol.errors import ApiError
+from protocol.responses.built_in import BUILT_IN
+from protocol.responses.calls import (
+    BuiltInCallItem,
+    BuiltInOutputItem,
+    CallOutputItem,
+    CustomToolCallItem,
+    FunctionCallItem,
+    new_id,
+)
+from protocol.responses.parts import MAX_PARTS, Content, chat_content, texts
 from protocol.tools.left_out import Unserved, types_schema
 
 MAX_ITEMS = 16384
-MAX_PARTS = 1024  # of one item
 MAX_PARTS_IN_ALL = 16384
 MAX_LISTED = 100  # on a page
 DEFAULT_LISTED = 20
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
-
-
-class TextPart(ClientModel):
-    """Text, whoever said it. Annotations are accepted without effect."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class RefusalPart(ClientModel):
-    """The words in which the assistant has refused."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part_tag(value: Any) -> str:
-    return "$refusal" if type_tag(value) == "$refusal" else "$text"
-
-
-_Part = Annotated[
-    Annotated[TextPart, Tag("$text")] | Annotated[RefusalPart, Tag("$refusal")],
-    Discriminator(_part_tag),
-    known_types("input_text", "output_text", "text", "refusal"),
-]
-
-
-Content = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
-    json_type("a string or an array of text parts"),
-]
-
-
-def _texts(content: str | Sequence[TextPart | RefusalPart]) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text for part in content]
 
 
 class MessageItem(ClientModel):
     """What somebody said. `status` and `phase` are accepted without effect."""
 
     type: Literal["message"] = "message"
-    id: str = Field(default_factory=lambda: _new_id("msg"))
+    id: str = Field(default_factory=lambda: new_id("msg"))
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
         if self.role == "assistant":
-            parts = [_output_text(text) for text in _texts(self.content)]
+            parts = [_output_text(text) for text in texts(self.content)]
         else:
-            parts = [{"type": "input_text", "text": text} for text in _texts(self.content)]
+            parts = [{"type": "input_text", "text": text} for text in texts(self.content)]
         return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": parts}
-
-
-class FunctionCallItem(ClientModel):
-    """A call that the model has made. `arguments` is JSON as text."""
-
-    type: Literal["function_call"]
-    id: str = Field(default_factory=lambda: _new_id("fc"))
-    call_id: str
-    name: str
-    arguments: str
-
-    def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
-        return {**self.model_dump(), "status": "completed"}
-
-
-class FunctionCallOutputItem(ClientModel):
-    """What a function has answered."""
-
-    type: Literal["function_call_output"]
-    id: str = Field(default_factory=lambda: _new_id("fco"))
-    call_id: str
-    output: Content
-
-    def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
-        return {
-            "id": self.id,
-            "type": "function_call_output",
-            "call_id": self.call_id,
-            "output": "\n".join(_texts(self.output)),
-            "status": "completed",
-        }
 
 
 class _ReasoningText(ClientModel):
@@ -126,7 +58,7 @@ class ReasoningItem(ClientModel):
     """What the model thought. `summary` and `encrypted_content` are accepted without effect: ours hold nothing."""
 
     type: Literal["reasoning"]
-    id: str = Field(default_factory=lambda: _new_id("rs"))
+    id: str = Field(default_factory=lambda: new_id("rs"))
     content: Annotated[list[_ReasoningText], fail_fast, at_most(MAX_PARTS, "parts")] = Field(default_factory=list)
 
     def listed(self) -> dict[str, Any]:
@@ -151,10 +83,17 @@ def item_id(kind: str, response_id: str, index: int) -> str:
     return f"{kind}_{response_id.removeprefix('resp_')}_{index}"
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Call = FunctionCallItem | CustomToolCallItem | BuiltInCallItem
+CallOutput = CallOutputItem | BuiltInOutputItem
+Item = MessageItem | Call | CallOutput | ReasoningItem
 
 
-_SERVED = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+_TAGS = {
+    **{name: f"${name}" for name in ("message", "function_call", "custom_tool_call", "reasoning", "item_reference")},
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), "$output"),
+    **{f"{name}_call": "$built_in_call" for name in BUILT_IN},
+    **{f"{name}_call_output": "$built_in_output" for name in BUILT_IN},
+}
 # What is left of calls of tools that OpenAI runs, and of other services of its: a server of text cannot bring it back.
 _UNSERVED = (
     *("additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "computer_call"),
@@ -167,28 +106,32 @@ _UNSERVED = (
 def _item_tag(value: Any) -> str | None:
     if isinstance(value, dict) and "type" not in value:
         return "$message"
-    return "$unserved" if _is_unserved(value) else type_tag(value)
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "$unserved" if _is_unserved(value) else _TAGS.get(str(kind))
 
 
 def _is_unserved(value: Any) -> bool:
     if not isinstance(value, dict):
         return isinstance(value, Unserved)
     kind = value.get("type")
-    if not isinstance(kind, str) or kind in _SERVED:
+    if not isinstance(kind, str) or kind in _TAGS:
         return False
     return kind in _UNSERVED or kind.endswith(("_call", "_call_output"))  # there will be more of them
 
 
 def _known_item(value: Any) -> Any:
     if not _is_unserved(value):
-        check_type(value, _SERVED, default="message")
+        check_type(value, tuple(_TAGS), default="message")
     return value
 
 
 _Item = Annotated[
     Annotated[MessageItem, Tag("$message")]
     | Annotated[FunctionCallItem, Tag("$function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("$function_call_output")]
+    | Annotated[CustomToolCallItem, Tag("$custom_tool_call")]
+    | Annotated[BuiltInCallItem, Tag("$built_in_call")]
+    | Annotated[CallOutputItem, Tag("$output")]
+    | Annotated[BuiltInOutputItem, Tag("$built_in_output")]
     | Annotated[ReasoningItem, Tag("$reasoning")]
     | Annotated[ItemReference, Tag("$item_reference")]
     | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
@@ -262,24 +205,17 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
         match item:
             case MessageItem(role="assistant"):
                 message = _assistant_without(messages, "content", "tool_calls")
-                message["content"] = _chat_content(item.content)
+                message["content"] = chat_content(item.content)
             case MessageItem():
-                messages.append({"role": item.role, "content": _chat_content(item.content)})
+                messages.append({"role": item.role, "content": chat_content(item.content)})
             case ReasoningItem():
                 message = _assistant_without(messages, "reasoning", "content", "tool_calls")
                 message["reasoning"] = "\n".join(part.text for part in item.content)
-            case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                _assistant_without(messages).setdefault("tool_calls", []).append(call)
-            case FunctionCallOutputItem():
-                content = _chat_content(item.output)
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            case FunctionCallItem() | CustomToolCallItem() | BuiltInCallItem():
+                _assistant_without(messages).setdefault("tool_calls", []).append(item.for_chat())
+            case CallOutputItem() | BuiltInOutputItem():
+                messages.append(item.for_chat())
     return messages
-
-
-def _chat_content(content: str | Sequence[TextPart | RefusalPart]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [{"type": "text", "text": text} for text in _texts(content)]
 
 
 def _assistant_without(messages: list[dict[str, Any]], *keys: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from protocol.message_parts import (
     ToolCallStart,
 )
 from protocol.openai.logprobs import ChatLogprobs
+from protocol.responses.calls import CallForm
 from protocol.responses.items import item_id, message_item, reasoning_item
 from protocol.sse import event_frame
 from protocol.writers import Head, raise_if_failed
@@ -43,13 +44,16 @@ Done = Callable[[dict[str, Any]], None]
 """Gets the response that has ended, before its client does."""
 
 
+_FUNCTION = CallForm("function", "")
+
+
 @dataclass(slots=True)
 class _OpenItem:
     kind: type[MessagePart]  # the parts that it takes
     id: str
     index: int
     call_id: str = ""  # of a call
-    name: str = ""
+    form: CallForm = _FUNCTION
     text: list[str] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
 
@@ -59,20 +63,14 @@ class _OpenItem:
             return message_item(self.id, text, status, self.logprobs)
         if self.kind is ReasoningDelta:
             return reasoning_item(self.id, [text], status)
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "call_id": self.call_id,
-            "name": self.name,
-            "arguments": text,
-            "status": status,
-        }
+        return self.form.item(self.id, self.call_id, text, status)
 
 
 class ResponseStreamWriter:
     """Makes the response to one request, after `read_with`.
 
-    `echo` is what the response says about its request. `done` is told when the response has ended, also if it failed.
+    `echo` is what the response says about its request, `call_forms` how calls are told, by the model's names. `done`
+    is told when the response has ended, also if it failed.
     """
 
     def __init__(
@@ -80,6 +78,7 @@ class ResponseStreamWriter:
         head: Head,
         echo: Mapping[str, Any],
         *,
+        call_forms: Mapping[str, CallForm] | None = None,
         write_logprobs: ChatLogprobs | None = None,
         done: Done = lambda response: None,
     ) -> None:
@@ -87,6 +86,7 @@ class ResponseStreamWriter:
         self._parser: MessageParser | None = None
         self._told: Callable[[], dict[str, Any]] = dict
         self._echo = echo
+        self._call_forms = call_forms or {}
         self._write_logprobs = write_logprobs
         self._done = done
         self._output: list[dict[str, Any]] = []  # the items that are complete
@@ -188,20 +188,27 @@ class ResponseStreamWriter:
                 frames = self._begin_unless_open(ReasoningDelta, "rs")
                 frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
                 return frames
-            case ToolCallStart(_, call_id, name):
+            case ToolCallStart(_, call_id, name, is_custom):
+                form = self._call_forms.get(name) or CallForm("custom" if is_custom else "function", name)
                 frames = self._close("completed")
-                return frames + self._begin_item(ToolCallArguments, "fc", call_id=call_id, name=name)
+                return frames + self._begin_item(ToolCallArguments, form.id_prefix, call_id=call_id, form=form)
             case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
-                return [self._delta("response.function_call_arguments.delta", fragment)]
+                assert self._open is not None
+                if (event := self._open.form.delta_event) is not None:
+                    return [self._delta(event, fragment)]
+                self._open.text.append(fragment)
+                return []
 
     def _begin_unless_open(self, kind: type[MessagePart], prefix: str) -> list[bytes]:
         if self._open is not None and self._open.kind is kind:
             return []
         return self._close("completed") + self._begin_item(kind, prefix)
 
-    def _begin_item(self, kind: type[MessagePart], prefix: str, *, call_id: str = "", name: str = "") -> list[bytes]:
+    def _begin_item(
+        self, kind: type[MessagePart], prefix: str, *, call_id: str = "", form: CallForm = _FUNCTION
+    ) -> list[bytes]:
         index = len(self._output)
-        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, call_id, name)
+        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, call_id, form)
         empty = item.as_item("in_progress")
         parts = empty.pop("content", None)
         if parts is None:
@@ -220,8 +227,8 @@ class ResponseStreamWriter:
         whole = item.as_item(status)
         self._output.append(whole)
         if item.kind is ToolCallArguments:
-            name = "response.function_call_arguments.done"
-            frames = [self._item_event(name, item, name=item.name, arguments=text)]
+            events = item.form.done_events(whole)
+            frames = [self._event(name, **{"output_index": item.index, **fields}) for name, fields in events]
         else:
             part = whole["content"][0]
             if item.kind is ContentDelta:

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from protocol.body import (
     ClientModel,
     at_most,
-    at_most_bytes,
-    check_type,
-    fail_fast,
     json_type,
     known_types,
     type_tag,
 )
 from protocol.openai.common import StopStrings
+from protocol.responses.calls import CallForm
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
-from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
-from protocol.tools.left_out import LeftOut, Unserved, none_of, one_of, types_of
+from protocol.responses.tools import ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
+from protocol.tools.left_out import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MAX_METADATA = 16  # entries
@@ -51,77 +49,6 @@ class ResponsesChat(TranslatedChat):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-
-
-class FunctionTool(ClientModel):
-    """A function that the client runs."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """The tool in chat's form."""
-        fields = self.model_dump(exclude={"type"}, exclude_none=True)
-        return {"type": "function", "function": fields}
-
-
-Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[FunctionTool, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
-            one_of("function"),
-        ]
-    ],
-    fail_fast,
-    at_most_bytes(MAX_TOOL_BYTES),
-    at_most(MAX_TOOLS, "tools"),
-]
-
-
-class NamedFunction(ClientModel):
-    """The function that has to be called, or one of those that may be."""
-
-    type: Literal["function"]
-    name: str
-
-
-class AllowedTools(ClientModel):
-    """Some of the tools; of the others the model is not told."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[NamedFunction, Tag("$function")] | Annotated[Unserved, Tag("$unserved"), none_of("function")],
-                one_of("function"),
-            ]
-        ],
-        fail_fast,
-        at_most(MAX_TOOLS, "tools"),
-    ] = Field(min_length=1)
-
-
-def _word_or_type(value: Any) -> str | None:
-    return "$word" if isinstance(value, str) else type_tag(value)
-
-
-def _known_choice(value: Any) -> Any:
-    if not isinstance(value, str):
-        check_type(value, ("function", "allowed_tools"))
-    return value
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("$word")]
-    | Annotated[NamedFunction, Tag("$function")]
-    | Annotated[AllowedTools, Tag("$allowed_tools")],
-    Discriminator(_word_or_type),
-    BeforeValidator(_known_choice),
-]
 
 
 class PlainText(ClientModel):
@@ -211,12 +138,11 @@ class InputTokensRequest(DialectRequest):
     @property
     def left_out(self) -> LeftOut:
         items = types_of(self.input) if isinstance(self.input, list) else ()
-        return LeftOut(types_of(self.tools), items)
+        return LeftOut(types_of(unserved(self.tools)), items)
 
-    @property
-    def offered_tools(self) -> list[FunctionTool]:
-        """The tools that the model is offered."""
-        return [tool for tool in self.tools if not isinstance(tool, Unserved)]
+    def call_forms(self) -> dict[str, CallForm]:
+        """How calls of the tools are told, by the names that the model knows."""
+        return call_forms(self.tools)
 
     def items(self, find: FindItem = lambda reference: None) -> list[Item]:
         """The input as items. `find` looks up what is only referred to; `InvalidRequest` if it is not found.
@@ -247,7 +173,13 @@ class InputTokensRequest(DialectRequest):
 
     def chat_fields(self) -> dict[str, Any]:
         """This request's fields as chat's."""
-        fields = {**super().chat_fields(), **self._tool_fields(), "reasoning_effort": self.reasoning.effort}
+        fields = {
+            **super().chat_fields(),
+            "tools": chat_tools(self.tools),
+            "tool_choice": chat_choice(self.tool_choice, self.tools),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+        }
         match self.text.format:
             case JsonObject():
                 fields["response_format"] = {"type": "json_object"}
@@ -255,24 +187,6 @@ class InputTokensRequest(DialectRequest):
                 schema = form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return fields
-
-    def _tool_fields(self) -> dict[str, Any]:
-        choice, tools = self.tool_choice, self.tools
-        if isinstance(choice, AllowedTools):
-            allowed = {tool.name for tool in choice.tools if isinstance(tool, NamedFunction)}
-            if unknown := sorted(allowed - {tool.name for tool in self.offered_tools}):
-                raise InvalidRequest(
-                    f"tool_choice.tools names {unknown[0][:64]!r}, which is none of tools.", param="tool_choice.tools"
-                )
-
-            tools = [tool for tool in tools if isinstance(tool, Unserved) or tool.name in allowed]
-            choice = choice.mode
-        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
-        return {
-            "tools": [tool.for_chat() for tool in tools],
-            "tool_choice": named,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -333,5 +247,5 @@ class ResponsesRequest(InputTokensRequest):
             "service_tier": "default",
             "text": {"format": self.text.format.model_dump(by_alias=True), "verbosity": self.text.verbosity},
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
-            "tools": [tool.model_dump() for tool in self.offered_tools],
+            "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, Unserved)],
         }

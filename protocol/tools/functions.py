@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import orjson
+from pydantic_core import from_json
 
 MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 2 * 2**20
@@ -14,6 +18,20 @@ INPUT = "input"
 """The argument that holds the free text of a custom tool."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def partial_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object. Of what breaks off, as much as there is: what SDKs make of the same stream."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+        try:
+            orjson.dumps(value)
+        except orjson.JSONEncodeError:  # an integer of more than 64 bits; as a float it can be written
+            value = orjson.loads(json.dumps(value))
+            orjson.dumps(value)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

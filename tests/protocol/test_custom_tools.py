@@ -17,7 +17,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.message import delta, message_fields
 from protocol.tools.custom import InputText
 from protocol.tools.formats import FORMATS
-from protocol.tools.functions import CustomTool, Function, ToolUse
+from protocol.tools.functions import CustomTool, Function, ToolUse, partial_object
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -188,3 +188,20 @@ def test_a_free_call_follows_a_grammar_that_can_be_held(
         call = f"{tag.begin}{json.dumps({'input': text})}{tag.end}"
         assert follows(grammar, f"I patch. {call}") is (fits or not is_held), text
     assert follows(grammar, "Words.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ('{"a": [1, "b', {"a": [1]}),
+        ("", {}),
+        ("[1]", {}),
+        ("{broken", {}),
+        ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890.0}),
+        ('{"a": 1' + "0" * 400 + "}", {}),
+        ('{"a":' * 300 + "1", {}),
+    ],
+)
+def test_what_breaks_off_is_an_object_that_can_be_written(arguments: str, value: dict[str, Any]) -> None:
+    assert partial_object(arguments) == value
+    assert orjson.dumps(partial_object(arguments))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -150,3 +151,151 @@ def test_a_function_that_the_model_was_free_to_call_is_how_the_answer_ends(serve
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "f", "arguments": "{}"}
     assert "tool_calls" not in choice["message"]
+
+
+# --- the same in Responses, and what else it has
+
+FLAT: Any = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Patches files.",
+    "format": {"type": "grammar", **LARK},
+}
+ASK: dict[str, Any] = {"model": MODEL, "input": "Hello", "temperature": 0, "max_output_tokens": 96}
+ONE: dict[str, Any] = {"parallel_tool_calls": False}
+
+
+def streamed(sdk: openai.OpenAI, **fields: Any) -> tuple[list[Any], Any]:
+    """The events between the start and the end of the one item, and the item."""
+    events: list[Any] = list(sdk.responses.create(**ASK, **ONE, **fields, stream=True))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    [item] = events[-1].response.output
+    assert events[2].type == "response.output_item.added"
+    assert events[-2].type == "response.output_item.done"
+    assert events[2].item.id == events[-2].item.id == item.id
+    assert events[-2].item == item
+    return events[3:-2], item
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "name": "apply_patch"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+    ],
+    ids=["named", "allowed"],
+)
+def test_a_custom_call_streams_as_an_item_of_its_own(sdk: openai.OpenAI, choice: Any) -> None:
+    events, item = streamed(sdk, tools=[FLAT], tool_choice=choice)
+    assert item.type == "custom_tool_call"
+    assert item.id.startswith("ctc_")
+    assert PATCHED.fullmatch(item.input), item.input
+    *deltas, done = events
+    assert {event.type for event in deltas} == {"response.custom_tool_call_input.delta"}
+    assert "".join(event.delta for event in deltas) == done.input == item.input
+    assert done.type == "response.custom_tool_call_input.done"
+    assert {event.item_id for event in events} == {item.id}
+    whole: Any = sdk.responses.create(**ASK, **ONE, tools=[FLAT], tool_choice=choice)
+    [call] = whole.output
+    assert (call.type, call.input) == ("custom_tool_call", item.input)
+    output: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done."}
+    more: Any = sdk.responses.create(**{**ASK, "input": [output]}, tools=[FLAT], previous_response_id=whole.id)
+    assert more.output
+    listed = sdk.responses.input_items.list(more.id, order="asc").data
+    assert [each.type for each in listed] == ["message", "custom_tool_call", "custom_tool_call_output"]
+
+
+def test_shells_and_patches_come_back_as_items_of_their_own(sdk: openai.OpenAI) -> None:
+    events, item = streamed(sdk, tools=[{"type": "local_shell"}], tool_choice={"type": "local_shell"})
+    assert (events, item.type, item.action.type) == ([], "local_shell_call", "exec")
+    assert all(isinstance(word, str) for word in item.action.command)
+    events, item = streamed(sdk, tools=[{"type": "apply_patch"}], tool_choice={"type": "apply_patch"})
+    assert (events, item.type) == ([], "apply_patch_call")
+    assert item.operation.type in ("create_file", "update_file", "delete_file")
+    shell: Any = {"type": "shell", "environment": {"type": "local"}}
+    events, item = streamed(sdk, tools=[shell], tool_choice={"type": "shell"})
+    assert item.type == "shell_call"
+    done = [event.command for event in events if event.type == "response.shell_call_command.done"]
+    assert done == item.action.commands
+
+
+def test_a_tool_of_a_namespace_comes_back_in_it(sdk: openai.OpenAI) -> None:
+    inner = {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}, "strict": False}
+    space: Any = {"type": "namespace", "name": "mcp__docs", "description": "Documents.", "tools": [inner]}
+    _, item = streamed(sdk, tools=[space], tool_choice={"type": "function", "name": "find"})
+    assert (item.type, item.namespace, item.name) == ("function_call", "mcp__docs", "find")
+
+
+def test_what_codex_sends_goes_through(server: Server) -> None:
+    listing = {"stdout": "a", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+    history: list[Any] = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+        {
+            "type": "custom_tool_call",
+            "call_id": "c1",
+            "name": "apply_patch",
+            "input": "*** Begin",
+            "status": "completed",
+        },
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "Success."},
+        {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "local_shell_call_output", "id": "c2", "output": "README.md"},
+        {"type": "apply_patch_call", "call_id": "c3", "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "call_id": "c3", "status": "failed"},
+        {"type": "shell_call", "call_id": "c4", "action": {"commands": ["ls", "pwd"]}},
+        {"type": "shell_call_output", "call_id": "c4", "output": [listing]},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    look = {"type": "function", "name": "view_image", "parameters": {"type": "object"}, "strict": False}
+    tools = [look, FLAT, {"type": "web_search", "external_web_access": False}, {"type": "image_generation"}]
+    body = {
+        "model": MODEL,
+        "instructions": "Be brief.",
+        "input": history,
+        "tools": tools,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {},
+    }
+    answer = server.post("/v1/responses", {**body, "max_output_tokens": 8, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[WARNING] == (
+        "tools left out: web_search, image_generation; items left out: web_search_call (nobody serves them here)"
+    )
+    assert "event: response.incomplete" in answer.text or "event: response.completed" in answer.text
+
+
+# --- Anthropic's tools that the client runs
+
+
+@pytest.mark.parametrize(
+    ("tool", "field"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, None),
+        ({"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 100}, "command"),
+        ({"type": "text_editor_20250124", "name": "str_replace_editor"}, "path"),
+        ({"type": "memory_20250818", "name": "memory", "cache_control": {"type": "ephemeral"}}, "command"),
+    ],
+    ids=str,
+)
+def test_tools_of_a_fixed_form_are_called_by_their_names(server: Server, tool: Any, field: str | None) -> None:
+    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=TIMEOUT) as client:
+        message = client.messages.create(
+            model=MODEL,
+            max_tokens=96,
+            messages=QUESTION,
+            tools=[tool],
+            tool_choice={"type": "tool", "name": tool["name"], "disable_parallel_tool_use": True},
+            extra_body={"temperature": 0},
+        )
+    [block] = message.content
+    assert block.type == "tool_use"
+    assert block.name == tool["name"]
+    assert isinstance(block.input, dict)
+    assert field is None or field in block.input

@@ -143,7 +143,6 @@ class ChatCompletionRequest(GenerationRequest):
         **GenerationRequest.unsupported,
         "modalities": (["text"],),
         "audio": (),
-        "web_search_options": (),
         "chat_template": (),
     }
 
@@ -161,6 +160,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     functions: Functions | None = None  # tools in their old form
     function_call: FunctionCall | None = None
+    web_search_options: dict[str, Any] | None = None  # nobody searches
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
     add_generation_prompt: bool | None = None  # unless the final message is continued
@@ -272,7 +272,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def left_out(self) -> LeftOut:
-        return LeftOut(tools=types_of(self.tools))
+        searches = () if self.web_search_options is None else ("web_search",)
+        return LeftOut(tools=types_of(self.tools) + searches)
 
     @property
     def tagged_functions(self) -> Sequence[str] | None:

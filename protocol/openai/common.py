@@ -67,11 +67,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     prompt_field: ClassVar[str]
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0,)),
-        **dict.fromkeys(("length_penalty", "stream_interval", "typical_p"), (1,)),
+        **dict.fromkeys(("length_penalty", "typical_p"), (1,)),
         **dict.fromkeys(("no_stop_trim", "return_prompt_text", "use_beam_search"), (False,)),
-        **dict.fromkeys(("kv_transfer_params", "lora_path", "mm_processor_kwargs"), ()),
+        **dict.fromkeys(("kv_transfer_params", "lora_path"), ()),
         **dict.fromkeys(("prompt_embeds", "repetition_detection", "stop_regex"), ()),
-        "vllm_xargs": ({},),
+        **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
     }
 
     max_tokens: int | None = None

@@ -300,4 +300,19 @@ RECORDED = [
         stream=True,
         answer="function_call",
     ),
+    chat(
+        "openai sdk",
+        "a search beside the answer",
+        messages=_dialogue(),
+        web_search_options={"search_context_size": "low"},
+        left_out="tools left out: web_search",
+    ),
+    chat(
+        "vllm client",
+        "several tokens in a chunk",
+        messages=_dialogue(),
+        stream_interval=4,
+        mm_processor_kwargs={},
+        **USAGE,
+    ),
 ]

@@ -99,7 +99,7 @@ BAD_FOR_BOTH = [
     ({"request_id": "two words"}, "request_id", "text that matches"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1"),
     ({"truncation_side": "middle"}, "truncation_side", "'left' or 'right'"),
-    ({"stream_interval": 2}, "stream_interval", "leave it out or send 1"),
+    ({"typical_p": 0.5}, "typical_p", "leave it out or send 1"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
     ({"allowed_token_ids": [10**6]}, "allowed_token_ids", "got 1000000"),
     ({"bad_words": [" "]}, "bad_words", "not be blank"),

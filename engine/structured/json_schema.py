@@ -93,6 +93,9 @@ def _use_latest_words(schema: dict[str, Any]) -> None:
         if "additionalItems" in schema:
             schema["items"] = schema["additionalItems"]
     schema.pop("additionalItems", None)
+    schema.pop("$recursiveAnchor", None)
+    if schema.get("$recursiveRef") == "#" and "$ref" not in schema:
+        schema["$ref"] = schema.pop("$recursiveRef")
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and bound in schema:
             schema[exclusive] = schema.pop(bound)

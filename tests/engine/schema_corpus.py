@@ -21,8 +21,9 @@ import tarfile
 import warnings
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from tests.engine.schema_sample import Judge
 
 PER_PACKAGE = 50
 MAX_FILE = 60 * 2**20
+LONGEST_WALK = 8_000  # tokens
+SECONDS = 1.0  # for values that fit one schema
 
 PYPI = (
     *("check-jsonschema==0.39.0", "kubernetes-validate==1.37.0", "cfn-lint==1.58.0", "nbformat==5.11.1"),
@@ -109,19 +112,23 @@ def _unpack(archive: Path, into: Path) -> None:
     archive.unlink()
 
 
-def schemas_in(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+Make = Callable[[], dict[str, Any] | None]
+"""Makes a schema; None if it is too large."""
+
+
+def schemas_in(place: Path) -> Iterator[tuple[str, Make]]:
     """Every schema that stands in a package's files, and each of its definitions with what it refers to."""
     for path in sorted(place.rglob("*.json")):
-        if path.stat().st_size > MAX_FILE or not path.is_file():
+        if not path.is_file() or path.stat().st_size > MAX_FILE:
             continue
         with suppress(ValueError, OSError, RecursionError):
             document = json.loads(path.read_text(errors="strict"))
             if isinstance(document, dict):
                 name = str(path.relative_to(place))
-                yield from ((f"{name}{where}", schema) for where, schema in _schemas_of(document, name))
+                yield from ((f"{name}{where}", make) for where, make in _schemas_of(document, name))
 
 
-def _schemas_of(document: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _schemas_of(document: dict[str, Any], name: str) -> Iterator[tuple[str, Make]]:
     if "openapi" in document or "swagger" in document:
         yield from _definitions(document, "#/components/schemas")
         yield from _definitions(document, "#/definitions")
@@ -129,19 +136,18 @@ def _schemas_of(document: dict[str, Any], name: str) -> Iterator[tuple[str, dict
     says_so = "json-schema.org" in str(document.get("$schema"))
     looks_so = "schema" in name and isinstance(document.get("properties", document.get("definitions")), dict)
     if says_so or looks_so or {"typeName", "properties", "primaryIdentifier"} <= document.keys():
-        yield "", document
+        yield "", lambda: document
         for where in ("#/definitions", "#/$defs"):
             yield from _definitions(document, where)
 
 
-def _definitions(document: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _definitions(document: dict[str, Any], where: str) -> Iterator[tuple[str, Make]]:
     found = resolved(document, where)
     for name in found if isinstance(found, dict) else ():
         schema = found[name]
         if isinstance(schema, dict) and schema.keys() & {"type", "properties", "oneOf", "anyOf", "allOf", "enum"}:
-            bundle = _bundle(document, f"{where}/{name.replace('~', '~0').replace('/', '~1')}")
-            if bundle is not None:
-                yield f"{where}/{name}", bundle
+            place = f"{where}/{name.replace('~', '~0').replace('/', '~1')}"
+            yield place, partial(_bundle, document, place)
 
 
 def _bundle(document: dict[str, Any], reference: str) -> dict[str, Any] | None:
@@ -153,6 +159,8 @@ def _bundle(document: dict[str, Any], reference: str) -> dict[str, Any] | None:
         if name in definitions or not name.startswith("#/"):
             continue
         schema = resolved(document, name)
+        if schema is None:
+            continue
         text = json.dumps(schema)
         size += len(text)
         if size > 2 * MAX_GRAMMAR_CHARACTERS:
@@ -219,7 +227,7 @@ def _at_most(seconds: float) -> Iterator[None]:
         raise TimeoutError
 
     signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, should one fall into what ignores it
     try:
         yield
     finally:
@@ -228,18 +236,19 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 def sample(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """A package's name, a schema's, and the schema: at most `PER_PACKAGE` of each, different ones, none too large."""
-    found: dict[str, dict[str, tuple[str, dict[str, Any]]]] = defaultdict(dict)
     for package, place in downloaded(folder):
-        for name, schema in schemas_in(place):
+        makers = sorted(schemas_in(place), key=lambda each: hashlib.sha256(each[0].encode()).hexdigest())
+        seen: set[str] = set()
+        for name, make in makers:
+            schema = make()
             text = json.dumps(schema)
-            if len(text) <= MAX_GRAMMAR_CHARACTERS:
-                found[package].setdefault(hashlib.sha256(text.encode()).hexdigest(), (name, schema))
+            if schema is not None and len(text) <= MAX_GRAMMAR_CHARACTERS and text not in seen:
+                seen.add(text)
+                yield package, name, schema
+                if len(seen) == PER_PACKAGE:
+                    break
     for name, schema in tool_schemas(folder):
-        found["servers of tools"][hashlib.sha256(json.dumps([name, schema]).encode()).hexdigest()] = name, schema
-    for package, schemas in found.items():
-        limit = PER_PACKAGE if package != "servers of tools" else 10 * PER_PACKAGE
-        for key in sorted(schemas)[:limit]:
-            yield package, *schemas[key]
+        yield "servers of tools", name, schema
 
 
 # --- the judgement
@@ -265,14 +274,15 @@ class Verdict:
             whole = json.loads(grammar.unenforced[0].schema)
         enforced = prepared(json.loads(grammar.enforced.value), closed=False)
         try:
-            text = judge.walk(grammar, name)
+            text = judge.walk(grammar, name, LONGEST_WALK)
         except AssertionError as error:
-            self.outcome, self.reason = "no end", str(error)
+            self.outcome, self.reason = "enforced, not walked to an end", str(error)
             return
         checker = jsonschema_rs.Draft202012Validator(enforced, offline=True)
-        if not checker.is_valid(json.loads(text)):
+        written = json.loads(text, parse_float=lambda number: min(max(float(number), -1e300), 1e300))
+        if not checker.is_valid(written):
             self.outcome = "VIOLATED"
-            self.reason = f"{text[:300]} {next(iter(checker.iter_errors(json.loads(text)))).message[:200]}"
+            self.reason = f"{text[:300]} {next(iter(checker.iter_errors(written))).message[:200]}"
         elif grammar.unenforced:
             for value in values_of(whole):
                 self.num_values += 1
@@ -288,12 +298,17 @@ def values_of(schema: dict[str, Any]) -> list[Any]:
     except ImportError:
         return []
     found: list[Any] = []
-    with suppress(Exception), warnings.catch_warnings(), _at_most(3):
+    with suppress(Exception), warnings.catch_warnings(), _at_most(SECONDS):
         warnings.simplefilter("ignore")
         checker = jsonschema_rs.Draft202012Validator(schema, offline=True)
 
-        @hypothesis.settings(max_examples=8, database=None, deadline=None, derandomize=True)
-        @hypothesis.settings(suppress_health_check=list(hypothesis.HealthCheck))
+        @hypothesis.settings(
+            max_examples=6,
+            database=None,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
         @hypothesis.given(hypothesis_jsonschema.from_schema(schema))
         def collect(value: Any) -> None:
             if checker.is_valid(value):

@@ -149,7 +149,7 @@ class Judge:
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
         return None
 
-    def walk(self, grammar: CompiledGrammar, seed: str) -> str:
+    def walk(self, grammar: CompiledGrammar, seed: str, longest: int = LONGEST_WALK) -> str:
         """What a model that picks its tokens at random would write."""
         matcher = grammar.matcher()
         chance = random.Random(seed)
@@ -159,11 +159,12 @@ class Judge:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
             ends = [token_id for token_id in self.ends if token_id in allowed]
-            restless = chance.random() < 0.3 and len(token_ids) < LONGEST_WALK // 4
+            restless = chance.random() < 0.3 and len(token_ids) < longest // 4
             token_id = chance.choice(allowed) if restless or not ends else ends[0]
             assert matcher.consume_token(token_id), matcher.get_error()
             token_ids.append(token_id)
-            assert len(token_ids) < LONGEST_WALK, "no end"
+            assert len(token_ids) < longest, "no end"
+        assert not matcher.is_error(), "too complex to follow"
         return b"".join(self.vocabulary.token_bytes(token_id) for token_id in token_ids if token_id != EOS).decode()
 
 

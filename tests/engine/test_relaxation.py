@@ -130,6 +130,7 @@ def test_the_least_is_left_out_and_every_value_that_fits_can_be_written(
         ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "#x", "type": "null"}, [None], [1]),
         ({"type": "string", "title": None, "examples": "none", "allOf": []}, ["a"], [1]),
         ({"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"enum": [1]}}}}, [1], [2]),
+        ({"type": "array", "items": {"$recursiveRef": "#"}, "$recursiveAnchor": True}, [[[]]], [[1]]),
         ({"enum": [1, "a", None, {"b": [2]}, 1.5]}, [1, "a", None, {"b": [2]}, 1.5], [2]),
         ({}, [1, [None]], []),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.agents.shapes import ASK, BASH, EDIT, LISTING, TODO, TOOLS, Recorded, anthropic, messages, parameters
+from tests.agents.shapes import ASK, BASH, EDIT, LISTING, READ, TODO, TOOLS, Recorded, anthropic, messages, parameters
 
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 _HEADERS = {
@@ -183,6 +183,18 @@ RECORDED = [
         thinking={"type": "enabled", "budget_tokens": 1024},
         headers=_HEADERS,
         answer="count",
+    ),
+    messages(
+        "anthropic sdk",
+        "tools whose schema the model is trained on",
+        messages=[{"role": "user", "content": ASK}, {"role": "assistant", "content": [_USED]}, _result(LISTING)],
+        tools=[
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 10_000},
+            {"type": "memory_20250818", "name": "memory"},
+            {"type": "custom", **anthropic(READ)},
+        ],
+        max_tokens=4096,
     ),
     messages(
         "anthropic sdk",

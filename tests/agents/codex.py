@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.agents.shapes import ASK, Recorded, flat, function, parameters, responses
+from tests.agents.shapes import ASK, LISTING, Recorded, flat, function, parameters, responses
 
 _SESSION = "01a20243-ce1d-7783-976d-768f48992c21"
 _HEADERS = {
@@ -133,6 +133,119 @@ def _codex(shape: str, history: list[dict[str, Any]], **fields: Any) -> Recorded
 
 
 RECORDED = [
+    _codex("first turn of a model it does not know", [], tools=_UNKNOWN_MODEL, left_out="tools left out: web_search"),
+    _codex(
+        "a command has run",
+        [
+            {**_THOUGHT, "content": None, "encrypted_content": "gAAAAB=="},
+            {
+                "type": "function_call",
+                "status": "completed",
+                "id": "fc_1",
+                "name": "exec_command",
+                "arguments": '{"cmd":"ls"}',
+                "call_id": "call_1",
+            },
+            {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": LISTING},
+        ],
+        tools=_UNKNOWN_MODEL,
+        left_out="tools left out: web_search",
+    ),
+    _codex(
+        "an agent of a namespace was called",
+        [
+            {
+                "type": "function_call",
+                "name": "close_agent",
+                "namespace": "multi_agent_v1",
+                "arguments": '{"target":"a"}',
+                "call_id": "call_1",
+            },
+            {
+                "type": "function_call_output",
+                "call_id": "call_1",
+                "output": [{"type": "input_text", "text": "Closed."}, {"type": "input_text", "text": "Done."}],
+            },
+        ],
+        tools=_UNKNOWN_MODEL,
+        left_out="tools left out: web_search",
+    ),
+    _codex(
+        "first turn of a model it knows",
+        [],
+        tools=_KNOWN_MODEL,
+        reasoning={"effort": "medium"},
+        text={"verbosity": "low"},
+        left_out="tools left out: tool_search, web_search",
+    ),
+    _codex(
+        "a patch was applied",
+        [
+            _THOUGHT,
+            {
+                "type": "custom_tool_call",
+                "id": "ctc_1",
+                "status": "completed",
+                "call_id": "call_1",
+                "name": "apply_patch",
+                "input": "*** Begin Patch\n*** Add File: a\n+hi\n*** End Patch\n",
+            },
+            {"type": "custom_tool_call_output", "id": "ctco_1", "call_id": "call_1", "output": "Exit code: 0"},
+        ],
+        tools=_KNOWN_MODEL,
+        text={"verbosity": "low"},
+        left_out="tools left out: tool_search, web_search",
+    ),
+    _codex(
+        "tools were searched for, and the web",
+        [
+            {
+                "type": "web_search_call",
+                "id": "ws_1",
+                "status": "completed",
+                "action": {"type": "search", "query": "a"},
+            },
+            {
+                "type": "tool_search_call",
+                "call_id": "call_1",
+                "execution": "client",
+                "status": "completed",
+                "arguments": {"query": "mail"},
+            },
+            {
+                "type": "tool_search_output",
+                "call_id": "call_1",
+                "execution": "client",
+                "status": "completed",
+                "tools": [],
+            },
+        ],
+        tools=_KNOWN_MODEL,
+        left_out="tools left out: tool_search, web_search; "
+        "items left out: web_search_call, tool_search_call, tool_search_output",
+    ),
+    _codex(
+        "its first shell",
+        [
+            {
+                "type": "local_shell_call",
+                "id": "lsh_1",
+                "call_id": "call_1",
+                "status": "completed",
+                "action": {
+                    "type": "exec",
+                    "command": ["bash", "-lc", "ls"],
+                    "timeout_ms": 1000,
+                    "working_directory": "/work",
+                    "env": {},
+                    "user": None,
+                },
+            },
+            {"type": "local_shell_call_output", "id": "call_1", "call_id": "call_1", "output": LISTING},
+        ],
+        tools=[{"type": "local_shell"}],
+        instructions="You are an agent.",
+    ),
     _codex(
         "an answer of a given form",
         [],

@@ -150,6 +150,39 @@ RECORDED = [
         left_out="tools left out: file_search, code_interpreter, image_generation, mcp, web_search_preview, "
         "computer_use_preview",
     ),
+    responses(
+        "openai sdk",
+        "free text of a day is demanded",
+        input=ASK,
+        tools=[
+            {
+                "type": "custom",
+                "name": "day",
+                "description": "A day.",
+                "format": {"type": "grammar", "syntax": "regex", "definition": "20[0-9]{2}-0[1-9]"},
+            }
+        ],
+        tool_choice={"type": "custom", "name": "day"},
+        stream=True,
+        answer="custom_tool_call",
+    ),
+    responses(
+        "openai sdk",
+        "patches and a shell",
+        input=[
+            {"role": "user", "content": ASK},
+            {
+                "type": "apply_patch_call",
+                "id": "apc_1",
+                "call_id": "call_1",
+                "status": "completed",
+                "operation": {"type": "create_file", "path": "a", "diff": "+hi\n"},
+            },
+            {"type": "apply_patch_call_output", "call_id": "call_1", "status": "completed", "output": "Created a"},
+        ],
+        tools=[{"type": "apply_patch"}, {"type": "local_shell"}],
+        stream=True,
+    ),
     chat(
         "pydantic ai",
         "an answer is a call",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -27,6 +28,7 @@ MAX_METADATA = 16  # entries
 MAX_METADATA_KEY = 64  # characters
 MAX_METADATA_VALUE = 512
 
+ADDED = "additional_tools"  # an item of the conversation
 LOGPROBS = "message.output_text.logprobs"
 
 _ECHOED = (
@@ -135,10 +137,23 @@ class InputTokensRequest(DialectRequest):
     reasoning: Reasoning = Field(default_factory=Reasoning)
     text: TextConfig = Field(default_factory=TextConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tools_of_the_conversation_are_tools(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("input"), list):
+            return data
+        tools = data.get("tools") or []
+        added: list[Any] = [
+            item.get("tools") for item in data["input"] if isinstance(item, dict) and item.get("type") == ADDED
+        ]
+        if not isinstance(tools, list) or not all(isinstance(more, list) for more in added):
+            return data
+        return {**data, "tools": [*tools, *chain(*added)]}
+
     @property
     def left_out(self) -> LeftOut:
         items = types_of(self.input) if isinstance(self.input, list) else ()
-        return LeftOut(types_of(unserved(self.tools)), items)
+        return LeftOut(types_of(unserved(self.tools)), tuple(kind for kind in items if kind != ADDED))
 
     def call_forms(self) -> dict[str, CallForm]:
         """How calls of the tools are told, by the names that the model knows."""

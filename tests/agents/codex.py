@@ -225,6 +225,14 @@ RECORDED = [
         "items left out: web_search_call, tool_search_call, tool_search_output",
     ),
     _codex(
+        "all tools in the conversation",
+        [],
+        input=[{"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [_SCRIPT, _AGENTS]}, *_BEGIN],
+        parallel_tool_calls=False,
+        reasoning={"effort": "medium", "context": "all_turns"},
+        text={"verbosity": "low"},
+    ),
+    _codex(
         "its first shell",
         [
             {

@@ -127,3 +127,14 @@ def test_the_warning_is_short_and_holds_nothing_that_a_client_made_up() -> None:
 def test_types_are_counted_by_families(kind: str, label: str) -> None:
     assert family(kind) == label
     assert label in FAMILIES
+
+
+def test_tools_that_the_conversation_brings_are_tools() -> None:
+    function = {"type": "function", "name": "f", "parameters": {}}
+    brought = {"type": "additional_tools", "role": "developer", "tools": [function, {"type": "web_search"}]}
+    body = {"input": [brought, {"role": "user", "content": "Hello"}]}
+    request = ResponsesRequest.model_validate(body)
+    assert request.left_out == LeftOut(tools=("web_search",))
+    tool_use = request.translate().tool_use
+    assert tool_use is not None
+    assert [function.name for function in tool_use.functions] == ["f"]

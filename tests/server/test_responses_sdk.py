@@ -324,7 +324,12 @@ def test_a_running_response_can_be_seen_and_cancelled(sdk: openai.OpenAI, server
 
 # --- what goes wrong
 
+
 # Each: fields beside a good request's, the param that the error names, and words of its message.
+def text_format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"text": {"format": {"type": "json_schema", "name": "a", "schema": schema, **more}}}
+
+
 BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": None}, "input", "required"),
     ({"input": []}, "input", "at least one"),
@@ -346,11 +351,8 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "mcp"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "xml"),
-    (
-        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "string", "pattern": "("}}}},
-        "text.format",
-        "text.format",
-    ),
+    (text_format({"type": "string", "pattern": "("}, strict=True), "text.format", "text.format"),
+    (text_format({"type": "strin"}), "text.format", "text.format"),
     ({"max_tokens": 5}, "max_tokens", "not supported"),
     ({"guided_json": {}}, "guided_json", "not supported"),
     ({"stop": ["a"] * 17}, "stop", "16"),

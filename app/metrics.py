@@ -120,7 +120,7 @@ class Metrics:
         checks = Counter("headrace:structured_output_checks", text, ("outcome",), registry=self._registry)
         self._checks = {outcome: checks.labels(outcome) for outcome in OUTCOMES}
         # Not vLLM's, so they have a name of their own whatever the prefix is.
-        text = "How late the event loop woke a task that slept for 20 ms."
+        text = "How late the event loop woke a task that slept for 50 ms."
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)

@@ -17,6 +17,7 @@ responses         OpenAI's Responses
 tokens            text to token ids and back
 administration    what administrators send
 sse               frames of an event stream
+paging            the pages of lists
 message_syntax    how the served model writes reasoning and tool calls, and how it is told of tools
 message_parts     a choice's text as reasoning, content and tool calls: what every dialect streams from
 reasoning         finding the reasoning in a text that comes in pieces

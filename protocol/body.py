@@ -82,10 +82,14 @@ def json_type(expected: str) -> Discriminator:
     )
 
 
-def type_tag(value: Any) -> str | None:
+def type_of(value: Any) -> Any:
+    """The `type` of an object, or of a model that has been made of one; None if it has none."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def type_tag(value: Any) -> str:
     """The tag of an object in a union of models by `type`, for pydantic's `Discriminator`."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"${kind}"
+    return f"${type_of(value)}"
 
 
 def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> None:

@@ -19,7 +19,7 @@ from app.server import ServedModel, Server
 from app.workload import INLINE_BODY_BYTES
 from engine.errors import InvalidRequest
 from engine.messages import FinishReason
-from protocol.errors import ApiError
+from protocol.errors import ApiError, shown
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.responses.items import Item, ItemReference, listing, stored_items
@@ -126,7 +126,7 @@ async def retrieve(server: Server, request: RequestScope) -> None:
     if query.get("stream", "false").lower() != "false":
         log = (running or stored).log  # type: ignore[union-attr]  # there is one of them
         if log is None:
-            raise ApiError(400, "stream is only possible for responses with background: true.", param="stream")
+            raise ApiError(400, "stream: true is only possible for responses with background: true.", param="stream")
         await follow(server, request, log, _starting_after(query) + 1)
     elif stored is not None:
         await request.send_json(200, stored.body)
@@ -206,11 +206,12 @@ def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -
     previous = server.responses.find(request.tenant.name, body.previous_response_id)
     if previous is None:
         is_running = server.responses.find_running(request.tenant.name, body.previous_response_id) is not None
+        given = shown(body.previous_response_id)
         raise ApiError(
             400,
-            "previous_response_id is the id of a response that has not ended yet."
+            f"previous_response_id: the response {given} has not ended yet."
             if is_running
-            else "previous_response_id is not the id of a response that is kept here; send the whole conversation.",
+            else f"previous_response_id: no response {given} is kept here; send the whole conversation.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -236,7 +237,11 @@ def _starting_after(query: Mapping[str, str]) -> int:
     """The number of the event after which a stream begins; -1 for the whole. Raises ApiError 400."""
     given = query.get("starting_after", "-1")
     if not re.fullmatch(r"-1|[0-9]{1,9}", given):
-        raise ApiError(400, "starting_after must be the sequence number of an event.", param="starting_after")
+        raise ApiError(
+            400,
+            f"starting_after must be the sequence number of an event, got {shown(given)}.",
+            param="starting_after",
+        )
     return int(given)
 
 

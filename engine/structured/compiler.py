@@ -23,7 +23,7 @@ from engine.errors import InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, Unenforced
 from engine.structured.compile_queue import CompileQueue, Owner
-from engine.structured.grammar import refused, to_llguidance
+from engine.structured.grammar import refused, rewritten_grammars, to_llguidance
 from engine.structured.grammar_cache import GrammarCache
 from engine.structured.lenient import loosened
 
@@ -170,7 +170,7 @@ class GrammarCompiler:
         if not prototype.is_error():
             self._try_out(prototype)
         if prototype.is_error():
-            reason = prototype.get_error()
+            reason = _error_in_own_grammar(structured) or prototype.get_error()
             if "NoExtension" in reason:
                 return refused("no output fits it.")
             return refused(_first_words(reason), code=GRAMMAR_TOO_COMPLEX if _LIMIT_MET.search(reason) else None)
@@ -258,7 +258,13 @@ def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
     return found
 
 
+def _error_in_own_grammar(structured: StructuredOutput) -> str:
+    """What is wrong with a grammar as the client has written it, where the compiler got it in another form."""
+    errors = (LLMatcher.validate_grammar(text, limits=_LIMITS) for text in rewritten_grammars(structured))
+    return next(filter(None, errors), "")
+
+
 def _first_words(error: str) -> str:
-    """What the compiler says, without what it says about itself."""
+    """What the compiler says, as a sentence, without what it says about itself."""
     text = " ".join(error.replace("<non-verbose/>", "").split())
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+    return f"{text.removesuffix('.')}." if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."

@@ -70,6 +70,13 @@ def refused(reason: str, *, code: str | None = None) -> InvalidRequest:
     return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output", code=code)
 
 
+def rewritten_grammars(structured: StructuredOutput) -> list[str]:
+    """The client's Lark grammars that `to_llguidance` puts into another form."""
+    if structured.kind is not StructuredOutputKind.STRUCTURAL_TAG:
+        return []
+    return [tag["lark"] for tag in _parsed(structured.value)["tags"] if "lark" in tag]
+
+
 def _parsed(value: str) -> Any:
     try:
         return msgspec.json.decode(value)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
 
-from protocol.errors import ApiError
+from protocol.errors import ApiError, shown
+from protocol.paging import page_size
 
 DEFAULT_LISTED = 20
 MAX_LISTED = 1000
@@ -39,21 +39,21 @@ def model_page(infos: Sequence[dict[str, Any]], query: Mapping[str, Sequence[str
 
     Raises `ApiError` 400 for a query that is not that.
     """
-    limit = query.get("limit", (str(DEFAULT_LISTED),))[-1]
-    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-        raise ApiError(400, f"limit must be a whole number from 1 to {MAX_LISTED}.", param="limit")
+    limit = page_size(query.get("limit", (str(DEFAULT_LISTED),))[-1], MAX_LISTED)
     if len(given := [name for name in _CURSORS if name in query]) > 1:
         raise ApiError(400, "after_id and before_id exclude each other; send one of them.", param="before_id")
     ids = [info["id"] for info in infos]
     start, end = 0, len(ids)
     for name in given:
         if query[name][-1] not in ids:
-            raise ApiError(400, f"{name} must be the id of one of the models.", param=name)
+            raise ApiError(
+                400, f"{name} must be the id of one of the models, got {shown(query[name][-1])}.", param=name
+            )
         place = ids.index(query[name][-1])
         start, end = (place + 1, end) if name == "after_id" else (0, place)
     stages = [*query.get("lifecycle", ()), *query.get("lifecycle[]", ())]
     found = [info for info in infos[start:end] if not stages or info["lifecycle"] in stages]
-    page = found[-int(limit) :] if "before_id" in given else found[: int(limit)]
+    page = found[-limit:] if "before_id" in given else found[:limit]
     return orjson.dumps(
         {
             "data": page,

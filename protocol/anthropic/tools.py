@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Tag
 
-from protocol.body import ClientModel, at_most, at_most_bytes, fail_fast
+from protocol.body import ClientModel, at_most, at_most_bytes, fail_fast, type_of
 from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
 from protocol.tools.left_out import Unserved, none_of
 
@@ -96,7 +96,7 @@ class FixedTool(ClientModel):
 
 
 def _tag(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if kind is None or kind == "custom":
         return "$custom"
     if not isinstance(kind, str):
@@ -111,7 +111,7 @@ Tools = Annotated[
             | Annotated[FixedTool, Tag("$fixed")]
             | Annotated[Unserved, Tag("$unserved"), none_of("custom")],
             Discriminator(
-                _tag, custom_error_type="shape", custom_error_message="an object with a type, such as custom"
+                _tag, custom_error_type="rule", custom_error_message="must be an object with a type, such as custom"
             ),
         ]
     ],

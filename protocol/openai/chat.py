@@ -18,6 +18,7 @@ from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
 from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type
 from protocol.chat_template import RESERVED_VARIABLES
+from protocol.errors import shown
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
 from protocol.openai.common import GenerationRequest
@@ -203,6 +204,8 @@ class ChatCompletionRequest(GenerationRequest):
     @field_validator("thinking_token_budget")
     @classmethod
     def _no_budget(cls, budget: int | None) -> int | None:
+        if budget is not None and budget < -1:
+            raise PydanticCustomError("rule", f"must be at least 0, or -1 for none, got {shown(budget)}")
         return None if budget == -1 else budget
 
     @field_validator("chat_template_kwargs")

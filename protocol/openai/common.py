@@ -76,6 +76,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     max_tokens: int | None = None
     n: int = 1
+    best_of: int | None = None
     allowed_token_ids: Annotated[TokenIds, at_most(MAX_ALLOWED_TOKEN_IDS, "entries")] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
     stop: StopStrings | None = None
@@ -101,6 +102,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
             )
         if self.logprob_token_ids and self._logprobs()[1] is None:
             raise InvalidRequest("logprob_token_ids needs logprobs; ask for them, too.", param="logprob_token_ids")
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidRequest(
+                f"best_of must equal n ({self.n}) here, got {self.best_of}: nothing is generated that is not shown.",
+                param="best_of",
+            )
         return self
 
     def translate(self) -> Self:

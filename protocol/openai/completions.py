@@ -98,21 +98,11 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     max_tokens: int | None = 16
     logprobs: int | None = None
-    best_of: int | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _prompts_can_run(self) -> Self:
         prompt_list(self.prompt, "prompt")
-        return self
-
-    @model_validator(mode="after")
-    def _no_more_than_is_shown(self) -> Self:
-        if self.best_of is not None and self.best_of != self.n:
-            raise InvalidRequest(
-                f"best_of must equal n ({self.n}) here, got {self.best_of}: nothing is generated that is not shown.",
-                param="best_of",
-            )
         return self
 
     def prompts(self, vocab_size: int) -> Prompts:

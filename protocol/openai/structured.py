@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
 from protocol import structured
-from protocol.body import ClientModel, at_most, fail_fast, json_type, type_tag
+from protocol.body import ClientModel, at_most, fail_fast, json_type, known_types, type_tag
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -40,13 +40,6 @@ def _from_json(value: Any) -> Any:
         raise PydanticCustomError(
             "rule", f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
-
-
-def _known_type(value: Any) -> Any:
-    known = ("text", "json_object", "json_schema", "structural_tag")
-    if isinstance(value, dict) and value.get("type") not in known:
-        raise PydanticCustomError("rule", f"must be one of {', '.join(known)}", {"field": "type"})
-    return value
 
 
 Schema = Annotated[
@@ -124,8 +117,8 @@ ResponseFormat = Annotated[
     | Annotated[JsonObjectFormat, Tag("$json_object")]
     | Annotated[JsonSchemaFormat, Tag("$json_schema")]
     | Annotated[StructuralTagFormat, Tag("$structural_tag")],
-    Discriminator(type_tag, custom_error_type="shape", custom_error_message="an object with a type"),
-    BeforeValidator(_known_type),
+    Discriminator(type_tag),
+    known_types("text", "json_object", "json_schema", "structural_tag"),
 ]
 
 

@@ -5,7 +5,7 @@ Tools are functions and custom tools: others, which OpenAI runs itself, are left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ from protocol.body import (
     check_size,
     check_type,
     fail_fast,
-    json_type,
     known_types,
     type_tag,
 )
@@ -184,7 +183,17 @@ class AllowedToolsChoice(ClientModel):
 
 
 _Word = Literal["none", "auto", "required"]
-_CHOICE = 'none, auto, required or {"type": "function", "function": {"name": "..."}}'
+
+
+def _word_or(tag_of_object: Callable[[Any], str | None], words: str, example: str) -> Discriminator:
+    """Tells the members of a union of one of `words` and objects."""
+    return Discriminator(
+        lambda value: (
+            ("$word" if value in words.split(", ") else None) if isinstance(value, str) else tag_of_object(value)
+        ),
+        custom_error_type="shape",
+        custom_error_message=f"{words} or {example}",
+    )
 
 
 def _known_choice(value: Any) -> Any:
@@ -198,11 +207,7 @@ ToolChoice = Annotated[
     | Annotated[NamedFunction, Tag("$function")]
     | Annotated[NamedCustomTool, Tag("$custom")]
     | Annotated[AllowedToolsChoice, Tag("$allowed_tools")],
-    Discriminator(
-        lambda value: "$word" if isinstance(value, str) else type_tag(value),
-        custom_error_type="shape",
-        custom_error_message=_CHOICE,
-    ),
+    _word_or(type_tag, "none, auto, required", '{"type": "function", "function": {"name": "..."}}'),
     BeforeValidator(_known_choice),
 ]
 Choice = _Word | NamedFunction | NamedCustomTool | AllowedToolsChoice
@@ -276,8 +281,8 @@ Functions = Annotated[
     list[FunctionDefinition], fail_fast, at_most_bytes(MAX_TOOL_BYTES), at_most(MAX_TOOLS, "functions")
 ]
 FunctionCall = Annotated[
-    Annotated[Literal["none", "auto"], Tag("$string")] | Annotated[ToolName, Tag("$object")],
-    json_type('none, auto or {"name": "..."}'),
+    Annotated[Literal["none", "auto"], Tag("$word")] | Annotated[ToolName, Tag("$object")],
+    _word_or(lambda value: "$object" if isinstance(value, dict) else None, "none, auto", '{"name": "..."}'),
 ]
 
 

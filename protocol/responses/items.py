@@ -6,15 +6,15 @@ Everything that text cannot be is refused by name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast
-from protocol.errors import ApiError
+from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, type_of
+from protocol.errors import ApiError, shown
+from protocol.paging import page_size
 from protocol.responses.built_in import BUILT_IN
 from protocol.responses.calls import (
     BuiltInCallItem,
@@ -106,8 +106,7 @@ _UNSERVED = (
 def _item_tag(value: Any) -> str | None:
     if isinstance(value, dict) and "type" not in value:
         return "$message"
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "$unserved" if _is_unserved(value) else _TAGS.get(str(kind))
+    return "$unserved" if _is_unserved(value) else _TAGS.get(str(type_of(value)))
 
 
 def _is_unserved(value: Any) -> bool:
@@ -173,16 +172,14 @@ def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
     """
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
-        raise ApiError(400, "order must be 'asc' or 'desc'.", param="order")
-    limit = query.get("limit", str(DEFAULT_LISTED))
-    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_LISTED:
-        raise ApiError(400, f"limit must be a whole number from 1 to {MAX_LISTED}.", param="limit")
+        raise ApiError(400, f"order must be 'asc' or 'desc', got {shown(order)}.", param="order")
+    limit = page_size(query.get("limit", str(DEFAULT_LISTED)), MAX_LISTED)
     ordered = list(items) if order == "asc" else list(reversed(items))
     ids = [item["id"] for item in ordered]
     if after is not None and after not in ids:
-        raise ApiError(400, "after must be the id of one of the items.", param="after")
+        raise ApiError(400, f"after must be the id of one of the items, got {shown(after)}.", param="after")
     start = 0 if after is None else ids.index(after) + 1
-    page = ordered[start : start + int(limit)]
+    page = ordered[start : start + limit]
     return orjson.dumps(
         {
             "object": "list",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from protocol.body import ClientModel, at_most, at_most_bytes, check_type, fail_fast, known_types, type_tag
+from protocol.body import ClientModel, at_most, at_most_bytes, check_type, fail_fast, known_types, type_of, type_tag
 from protocol.responses.built_in import BUILT_IN
 from protocol.responses.calls import CallForm, flat_name
 from protocol.tools.functions import MAX_TOOL_BYTES, MAX_TOOLS
@@ -103,7 +103,7 @@ _SERVED = ("function", "custom", "namespace", *BUILT_IN)
 
 
 def _tag(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if not isinstance(kind, str):
         return None
     if kind == "shell" and isinstance(value, dict) and isinstance(place := value.get("environment"), dict):
@@ -121,7 +121,7 @@ Tools = Annotated[
             | Annotated[Namespace, Tag("$namespace")]
             | Annotated[Unserved, Tag("$unserved"), none_of(*_SERVED)],
             Discriminator(
-                _tag, custom_error_type="shape", custom_error_message="an object with a type, such as function"
+                _tag, custom_error_type="rule", custom_error_message="must be an object with a type, such as function"
             ),
         ]
     ],
@@ -161,9 +161,7 @@ class AllowedTools(ClientModel):
             Annotated[
                 Annotated[NamedTool, Tag("$named")]
                 | Annotated[Unserved, Tag("$unserved"), none_of(*_NAMED, "namespace")],
-                Discriminator(
-                    lambda value: "$named" if (type_tag(value) or "")[1:] in (*_NAMED, "namespace") else "$unserved"
-                ),
+                Discriminator(lambda value: "$named" if type_of(value) in (*_NAMED, "namespace") else "$unserved"),
             ]
         ],
         fail_fast,

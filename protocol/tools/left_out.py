@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Discriminator, WithJsonSchema
 
-from protocol.body import ClientModel
+from protocol.body import ClientModel, type_of
 
 OTHER = "other"
 FAMILIES = (
@@ -57,12 +57,12 @@ def one_of(*served: str, default: str | None = None) -> Discriminator:
     """Tells the members of a union of models by `type`: tags are `$type` of one that is served, else `$unserved`."""
 
     def tag(value: Any) -> str | None:
-        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        kind = type_of(value)
         kind = default if kind is None else kind
         return f"${kind}" if kind in served else "$unserved" if isinstance(kind, str) else None
 
     return Discriminator(
-        tag, custom_error_type="shape", custom_error_message=f"an object with a type, such as {served[0]}"
+        tag, custom_error_type="rule", custom_error_message=f"must be an object with a type, such as {served[0]}"
     )
 
 

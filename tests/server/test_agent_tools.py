@@ -109,12 +109,20 @@ def test_a_custom_tool_may_take_any_text_and_its_call_goes_back_to_the_model(sdk
 
 
 def test_a_grammar_that_cannot_be_held_is_refused_where_a_call_is_demanded(server: Server) -> None:
-    for definition in ("start: %json {}", "start: nowhere", "start: /a.*/ start?", "no grammar"):
+    for definition, words in {
+        "start: %json {}": "%json has no place",
+        "# letters\nstart: nowhere": 'at 2(8): unknown name: "nowhere" 1 | # letters 2 | start: nowhere',
+        "start: /a.*/ start?": "such as line breaks",
+        "no grammar": "no grammar",
+    }.items():
         tool = custom({"syntax": "lark", "definition": definition})
         body = {**SHORT, "messages": QUESTION, "max_tokens": 1, "tools": [tool], "tool_choice": NAMED}
         answer = server.post("/v1/chat/completions", body)
         assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == "tools"
+        error = answer.json()["error"]
+        assert error["param"] == "tools"
+        assert words in error["message"]
+        assert "RULE_" not in error["message"]
 
 
 # --- functions, the old form of tools

@@ -291,7 +291,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {
             "messages": QUESTION,
             "max_tokens": 1,
-            "output_config": {"format": {"type": "json_schema", "schema": {"type": "string", "pattern": "("}}},
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}},
         },
         "output_config.format",
     ),
@@ -348,7 +348,7 @@ def test_models_are_listed_and_found_as_anthropics_clients_read_them(sdk: anthro
 
     as_anthropics = {"anthropic-version": "2023-06-01"}
     answer = server.client.get("/v1/models?limit=0", headers=as_anthropics)
-    assert error_of(answer, 400, "invalid_request_error").startswith("limit must be")
+    assert error_of(answer, 400, "invalid_request_error").endswith("from 1 to 1000, got '0'.")
     error_of(server.client.post("/v1/models", headers=as_anthropics), 405, "invalid_request_error")
     assert server.client.get("/v1/models").json()["object"] == "list"
     assert server.client.get("/v1/models/claude").json()["error"]["code"] == "model_not_found"

@@ -359,7 +359,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"metadata": {"a": 1}}, "metadata.a", "a string"),
     ({"metadata": {"a": "b" * 513}}, "metadata", "512"),
     ({"reasoning": {"effort": "lots"}}, "reasoning.effort", "lots"),
-    ({"previous_response_id": "resp_x"}, "previous_response_id", "not the id"),
+    ({"previous_response_id": "resp_x"}, "previous_response_id", "no response 'resp_x' is kept"),
 ]
 
 
@@ -374,16 +374,17 @@ def test_bad_request_names_the_field(server: Server, fields: dict[str, Any], par
 
 def test_a_query_that_cannot_be_honoured_is_refused(server: Server) -> None:
     kept = server.post("/v1/responses", {**GREEDY, "max_output_tokens": 1}).json()["id"]
-    for path, param in [
-        ("?stream=true", "stream"),
-        ("/input_items?limit=0", "limit"),
-        ("/input_items?limit=x", "limit"),
-        ("/input_items?order=up", "order"),
-        ("/input_items?after=msg_x", "after"),
+    for path, param, given in [
+        ("?stream=true", "stream", "true"),
+        ("/input_items?limit=0", "limit", "'0'"),
+        ("/input_items?limit=x", "limit", "'x'"),
+        ("/input_items?order=up", "order", "'up'"),
+        ("/input_items?after=msg_x", "after", "'msg_x'"),
     ]:
         answer = server.client.get(f"/v1/responses/{kept}{path}")
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
+        assert given in answer.json()["error"]["message"]
 
 
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(sdk: openai.OpenAI) -> None:

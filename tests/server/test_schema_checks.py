@@ -136,7 +136,7 @@ def test_messages_tell_it_and_their_sdk_reads_them(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param", "advice"),
     [
-        (CHAT, {"response_format": json_schema(of_pair("a", "b"), strict=True)}, "response_format", "Without strict"),
+        (CHAT, {"response_format": json_schema(of_pair("a", "b"), strict=True)}, "response_format", ". Without strict"),
         (CHAT, {"guided_json": of_pair("a", "b")}, "guided_json", "In response_format without strict"),
         (CHAT, {"structured_outputs": {"json": of_pair("a", "b")}}, "structured_outputs", "In response_format without"),
         (

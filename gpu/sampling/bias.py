@@ -1,4 +1,6 @@
-"""What is added to single logits: a request's logit_bias, and -inf to its stop tokens until min_tokens are there.
+"""What is added to single logits: a request's logit_bias, and -1e9 to its stop tokens until min_tokens are there.
+
+Not -inf, because a mask (a grammar, the end of a thinking budget) may allow nothing else: then one of them comes.
 
 The row table keeps one `Biases` for all its rows; only rows that use either are ever looped over.
 """
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from engine.scheduler.plan import NewRequestData
 from gpu.columns import Column
 
+_POSTPONED = -1e9  # far below all others, whatever penalties and temperature make of them
+
 
 def _may_stop_at(request: NewRequestData) -> int:
     if request.sampling.min_tokens > 0 and request.stop_token_ids:
@@ -24,14 +28,14 @@ def _may_stop_at(request: NewRequestData) -> int:
 
 BIAS = (
     Column("is_biased", np.bool_, False, lambda request: bool(request.sampling.logit_bias), host_only=True),
-    # Stop tokens are forbidden at positions below this.
+    # Stop tokens are not to come at positions below this.
     Column("may_stop_at", np.int64, 0, _may_stop_at, host_only=True),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseBias:
-    """Amounts to add to single logits; all arrays are [N]. A token that is forbidden has -inf."""
+    """Amounts to add to single logits; all arrays are [N]."""
 
     rows: NDArray[np.int64]  # into the logits
     token_ids: NDArray[np.int64]
@@ -62,7 +66,7 @@ class Biases:
         parts = [(i, *self._bias[int(rows[i])]) for i in np.flatnonzero(self._is_biased[rows]).tolist()]
         for i in np.flatnonzero(positions < self._may_stop_at[rows]).tolist():
             stops = self._stop_token_ids[int(rows[i])]
-            parts.append((i, stops, np.full(len(stops), -np.inf, dtype=np.float32)))
+            parts.append((i, stops, np.full(len(stops), _POSTPONED, dtype=np.float32)))
         if not parts:
             return None
         indices, token_ids, values = zip(*parts, strict=True)

@@ -7,7 +7,7 @@ The order of operations is vLLM's, because clients tune their parameters to it:
 
 0. tokens that the request's grammar does not allow get -inf, for whatever follows;
 1. log-probabilities are those of the raw logits;
-2. logit bias, and -inf on stop tokens until min_tokens have been generated;
+2. logit bias, and so much less for stop tokens that none comes while any other may, until min_tokens are there;
 3. repetition, then frequency and presence penalties;
 4. greedy rows: the largest logit, the lowest id where several are largest;
 5. other rows: temperature, min-p, top-k, top-p, then the token at which the cumulative distribution, in order of token

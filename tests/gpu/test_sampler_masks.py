@@ -61,6 +61,16 @@ def test_rows_with_a_mask_and_without_one_are_sampled_side_by_side(temperature: 
     assert masked.token_ids[[0, 2, 3, 5]].tolist() == plain[[0, 2, 3, 5]].tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_token_comes_before_min_tokens_where_nothing_else_may(temperature: float) -> None:
+    request = new_request(temperature=temperature, min_tokens=9, stop_token_ids=(17, 18), repetition_penalty=1e-3)
+    for allowed, possible in (([17], [17]), ([17, 18], [17, 18]), ([17, 500], [500])):
+        mask = LogitsMask(rows=np.array([0]), bits=bits_of(allowed))
+        sampled = sample(logits_of(1), replace(metadata_of([request]), mask=mask))
+        assert sampled.finite.all()
+        assert sampled.token_ids[0] in possible
+
+
 def test_logprobs_are_those_of_what_is_allowed() -> None:
     logits = logits_of(1)
     expected = logits[0, [3, 900]].log_softmax(0)

@@ -164,6 +164,15 @@ def test_what_is_demanded_of_the_answer_comes_after_the_budget(sdk: openai.OpenA
     assert called.choices[0].message.reasoning == message.reasoning
 
 
+def test_a_tag_of_stop_tokens_is_written_before_min_tokens(sdk: openai.OpenAI, thinking_server: Server) -> None:
+    closing = thinking_server.post("/tokenize", {"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
+    limits = {"thinking_token_budget": 5, "stop_token_ids": [closing[-1]], "min_tokens": 20, "return_token_ids": True}
+    [choice] = sdk.chat.completions.create(**fields("<think>", **limits) | {"max_tokens": 24}).choices
+    assert choice.token_ids[5:8] == closing
+    assert choice.message.content
+    assert 20 <= len(choice.token_ids) <= 24
+
+
 def test_a_budget_of_messages_is_kept(thinking_server: Server) -> None:
     body = {
         "messages": fields("<think>")["messages"],

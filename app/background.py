@@ -19,6 +19,7 @@ from app.event_log import EventLog
 from app.generation import HEADERS_WITHIN
 from app.scope import Handler, RequestScope
 from app.server import Server
+from app.workload import weight_so_far
 from engine.frontend.request_stream import RequestStream
 from engine.messages import RequestOutput
 from protocol.errors import ApiError
@@ -36,7 +37,7 @@ class BackgroundScope(RequestScope):
     `failure` is what it ended with, if it failed.
     """
 
-    __slots__ = ("_accepted", "_fail", "_log", "failure")
+    __slots__ = ("_accepted", "_fail", "_log", "_write", "failure")
 
     def __init__(self, server: Server, request: RequestScope, log: EventLog, fail: Fail) -> None:
         super().__init__(request.asgi_scope, self._receive_body, self._feed, server.settings)
@@ -47,6 +48,7 @@ class BackgroundScope(RequestScope):
         self.failure: ApiError | None = None
         self._log = log
         self._fail = fail
+        self._write = server.workload.write
         self._accepted = anyio.Event()
 
     async def begin(self, server: Server, route: str, handler: Handler, when_over: Callable[[], None]) -> None:
@@ -92,7 +94,11 @@ class BackgroundScope(RequestScope):
 
     async def _send_error(self, error: ApiError) -> None:
         self.failure, self.status, self._answered = error, error.status, True
-        self._log.append(self._fail(error, self.outputs.drain() if self.outputs is not None else ()))
+        unsent = self.outputs.drain() if self.outputs is not None else ()
+        self._log.append(await self._write(weight_so_far(self.outputs), lambda: self._fail(error, unsent)))
+
+    async def _send_pieces(self, data: bytes, *, more_body: bool) -> None:
+        self._log.append(data)
 
     async def _receive_body(self) -> dict[str, Any]:
         if self.received_time is None:
@@ -111,9 +117,13 @@ async def follow(server: Server, request: RequestScope, log: EventLog, number: i
     """
     events, number = log.read(number)
     request.follows_another = True
+
+    async def fail(error: ApiError) -> bytes:
+        return _error_event(error, number)
+
     await request.start_stream(
         CONTENT_TYPE,
-        error_frame=lambda error: _error_event(error, number),
+        error_frame=fail,
         keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
     )
     while events or not log.is_over:

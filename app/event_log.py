@@ -77,19 +77,21 @@ class EventLog:
     def read(self, number: int) -> tuple[bytes, int]:
         """Events from this number on, and the number behind them; none if there are none yet.
 
-        Raises ApiError 404 if they are gone, and what the log has ended with when there is nothing more.
+        Raises what the log has ended with when there is nothing more, and ApiError 404 if they are gone.
         """
         pieces = self._pieces
         place = bisect_right(pieces, number, key=lambda piece: piece[0]) - 1
         if number < self.next_number and place < 0:
-            raise ApiError(404, f"The events before number {self._first} are not kept any more.", code="not_found")
+            gone = ApiError(404, f"The events before number {self._first} are not kept any more.", code="not_found")
+            raise self._error or gone
         found: list[bytes] = []
         size = 0
-        for first, frames in pieces[max(place, 0) :]:
+        for at in range(max(place, 0), len(pieces)):
+            first, frames = pieces[at]
             unread = _without(frames, number - first) if first < number else frames
             found.append(unread)
             size += len(unread)
-            number = max(number, first + frames.count(_END))
+            number = max(number, pieces[at + 1][0] if at + 1 < len(pieces) else self.next_number)
             if size >= READ_AT_ONCE:
                 break
         if not size and self._error is not None:

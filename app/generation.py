@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from app.scope import RequestScope
 from app.server import ServedModel, Server
-from app.workload import INLINE_ANSWER, weight_of
+from app.workload import INLINE_ANSWER, weight_of, weight_so_far
 from engine.errors import InvalidRequest
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
@@ -243,10 +243,15 @@ async def _send_stream(
     assert work.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
     feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
+
+    async def fail(error: ApiError) -> bytes:
+        unsent = outputs.drain()
+        return await server.workload.write(weight_so_far(outputs), lambda: writer.fail_stream(error, unsent))
+
     start = partial(
         request.start_stream,
         CONTENT_TYPE,
-        error_frame=lambda error: writer.fail_stream(error, outputs.drain()),
+        error_frame=fail,
         keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
     )
     with anyio.move_on_after(HEADERS_WITHIN) as wait:
@@ -281,8 +286,7 @@ async def _send_stream(
         if time.perf_counter() - turn_began > WRITING_TURN:
             await checkpoint()
             turn_began = time.perf_counter()
-    weight = outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
-    await request.end_stream(await server.workload.write(weight, writer.finish_stream))
+    await request.end_stream(await server.workload.write(weight_so_far(outputs), writer.finish_stream))
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

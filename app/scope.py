@@ -104,7 +104,7 @@ class RequestScope:
         self._send_timeout = settings.send_timeout
         self._task_group: TaskGroup | None = None
         self._handler = anyio.CancelScope()
-        self._error_frame: Callable[[ApiError], bytes] | None = None
+        self._error_frame: Callable[[ApiError], Awaitable[bytes]] | None = None
         self._answered = False  # the last byte is out, or on its way
         self._ended_by: ApiError | None = None
         self.connection: Connection | None = current_connection()
@@ -151,17 +151,10 @@ class RequestScope:
         # Half an answer would be worse than a late one.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
             await self._start_response(status, content_type, extra, headers)
-            # Every layer below copies what it gets, and a client that reads slowly is told from one that does not by
-            # whether a piece gets through: so a long body goes out in pieces.
-            for begin in range(0, len(body) - MAX_PIECE, MAX_PIECE):
-                await self._send(
-                    {"type": "http.response.body", "body": body[begin : begin + MAX_PIECE], "more_body": True}
-                )
-            rest = body[(len(body) - 1) // MAX_PIECE * MAX_PIECE :] if len(body) > MAX_PIECE else body
-            await self._send({"type": "http.response.body", "body": rest, "more_body": False})
+            await self._send_pieces(body, more_body=False)
 
     async def start_stream(
-        self, content_type: str, *, error_frame: Callable[[ApiError], bytes], keep_alive: tuple[float, bytes]
+        self, content_type: str, *, error_frame: Callable[[ApiError], Awaitable[bytes]], keep_alive: tuple[float, bytes]
     ) -> None:
         """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong.
 
@@ -174,7 +167,11 @@ class RequestScope:
 
     async def send_chunk(self, data: bytes) -> None:
         """One piece of a stream. Waits while the client's socket is full."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        if len(data) <= MAX_PIECE:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            return
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:  # half an event would be none
+            await self._send_pieces(data, more_body=True)
 
     @property
     def takes_more(self) -> bool:
@@ -199,7 +196,7 @@ class RequestScope:
         # The disconnect that follows every answer would otherwise interrupt what Hypercorn still does after the last
         # byte: on trio, starting the connection's keep-alive timer.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
-            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+            await self._send_pieces(data, more_body=False)
 
     def end_at(self, when: float, error: ApiError) -> None:
         """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
@@ -253,7 +250,11 @@ class RequestScope:
                 self.send_chunk_now(comment)
             else:
                 self._last_sent = now
-                self.start_soon(lambda: self.send_chunk(comment))
+                self.start_soon(lambda: self._send_comment(comment))
+
+    async def _send_comment(self, comment: bytes) -> None:
+        if not self._num_sending and not self._answered:  # nor may it come between the pieces of an event
+            await self.send_chunk(comment)
 
     # --- the scope itself
 
@@ -332,7 +333,15 @@ class RequestScope:
         if self.status is None:
             await self.send_json(error.status, self.dialect.error_body(error, self.request_id), error.headers)
         elif self._error_frame is not None and not self._answered:
-            await self.end_stream(self._error_frame(error))
+            await self.end_stream(await self._error_frame(error))
+
+    async def _send_pieces(self, data: bytes, *, more_body: bool) -> None:
+        # Every layer below copies what it gets, and a client that reads slowly is told from one that does not by
+        # whether a piece gets through: so what is long goes out in pieces.
+        for begin in range(0, len(data) - MAX_PIECE, MAX_PIECE):
+            await self._send({"type": "http.response.body", "body": data[begin : begin + MAX_PIECE], "more_body": True})
+        rest = data[(len(data) - 1) // MAX_PIECE * MAX_PIECE :] if len(data) > MAX_PIECE else data
+        await self._send({"type": "http.response.body", "body": rest, "more_body": more_body})
 
     async def _send(self, message: dict[str, Any]) -> None:
         started = time.monotonic()

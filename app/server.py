@@ -192,7 +192,9 @@ class Server:
         """
         ended = 0
         for request in list(self._open_requests):
-            if request is but or {request.request_id, request.answer_id}.isdisjoint(request_ids):
+            if request is but or request.follows_another:  # which ends with that
+                continue
+            if {request.request_id, request.answer_id}.isdisjoint(request_ids):
                 continue
             ended += 1
             if request.outputs is not None and self._llm is not None:

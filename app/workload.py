@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from app.scope import RequestScope
 from engine.frontend.fair_threads import FairThreads
+from engine.frontend.request_stream import RequestStream
 from engine.messages import RequestOutput, TokenLogprobs
 
 INLINE_BODY_BYTES: Final = 64 * 1024  # parsing and checking them takes about a millisecond
@@ -63,6 +64,11 @@ def weight_of(outputs: Iterable[RequestOutput]) -> int:
         if output.embedding is not None:
             weight += len(output.embedding) // (4 * _FLOATS_PER_TOKEN)
     return weight
+
+
+def weight_so_far(outputs: RequestStream | None) -> int:
+    """How much an answer holds that is made of all that has come."""
+    return 0 if outputs is None else outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
 
 
 def _num_logprobs(positions: list[TokenLogprobs]) -> int:

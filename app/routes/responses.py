@@ -16,7 +16,7 @@ from app.generation import GenerationTask, count_tokens, encode_conversation, ge
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import RequestScope
 from app.server import ServedModel, Server
-from app.workload import INLINE_BODY_BYTES
+from app.workload import INLINE_BODY_BYTES, weight_so_far
 from engine.errors import InvalidRequest
 from engine.messages import FinishReason
 from protocol.errors import ApiError, shown
@@ -230,7 +230,8 @@ async def _send_running(
 ) -> None:
     """A response as far as it is."""
     response = running.response() if status is None else running.writer.response(status)
-    await request.send_json(200, await server.workload.write(_length(running), lambda: orjson.dumps(response)))
+    weight = weight_so_far(running.request.outputs)
+    await request.send_json(200, await server.workload.write(weight, lambda: orjson.dumps(response)))
 
 
 def _starting_after(query: Mapping[str, str]) -> int:
@@ -243,12 +244,6 @@ def _starting_after(query: Mapping[str, str]) -> int:
             param="starting_after",
         )
     return int(given)
-
-
-def _length(running: RunningResponse) -> int:
-    """The weight of a response that is being made, in tokens and log-probabilities."""
-    outputs = running.request.outputs
-    return 0 if outputs is None else outputs.num_output_tokens * (1 + outputs.logprobs_per_token)
 
 
 def _conversation(

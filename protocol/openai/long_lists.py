@@ -27,7 +27,7 @@ def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]
 
 def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
     """The JSON of one list of all of these lists' entries."""
-    return _array(_entries(each) for each in lists if each)
+    return array_of(map(entries_of, lists))
 
 
 def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -38,15 +38,17 @@ def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str
     for piece in pieces(entries):
         for key, value in write(piece).items():
             if isinstance(value, list):
-                whole.setdefault(key, []).append(_entries(value))
+                whole.setdefault(key, []).append(entries_of(value))
             else:
                 whole[key] = value
-    return {key: _array(value) if isinstance(value, list) else value for key, value in whole.items()}
+    return {key: array_of(value) if isinstance(value, list) else value for key, value in whole.items()}
 
 
-def _entries(values: Sequence[Any]) -> bytes:
+def entries_of(values: Sequence[Any]) -> bytes:
+    """The JSON of a list, without its brackets."""
     return orjson.dumps(values)[1:-1]
 
 
-def _array(written_entries: Iterable[bytes]) -> orjson.Fragment:
-    return orjson.Fragment(b"[" + b",".join(written_entries) + b"]")
+def array_of(written_entries: Iterable[bytes]) -> orjson.Fragment:
+    """The list that has all of these entries, of which some may be none."""
+    return orjson.Fragment(b"[" + b",".join(filter(None, written_entries)) + b"]")

@@ -147,7 +147,7 @@ def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:
     return [item for item in _ITEMS.validate_python(listed) if not isinstance(item, ItemReference | Unserved)]
 
 
-def message_item(item_id: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+def message_item(item_id: str, text: str, status: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:
     """What the assistant says, as an item of a response."""
     part = _output_text(text, logprobs)
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
@@ -191,8 +191,8 @@ def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
     )
 
 
-def _output_text(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+def _output_text(text: str, logprobs: orjson.Fragment | None = None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
 def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:

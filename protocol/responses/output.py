@@ -26,6 +26,7 @@ from protocol.message_parts import (
     ToolCallStart,
 )
 from protocol.openai.logprobs import ChatLogprobs
+from protocol.openai.long_lists import array_of, entries_of
 from protocol.responses.calls import CallForm
 from protocol.responses.items import item_id, message_item, reasoning_item
 from protocol.sse import event_frame
@@ -34,7 +35,7 @@ from protocol.writers import Head, raise_if_failed
 _TEXT_DELTA = (
     b"event: response.output_text.delta\n"
     b'data: {"type":"response.output_text.delta","sequence_number":%d,"item_id":%b,"output_index":%d,'
-    b'"content_index":0,"delta":%b,"logprobs":%b}\n\n'
+    b'"content_index":0,"delta":%b,"logprobs":[%b]}\n\n'
 )
 
 CANCELLED = "response_cancelled"
@@ -55,12 +56,12 @@ class _OpenItem:
     call_id: str = ""  # of a call
     form: CallForm = _FUNCTION
     text: list[str] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # JSON of one or more entries: see `long_lists`
 
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)
         if self.kind is ContentDelta:
-            return message_item(self.id, text, status, self.logprobs)
+            return message_item(self.id, text, status, array_of(self.logprobs) if self.logprobs else None)
         if self.kind is ReasoningDelta:
             return reasoning_item(self.id, [text], status)
         return self.form.item(self.id, self.call_id, text, status)
@@ -142,7 +143,11 @@ class ResponseStreamWriter:
         return b"".join([*frames, self._event(name, response=response)])
 
     def response(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response object as it is now, with every key that it can have."""
+        """The response object as it is now, with every key that it can have. Any thread may ask."""
+        item = self._open  # first: it is put among the others before it is closed
+        output = list(self._output)
+        if item is not None and item.index == len(output):
+            output.append(item.as_item("in_progress"))
         return {
             "id": self._head.id,
             "object": "response",
@@ -152,7 +157,7 @@ class ResponseStreamWriter:
             "error": None,
             "incomplete_details": None,
             "model": self._head.model,
-            "output": [*self._output, *([self._open.as_item("in_progress")] if self._open else [])],
+            "output": output,
             "usage": None if self._last is None or status in ("queued", "in_progress") else self._usage(self._last),
             **self._echo,
             **fields,
@@ -218,14 +223,15 @@ class ResponseStreamWriter:
 
     def _close(self, status: str) -> list[bytes]:
         """End the open item, if there is one."""
-        item, self._open = self._open, None
+        item = self._open
         if item is None:
             return []
-        if item.kind is ContentDelta:
-            item.logprobs += self._take_logprobs()  # of tokens without text, as the last one
+        if item.kind is ContentDelta and self._logprobs:  # of tokens without text, as the last one
+            item.logprobs.append(entries_of(self._take_logprobs()))
         text = "".join(item.text)
         whole = item.as_item(status)
         self._output.append(whole)
+        self._open = None
         if item.kind is ToolCallArguments:
             events = item.form.done_events(whole)
             frames = [self._event(name, **{"output_index": item.index, **fields}) for name, fields in events]
@@ -243,15 +249,17 @@ class ResponseStreamWriter:
         item = self._open
         assert item is not None
         item.text.append(text)
-        logprobs = self._take_logprobs() if self._logprobs else []
-        item.logprobs += logprobs
+        logprobs = b""
+        if self._logprobs:
+            logprobs = entries_of(self._take_logprobs())
+            item.logprobs.append(logprobs)
         self._events += 1
         return _TEXT_DELTA % (
             self._events - 1,
             orjson.dumps(item.id),
             item.index,
             orjson.dumps(text),
-            orjson.dumps(logprobs),
+            logprobs,
         )
 
     def _delta(self, name: str, text: str, **fields: Any) -> bytes:

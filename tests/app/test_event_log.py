@@ -102,6 +102,14 @@ async def test_of_an_abandoned_log_readers_get_what_there_is_and_then_why() -> N
         log.read(number)
 
 
+def test_a_reader_that_lags_behind_hears_why_a_log_is_forgotten() -> None:
+    log = log_of([3])
+    log.forget()
+    log.abandon(GONE)
+    with pytest.raises(ApiError, match="deleted"):
+        log.read(1)
+
+
 def test_who_follows_a_forgotten_log_misses_nothing_new() -> None:
     log = log_of([3])
     log.forget()

@@ -9,8 +9,9 @@ from typing import Any
 import anyio
 import pytest
 
-from app.scope import RequestScope
+from app.scope import MAX_PIECE, RequestScope
 from app.settings import Settings
+from protocol.errors import ApiError
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -19,6 +20,10 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 pytestmark = pytest.mark.anyio
+
+
+async def no_frame(error: ApiError) -> bytes:
+    return b""
 
 
 def scope_of(sent: list[MutableMapping[str, Any]], body: list[bytes]) -> RequestScope:
@@ -40,7 +45,7 @@ async def test_a_silent_stream_that_has_ended_is_not_kept_alive(leaves: str) -> 
     request = scope_of(sent, [b"{}"])
 
     async def handler(request: RequestScope) -> None:
-        await request.start_stream("text/event-stream", error_frame=lambda error: b"", keep_alive=(0.0, b":\n\n"))
+        await request.start_stream("text/event-stream", error_frame=no_frame, keep_alive=(0.0, b":\n\n"))
         request.tick(time.monotonic())
         await anyio.wait_all_tasks_blocked()
         assert len(sent) == 2, "it was not kept alive"
@@ -51,3 +56,21 @@ async def test_a_silent_stream_that_has_ended_is_not_kept_alive(leaves: str) -> 
     await request.run(handler)
     request.tick(time.monotonic())  # the server's task may come before the request is forgotten
     assert len(sent) == 2
+
+
+async def test_long_pieces_of_a_stream_are_cut_and_nothing_comes_between() -> None:
+    sent: list[MutableMapping[str, Any]] = []
+    request = scope_of(sent, [b"{}"])
+    event = bytes(range(256)) * 1000
+
+    async def handler(request: RequestScope) -> None:
+        await request.start_stream("text/event-stream", error_frame=no_frame, keep_alive=(0.0, b":\n\n"))
+        request.tick(time.monotonic())
+        await request.send_chunk(event)
+        await request.end_stream(event)
+
+    await request.run(handler)
+    bodies = [message["body"] for message in sent[1:]]
+    assert max(map(len, bodies)) == MAX_PIECE
+    assert b"".join(bodies).replace(b":\n\n", b"") == event * 2
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import orjson
@@ -210,6 +211,17 @@ def test_logprobs_are_those_of_the_text_and_not_of_the_reasoning():
     assert [entry["token"] for entry in message["content"][0]["logprobs"]] == ["Yes", "."]
     deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert [entry["token"] for delta in deltas for entry in delta] == ["Yes", "."]
+
+
+def test_what_is_kept_of_log_probabilities_is_nothing_that_the_garbage_collector_visits():
+    writer = ResponseStreamWriter(HEAD, ECHO, write_logprobs=ChatLogprobs(lambda token_id: b"a"))
+    writer.read_with(MessageFormat().parser(lambda token_id: b"a"))
+    before = len(gc.get_objects())
+    for _ in range(300):
+        writer.feed_output(output("a", token_ids=[1], logprobs=[lp(1, top=[(1, -1.0), (2, -2.0)])]))
+    assert len(gc.get_objects()) - before < 100
+    [message] = orjson.loads(orjson.dumps(writer.response("in_progress")))["output"]
+    assert len(message["content"][0]["logprobs"]) == 300
 
 
 def test_what_is_one_turn_in_chat_is_one_message():

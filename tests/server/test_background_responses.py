@@ -237,6 +237,18 @@ def test_its_deadline_and_the_operator_end_it(sdk: openai.OpenAI, keyed_server: 
     keyed_server.wait_idle()
 
 
+def test_the_operator_ends_the_response_and_not_those_who_follow_it(keyed_server: Server) -> None:
+    body = {**ENDLESS, **EXTRA, "background": True, "stream": True}
+    with keyed_server.client.stream("POST", PATH, json=body, headers={"x-request-id": "followed"}) as reader:
+        events = sse_events(reader.iter_bytes())
+        next(events)
+        answer = keyed_server.post("/abort_requests", {"request_ids": ["followed"]}, authorization="Bearer admin")
+        assert answer.json() == {"aborted": 1}
+        *_, last = events
+    assert last["type"] == "response.incomplete"
+    keyed_server.wait_idle()
+
+
 def test_what_cannot_be_read_again_or_continued_is_said(keyed_server: Server) -> None:
     plain = keyed_server.post(PATH, SHORT).json()["id"]
     running = start(keyed_server)

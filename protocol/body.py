@@ -12,7 +12,7 @@ megabytes of wrong messages takes 20 s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import orjson
 from pydantic import (
@@ -61,14 +61,15 @@ def at_most_inside(limit: int, entries: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _num_inside(objects: list[Any], depth: int = 2) -> int:
-    """Entries of the arrays that are fields of these objects, and of the arrays in those."""
+def _num_inside(objects: list[Any], depth: int = 3) -> int:
+    """Entries of arrays that are fields of these objects, or those fields' `content`, and of the arrays in them."""
     count = 0
     for each in objects:
         if isinstance(each, dict):
             for field in each.values():
-                if isinstance(field, list):
-                    count += len(field) + (_num_inside(field, depth - 1) if depth > 1 else 0)
+                inner = field.get("content") if isinstance(field, dict) else field
+                if isinstance(inner, list):
+                    count += len(inner) + (_num_inside(inner, depth - 1) if depth > 1 else 0)
     return count
 
 
@@ -102,11 +103,16 @@ def check_type(value: Any, kinds: Sequence[str], default: str | None = None) -> 
     if kind is None:
         raise PydanticCustomError("rule", f"is required: one of {', '.join(kinds)}", {"field": "type"})
     if kind not in kinds:
-        shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
-        works = ", ".join(kinds)
-        raise PydanticCustomError(
-            "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": "type"}
-        )
+        refuse_type(kind, kinds)
+
+
+def refuse_type(kind: Any, kinds: Sequence[str], field: str = "type") -> NoReturn:
+    """Refuse `kind`, which `field` says."""
+    shown = repr(kind[:_MAX_SHOWN]) if isinstance(kind, str) else "no string"
+    works = ", ".join(kinds)
+    raise PydanticCustomError(
+        "rule", f"is {shown}, which is not supported by this server; send {works}", {"field": field}
+    )
 
 
 def known_types(*kinds: str, default: str | None = None) -> BeforeValidator:

@@ -1,18 +1,19 @@
 """The turns of a conversation, their content blocks, and their way into chat messages.
 
 One turn of Anthropic's may be several of chat's: there, the results of tools are messages of their own. Turns of one
-role that follow each other are one turn, as Anthropic has it. Images and documents are refused by name.
+role that follow each other are one turn, as Anthropic has it. What is no text is refused by name where the user sends
+it, and left out of what a tool has answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema
 
 from protocol.body import ClientModel, at_most, check_type, fail_fast, json_text, json_type, known_types, type_tag
-from protocol.tools.left_out import Unserved, types_schema
+from protocol.tools.left_out import MAX_TOLD, Unread, Unserved, none_of, read_or_unread, types_schema
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384
@@ -68,10 +69,90 @@ class ToolReferenceBlock(ClientModel):
         return f"Found the tool {self.tool_name}."
 
 
+_SOURCES = ("text", "content")
+
+
+class PlainTextSource(ClientModel):
+    """The text of a document."""
+
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class ContentSource(ClientModel):
+    """The text of a document, in blocks."""
+
+    type: Literal["content"]
+    content: Text
+
+    @property
+    def text(self) -> str:
+        return text_of(self.content)
+
+
+class DocumentBlock(ClientModel):
+    """A document that comes as text."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[PlainTextSource, Tag("$text")] | Annotated[ContentSource, Tag("$content")],
+        Discriminator(type_tag),
+        known_types(*_SOURCES),
+    ]
+    title: str = ""
+    context: str = ""
+
+    @property
+    def text(self) -> str:
+        return _lines(self.title, self.context, self.source.text)
+
+
+class SearchResultBlock(ClientModel):
+    """What a search of the client's has found."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: _TextBlocks
+
+    @property
+    def text(self) -> str:
+        return _lines(self.title, self.source, text_of(self.content))
+
+
+def _lines(*texts: str) -> str:
+    return "\n".join(filter(None, texts))
+
+
+_UNREAD_DOCUMENT = {
+    "type": "object",
+    "properties": {"type": {"const": "document"}, "source": none_of(*_SOURCES).json_schema},
+    "required": ["type", "source"],
+}
+
+
+def _document_tag(value: Any) -> str:
+    source = value.get("source") if isinstance(value, dict) else None
+    kind = source.get("type") if isinstance(source, dict) else None
+    return "$unread" if isinstance(kind, str) and kind not in _SOURCES else "$text"
+
+
+_READ = ("text", "tool_reference", "search_result", "document")
+_AnyDocument = Annotated[
+    Annotated[DocumentBlock, Tag("$text")] | Annotated[Unread, Tag("$unread"), WithJsonSchema(_UNREAD_DOCUMENT)],
+    Discriminator(_document_tag),
+]
 _Result = Annotated[
-    Annotated[TextBlock, Tag("$text")] | Annotated[ToolReferenceBlock, Tag("$tool_reference")],
-    Discriminator(type_tag),
-    known_types("text", "tool_reference"),
+    Annotated[TextBlock, Tag("$text")]
+    | Annotated[ToolReferenceBlock, Tag("$tool_reference")]
+    | Annotated[SearchResultBlock, Tag("$search_result")]
+    | Annotated[_AnyDocument, Tag("$document")]
+    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
+    read_or_unread(*_READ),
 ]
 _Results = Annotated[list[_Result], fail_fast, at_most(MAX_BLOCKS, "blocks")]
 
@@ -84,7 +165,7 @@ class ToolResultBlock(ClientModel):
     content: Annotated[Annotated[str, Tag("$string")] | Annotated[_Results, Tag("$array")], _string_or_list] = ""
 
 
-_SERVED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_SERVED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document", "search_result")
 # What is left of calls of tools that Anthropic runs, and of other services of its.
 _UNSERVED = (
     *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction"),
@@ -113,6 +194,8 @@ _Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("$redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("$tool_use")]
     | Annotated[ToolResultBlock, Tag("$tool_result")]
+    | Annotated[DocumentBlock, Tag("$document")]
+    | Annotated[SearchResultBlock, Tag("$search_result")]
     | Annotated[Unserved, Tag("$unserved"), types_schema(_UNSERVED)],
     Discriminator(lambda value: "$unserved" if _is_unserved(value) else type_tag(value)),
     BeforeValidator(_known_block),
@@ -120,7 +203,10 @@ _Block = Annotated[
 _Blocks = Annotated[list[_Block], fail_fast, at_most(MAX_BLOCKS, "blocks")]
 Content = Annotated[Annotated[str, Tag("$string")] | Annotated[_Blocks, Tag("$array")], _string_or_list]
 
-_ONLY_IN = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
+_ONLY_IN = {
+    **dict.fromkeys(("tool_result", "document", "search_result"), "user"),
+    **dict.fromkeys(("tool_use", "thinking", "redacted_thinking"), "assistant"),
+}
 
 
 class Turn(ClientModel):
@@ -143,7 +229,27 @@ def misplaced_block(turns: Sequence[Turn]) -> tuple[str, str] | None:
     return None
 
 
-def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:
+def with_results(turns: Iterable[Turn]) -> Iterator[Any]:
+    """The blocks of the turns, and those of tools' results."""
+    for turn in turns:
+        for block in turn.blocks():
+            yield block
+            if isinstance(block, ToolResultBlock) and not isinstance(block.content, str):
+                yield from block.content
+
+
+def unanswered_calls(last: Turn) -> str:
+    """The ids of the calls of a conversation's last turn, as a list in words."""
+    calls = [block.id[:64] for block in last.blocks() if isinstance(block, ToolUseBlock)]
+    return ", ".join(calls[:MAX_TOLD])
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Sequence[_HasText]) -> str:
     """The text of a string or of blocks, which are joined as chat joins its parts."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -172,7 +278,7 @@ def _add_user(messages: list[dict[str, Any]], turn: Turn) -> None:
         if isinstance(block, ToolResultBlock):
             content = text_of(block.content)
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, TextBlock | DocumentBlock | SearchResultBlock):
             _message_of(messages, turn.role)["content"].append({"type": "text", "text": block.text})
 
 

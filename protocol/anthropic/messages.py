@@ -17,6 +17,8 @@ from protocol.anthropic.blocks import (
     chat_messages,
     misplaced_block,
     system_text,
+    unanswered_calls,
+    with_results,
 )
 from protocol.anthropic.errors import THREADS_UNSUPPORTED
 from protocol.anthropic.tools import Tools
@@ -101,7 +103,6 @@ class CountTokensRequest(DialectRequest):
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **DialectRequest.unsupported,
         "stop": (),
-        "container": (),
     }
 
     messages: Annotated[
@@ -110,6 +111,7 @@ class CountTokensRequest(DialectRequest):
     system: Text | None = None
     tools: Tools = Field(default_factory=list)
     mcp_servers: Annotated[list[Any], at_most(MAX_TOOLS, "servers")] = Field(default_factory=list)  # nobody asks them
+    container: Any = None  # nobody runs its code
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -134,8 +136,8 @@ class CountTokensRequest(DialectRequest):
     @property
     def left_out(self) -> LeftOut:
         servers = ("mcp",) if self.mcp_servers else ()
-        blocks = (block for turn in self.messages if isinstance(turn.content, list) for block in turn.content)
-        return LeftOut(types_of(self.tools) + servers, types_of(blocks))
+        container = () if self.container is None else ("container",)
+        return LeftOut(types_of(self.tools) + servers, container + types_of(with_results(self.messages)))
 
     def translate(self) -> MessagesChat:
         return chat_request(MessagesChat, self.chat_fields())
@@ -156,6 +158,13 @@ class CountTokensRequest(DialectRequest):
             "tool_choice": choice.for_chat(),
             "parallel_tool_calls": parallel,
         }
+        if calls := unanswered_calls(self.messages[-1]):
+            raise InvalidRequest(
+                f"messages.{len(self.messages) - 1}: `tool_use` ids were found without `tool_result` blocks "
+                f"immediately after: {calls}. Each `tool_use` block must have a corresponding `tool_result` block in "
+                "the next message.",
+                param="messages",
+            )
         if messages[-1]["role"] == "assistant":  # the client has begun the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         config = self.output_config or OutputConfig()

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request, its messages, and how its answers are spelled.
 
-Content parts are text; other types are refused by name. Parts are joined with a line break, as in vLLM, because
-chat templates of text models want one string.
+Content parts are text; other types are refused by name, or left out of what a tool has answered. Parts are joined with
+a line break, as in vLLM, because chat templates of text models want one string.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type
+from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type, refuse_type
 from protocol.chat_template import RESERVED_VARIABLES
 from protocol.errors import shown
 from protocol.message_parts import MessageFormat
@@ -41,7 +41,7 @@ from protocol.openai.tools import (
     tools_of,
 )
 from protocol.tools.functions import ToolUse
-from protocol.tools.left_out import LeftOut, types_of
+from protocol.tools.left_out import LeftOut, Unread, none_of, read_or_unread, types_of
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
@@ -58,14 +58,32 @@ class TextPart(ClientModel):
     text: str
 
 
+class RefusalPart(ClientModel):
+    """The words in which the assistant has refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+_READ = ("text", "refusal")
+Part = Annotated[
+    Annotated[TextPart, Tag("$text")]
+    | Annotated[RefusalPart, Tag("$refusal")]
+    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
+    read_or_unread(*_READ),
+]
 Content = Annotated[
-    Annotated[str, Tag("$string")] | Annotated[list[TextPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
+    Annotated[str, Tag("$string")] | Annotated[list[Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
     json_type("a string or an array of text parts"),
 ]
 
 
 class ChatMessage(ClientModel):
-    """One turn of the conversation. Only the assistant's may lack content."""
+    """One turn of the conversation. Only the assistant's and a tool's may lack content."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"audio": ()}
 
@@ -80,10 +98,15 @@ class ChatMessage(ClientModel):
 
     @field_validator("content")
     @classmethod
-    def _content_is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> Any:
+    def _content_is_there(cls, content: str | list[Part] | None, info: ValidationInfo) -> Any:
         # A role that failed its own check is not in info.data: one complaint is enough.
-        if content is None and info.data.get("role", "assistant") not in ("assistant", "function"):
+        role = info.data.get("role", "tool")
+        if content is None and role not in ("assistant", "function", "tool"):
             raise PydanticCustomError("rule", "is required: a string or an array of text parts")
+        if isinstance(content, list) and role not in ("function", "tool"):
+            for number, part in enumerate(content):
+                if isinstance(part, Unread):
+                    refuse_type(part.type, ("text",), f"{number}.type")
         return content
 
     @field_validator("tool_calls", "function_call", "reasoning", "reasoning_content")
@@ -276,7 +299,8 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def left_out(self) -> LeftOut:
         searches = () if self.web_search_options is None else ("web_search",)
-        return LeftOut(tools=types_of(self.tools) + searches)
+        parts = (part for each in self.messages if isinstance(each.content, list) for part in each.content)
+        return LeftOut(types_of(self.tools) + searches, types_of(parts))
 
     @property
     def tagged_functions(self) -> Sequence[str] | None:

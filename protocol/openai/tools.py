@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, field_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import (
@@ -20,6 +20,7 @@ from protocol.body import (
     check_size,
     check_type,
     fail_fast,
+    json_text,
     known_types,
     type_tag,
 )
@@ -199,11 +200,11 @@ def _word_or(tag_of_object: Callable[[Any], str | None], words: str, example: st
 def _known_choice(value: Any) -> Any:
     if isinstance(value, dict):
         check_type(value, (*_SERVED, "allowed_tools"))
-    return value
+    return "required" if value == "any" else value  # as Mistral's clients say
 
 
 ToolChoice = Annotated[
-    Annotated[_Word, Tag("$word")]
+    Annotated[_Word, Tag("$word"), WithJsonSchema({"enum": ["none", "auto", "required", "any"]})]
     | Annotated[NamedFunction, Tag("$function")]
     | Annotated[NamedCustomTool, Tag("$custom")]
     | Annotated[AllowedToolsChoice, Tag("$allowed_tools")],
@@ -213,11 +214,15 @@ ToolChoice = Annotated[
 Choice = _Word | NamedFunction | NamedCustomTool | AllowedToolsChoice
 
 
+def _arguments_text(arguments: Any) -> Any:
+    return json_text(arguments, "messages") if isinstance(arguments, dict) else arguments
+
+
 class CalledFunction(ClientModel):
-    """What an earlier turn has called. `arguments` is JSON text."""
+    """What an earlier turn has called. `arguments` is JSON text; some clients send the object."""
 
     name: str
-    arguments: str = "{}"
+    arguments: Annotated[str, BeforeValidator(_arguments_text, json_schema_input_type=str | dict[str, Any])] = "{}"
 
     def for_template(self) -> dict[str, Any]:
         """As templates read it: arguments are an object. What the model wrote wrongly stays the text that it is."""

@@ -10,8 +10,9 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from protocol.body import ClientModel, at_most, fail_fast, json_text, json_type
+from protocol.openai.chat import MAX_PARTS
 from protocol.responses.built_in import BUILT_IN
-from protocol.responses.parts import MAX_PARTS, Content, chat_content, texts
+from protocol.responses.parts import Output, chat_content, texts
 
 
 def new_id(kind: str) -> str:
@@ -151,7 +152,7 @@ class CallOutputItem(ClientModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     id: str = Field(default_factory=lambda: new_id("fco"))
     call_id: str
-    output: Content
+    output: Output
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""

@@ -6,7 +6,7 @@ Everything that text cannot be is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, type_of
 from protocol.errors import ApiError, shown
+from protocol.openai.chat import MAX_PARTS
 from protocol.paging import page_size
 from protocol.responses.built_in import BUILT_IN
 from protocol.responses.calls import (
@@ -24,7 +25,7 @@ from protocol.responses.calls import (
     FunctionCallItem,
     new_id,
 )
-from protocol.responses.parts import MAX_PARTS, Content, chat_content, texts
+from protocol.responses.parts import Content, chat_content, texts
 from protocol.tools.left_out import Unserved, types_schema
 
 MAX_ITEMS = 16384
@@ -213,6 +214,14 @@ def chat_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
             case CallOutputItem() | BuiltInOutputItem():
                 messages.append(item.for_chat())
     return messages
+
+
+def with_outputs(items: Iterable[Any]) -> Iterator[Any]:
+    """The items, and the parts of tools' outputs."""
+    for item in items:
+        yield item
+        if isinstance(item, CallOutputItem) and not isinstance(item.output, str):
+            yield from item.output
 
 
 def _assistant_without(messages: list[dict[str, Any]], *keys: str) -> dict[str, Any]:

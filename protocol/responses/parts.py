@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
-from protocol.body import ClientModel, at_most, fail_fast, json_type, known_types, type_tag
-
-MAX_PARTS = 1024  # of one item
+from protocol.body import ClientModel, at_most, fail_fast, json_type, known_types, type_of
+from protocol.openai.chat import MAX_PARTS, RefusalPart
+from protocol.tools.left_out import Unread, none_of
 
 
 class TextPart(ClientModel):
@@ -19,39 +19,43 @@ class TextPart(ClientModel):
     text: str
 
 
-class RefusalPart(ClientModel):
-    """The words in which the assistant has refused."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
+_READ = ("input_text", "output_text", "text", "refusal")
 
 
 def _part_tag(value: Any) -> str:
-    return "$refusal" if type_tag(value) == "$refusal" else "$text"
+    kind = type_of(value)
+    return "$refusal" if kind == "refusal" else "$unread" if isinstance(kind, str) and kind not in _READ else "$text"
 
 
+_string_or_list = json_type("a string or an array of text parts")
 _Part = Annotated[
     Annotated[TextPart, Tag("$text")] | Annotated[RefusalPart, Tag("$refusal")],
     Discriminator(_part_tag),
-    known_types("input_text", "output_text", "text", "refusal"),
+    known_types(*_READ),
 ]
-
-
 Content = Annotated[
     Annotated[str, Tag("$string")] | Annotated[list[_Part], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
-    json_type("a string or an array of text parts"),
+    _string_or_list,
 ]
+_OutputPart = Annotated[
+    Annotated[TextPart, Tag("$text")]
+    | Annotated[RefusalPart, Tag("$refusal")]
+    | Annotated[Unread, Tag("$unread"), none_of(*_READ)],
+    Discriminator(_part_tag),
+]
+Output = Annotated[
+    Annotated[str, Tag("$string")]
+    | Annotated[list[_OutputPart], fail_fast, at_most(MAX_PARTS, "parts"), Tag("$array")],
+    _string_or_list,
+]
+"""What a tool has answered: of parts that are no text, the model is told that there were some."""
 
 
-def texts(content: str | Sequence[TextPart | RefusalPart]) -> list[str]:
+def texts(content: str | Sequence[TextPart | RefusalPart | Unread]) -> list[str]:
     """The texts of a string or of parts."""
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
-def chat_content(content: str | Sequence[TextPart | RefusalPart]) -> str | list[dict[str, Any]]:
+def chat_content(content: str | Sequence[TextPart | RefusalPart | Unread]) -> str | list[dict[str, Any]]:
     """The same in chat's form."""
     return content if isinstance(content, str) else [{"type": "text", "text": text} for text in texts(content)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
@@ -19,7 +19,7 @@ from protocol.body import (
 )
 from protocol.openai.common import StopStrings
 from protocol.responses.calls import CallForm
-from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages
+from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
 from protocol.responses.tools import ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
 from protocol.tools.left_out import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
@@ -92,10 +92,16 @@ class TextConfig(ClientModel):
 
 
 class Reasoning(ClientModel):
-    """How much the model thinks. `summary` is accepted without effect: thoughts are given as they are."""
+    """How much the model thinks. Other fields are accepted without effect: thoughts are given as they are."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None,
+        BeforeValidator(
+            lambda summary: None if summary == "none" else summary,
+            json_schema_input_type=Literal["auto", "concise", "detailed", "none"],
+        ),
+    ] = None
 
 
 def _found(number: int, reference: ItemReference, find: FindItem) -> Item:
@@ -119,8 +125,6 @@ class InputTokensRequest(DialectRequest):
         "conversation": (),
         "prompt": (),
         "truncation": ("disabled",),
-        "context_management": ([],),
-        "moderation": (),
     }
 
     input: (
@@ -152,7 +156,7 @@ class InputTokensRequest(DialectRequest):
 
     @property
     def left_out(self) -> LeftOut:
-        items = types_of(self.input) if isinstance(self.input, list) else ()
+        items = types_of(with_outputs(self.input)) if isinstance(self.input, list) else ()
         return LeftOut(types_of(unserved(self.tools)), tuple(kind for kind in items if kind != ADDED))
 
     def call_forms(self) -> dict[str, CallForm]:

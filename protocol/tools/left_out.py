@@ -1,4 +1,5 @@
-"""What nobody serves here: tools that the API's own vendor runs, and what is left of their calls in a conversation.
+"""What nobody serves here: tools that the API's own vendor runs, what is left of their calls in a conversation, and
+images and files that tools have answered.
 
 A client offers them to whatever server it talks to, and a model need not take an offer. So they are left out of what
 the model sees instead of failing the request, and the client is told in a header (`LeftOut.warning`), the operator in
@@ -28,6 +29,7 @@ MAX_TOLD = 16  # types in one warning
 
 _VERSION = re.compile(r"_20\d\d_?\d\d_?\d\d$")
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MEDIA = ("audio", "document", "file", "image", "video")
 
 
 class Unserved(ClientModel):
@@ -38,6 +40,16 @@ class Unserved(ClientModel):
     def for_chat(self) -> dict[str, Any]:
         """The entry in chat's form."""
         return {"type": self.type}
+
+
+class Unread(Unserved):
+    """A part of a tool's result that is no text. The model is told that there was one: an agent sends its whole
+    conversation again, so that refusing one image would fail all that comes after it."""
+
+    @property
+    def text(self) -> str:
+        word = self.type.removeprefix("input_").removesuffix("_url")
+        return f"[{word if word in _MEDIA else 'part'} left out: this model reads text only]"
 
 
 class LeftOut(NamedTuple):
@@ -64,6 +76,16 @@ def one_of(*served: str, default: str | None = None) -> Discriminator:
     return Discriminator(
         tag, custom_error_type="rule", custom_error_message=f"must be an object with a type, such as {served[0]}"
     )
+
+
+def read_or_unread(*read: str) -> Discriminator:
+    """As `one_of`, for parts: one without a type is taken for the first of `read`, whose model then complains."""
+
+    def tag(value: Any) -> str:
+        kind = type_of(value)
+        return f"${kind}" if kind in read else "$unread" if isinstance(kind, str) else f"${read[0]}"
+
+    return Discriminator(tag)
 
 
 def none_of(*served: str) -> WithJsonSchema:

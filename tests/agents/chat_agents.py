@@ -308,6 +308,23 @@ RECORDED = [
         left_out="tools left out: web_search",
     ),
     chat(
+        "mistral client",
+        "arguments as an object, a silent tool, and an image from another",
+        messages=_dialogue(
+            {"role": "assistant", "tool_calls": [called(arguments={"command": "ls"}), called(call_id="call_2")]},
+            {"role": "tool", "tool_call_id": "call_1", "content": None},
+            {
+                "role": "tool",
+                "tool_call_id": "call_2",
+                "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}],
+            },
+        ),
+        tools=[LIST],
+        tool_choice="any",
+        answer="function_call",
+        left_out="items left out: image_url",
+    ),
+    chat(
         "vllm client",
         "several tokens in a chunk",
         messages=_dialogue(),

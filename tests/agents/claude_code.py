@@ -102,6 +102,24 @@ RECORDED = [
         output_config=None,
     ),
     _claude_code(
+        "an image and a paper were read",
+        [
+            _ASKED,
+            {"role": "assistant", "content": [_USED]},
+            _result(
+                [
+                    {"type": "text", "text": LISTING},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+                    {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}},
+                ]
+            ),
+            {"role": "assistant", "content": [{"type": "text", "text": "I see."}]},
+            {"role": "user", "content": "And now?"},
+        ],
+        tools=_TOOLS,
+        left_out="items left out: image, document",
+    ),
+    _claude_code(
         "a command has failed, and the user has more to say",
         [
             _ASKED,
@@ -212,6 +230,33 @@ RECORDED = [
         max_tokens=4096,
         left_out="tools left out: code_execution_20250825, web_fetch_20250910, tool_search_tool_regex_20251119, "
         "mcp_toolset, mcp",
+    ),
+    messages(
+        "anthropic sdk",
+        "texts as documents, and skills",
+        messages=[
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "document",
+                        "title": "Notes",
+                        "source": {"type": "text", "media_type": "text/plain", "data": LISTING},
+                        "citations": {"enabled": True},
+                    },
+                    {
+                        "type": "search_result",
+                        "source": "https://a.example",
+                        "title": "A",
+                        "content": [{"type": "text", "text": LISTING}],
+                    },
+                    {"type": "text", "text": ASK},
+                ],
+            }
+        ],
+        container={"skills": [{"type": "anthropic", "skill_id": "pptx", "version": "latest"}]},
+        max_tokens=4096,
+        left_out="items left out: container",
     ),
     messages(
         "anthropic sdk",

@@ -233,6 +233,21 @@ RECORDED = [
         text={"verbosity": "low"},
     ),
     _codex(
+        "an image was looked at, and old items may be made short",
+        [
+            {"type": "function_call", "call_id": "call_1", "name": "view_image", "arguments": '{"path":"a.png"}'},
+            {
+                "type": "function_call_output",
+                "call_id": "call_1",
+                "output": [{"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}],
+            },
+        ],
+        tools=[],
+        reasoning={"effort": "medium", "summary": "none"},
+        context_management=[{"type": "compaction", "compact_threshold": 200_000}],
+        left_out="items left out: input_image",
+    ),
+    _codex(
         "its first shell",
         [
             {

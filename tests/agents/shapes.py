@@ -136,6 +136,6 @@ TODO = function(
 TOOLS = [READ, BASH, EDIT, LIST, TODO]
 
 
-def called(name: str = "bash", arguments: str = '{"command":"ls"}', call_id: str = "call_1") -> dict[str, Any]:
+def called(name: str = "bash", arguments: Any = '{"command":"ls"}', call_id: str = "call_1") -> dict[str, Any]:
     """A call in a message of the assistant."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -138,7 +138,7 @@ BAD_CHATS = [
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
         "messages.0.content.1.type",
-        "must be 'text', got 'image_url'",
+        "is 'image_url', which is not supported by this server; send text",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
@@ -178,7 +178,7 @@ BAD_CHATS = [
     ({"tools": [tool("f", description="a" * 65536, parameters=[])]}, "tools.0.function.parameters", "an object"),
     ({"tools": [tool("f", parameters={"a": "b" * 65536})]}, "tools.0.function.parameters", "65536 bytes"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", """{"name": "..."}}, got 'any'"""),
+    ({"tools": [tool("f")], "tool_choice": "some"}, "tool_choice", """{"name": "..."}}, got 'some'"""),
     ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'web_search'"),
     ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is required"),

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidRequest
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, StructuredOutputKind
-from engine.structured.json_schema import excessive_divisor, prepared
+from engine.structured.json_schema import excessive_divisor, prepared, uncountable
 from engine.structured.quoted_lark import ANY_QUOTED, NotQuotable, quoted_lark, quoted_regex
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
@@ -30,6 +30,7 @@ _DEFINITION = re.compile(r"^[ \t]*[!?]?\w[^\"'/\n]*:", re.MULTILINE)
 _START = re.compile(r"^[ \t]*start[ \t]*:(?!:)", re.MULTILINE)
 _WITH_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.GRAMMAR, StructuredOutputKind.STRUCTURAL_TAG)
 _ANY_TEXT = r"/(.|\n)*/"
+_NO_FORCING = '%llguidance {"no_forcing": true}'  # the last one of a grammar wins
 
 
 def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -42,11 +43,25 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
         if excess is not None:
             raise refused(excess, code=GRAMMAR_TOO_COMPLEX)
     grammar = _grammar(structured, special_tokens)
-    if structured.reasoning is None:
-        return grammar
-    opening, closing = structured.reasoning
-    begun = _pieces(opening, special_tokens) if opening else []
-    return _after_reasoning(grammar, begun, _pieces(closing, special_tokens))
+    if structured.reasoning is not None:
+        opening, closing = structured.reasoning
+        begun = _pieces(opening, special_tokens) if opening else []
+        grammar = _after_reasoning(grammar, begun, _pieces(closing, special_tokens))
+    return f"{_as_lark(grammar)}\n{_NO_FORCING}" if _may_never_end(structured) else grammar
+
+
+def _may_never_end(structured: StructuredOutput) -> bool:
+    """Whether a terminal of the client's may swallow what has to follow it, such as ``/a+/ "a"``.
+
+    Then one byte must follow the other for ever, and the compiler, which looks ahead for what is forced, would not come
+    back. Within JSON of our own layout a mark ends every terminal.
+    """
+    if structured.kind is StructuredOutputKind.GRAMMAR or structured.whitespace_pattern is not None:
+        return True
+    if structured.kind is StructuredOutputKind.STRUCTURAL_TAG:
+        tags = _parsed(structured.value)["tags"]
+        return any("lark" in tag or "regex" in tag or not tag["end"].startswith("}") for tag in tags)
+    return '"x-guidance"' in structured.value
 
 
 def _grammar(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
@@ -97,7 +112,10 @@ def _json_schema(schema: Any, structured: StructuredOutput) -> str:
         ours["whitespace_pattern"] = whitespace
     options = {**options, **ours} if isinstance(options, dict) else ours
     try:
-        return msgspec.json.encode({**prepared(schema, closed=structured.closed), "x-guidance": options}).decode()
+        whole = prepared(schema, closed=structured.closed)
+        if (complaint := uncountable(whole)) is not None:
+            raise refused(complaint)
+        return msgspec.json.encode({**whole, "x-guidance": options}).decode()
     except RecursionError:
         raise refused("it is nested too deeply.", code=GRAMMAR_TOO_COMPLEX) from None
 
@@ -140,9 +158,7 @@ def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str
 
     Without an opening tag the reasoning has begun before; with one, the model may do without.
     """
-    if grammar.startswith("{"):  # a JSON Schema in llguidance's own form
-        schema = msgspec.json.decode(grammar)["grammars"][0]["json_schema"]
-        grammar = f"start: %json {msgspec.json.encode(schema).decode()}"
+    grammar = _as_lark(grammar)
     lazy = "" if closing[0].startswith("<[") else "[lazy]"  # no text can hold a token of its own
     reasoning = f"{' '.join(opening)} reasoning_end reasoning_gap?"
     return "\n".join(
@@ -154,6 +170,13 @@ def _after_reasoning(grammar: str, opening: Sequence[str], closing: Sequence[str
             f"start: ({reasoning})? after_reasoning" if opening else f"start: {reasoning} after_reasoning",
         ]
     )
+
+
+def _as_lark(grammar: str) -> str:
+    if not grammar.startswith("{"):
+        return grammar
+    schema = msgspec.json.decode(grammar)["grammars"][0]["json_schema"]  # llguidance's own form
+    return f"start: %json {msgspec.json.encode(schema).decode()}"
 
 
 # --- structural tags

@@ -152,6 +152,22 @@ def _with_merged_options(schema: Any, disjointness: Disjointness) -> Any:
     return schema
 
 
+def uncountable(schema: Any) -> str | None:
+    """What of `minProperties` no grammar can hold, in words; None if nothing is.
+
+    Names that no schema declares may repeat in the text, and count once in the object.
+    """
+    if not isinstance(schema, dict):
+        return None
+    least, required = schema.get("minProperties"), schema.get("required")
+    names = {str(name) for name in required} if isinstance(required, list) else set()
+    if isinstance(least, int | float) and least > len(names) + 1:
+        return f"minProperties is only supported up to one more than the required properties, got {least}."
+    found: list[str | None] = []
+    replace_subschemas(dict(schema), lambda _, entry: found.append(uncountable(entry)))
+    return next(filter(None, found), None)
+
+
 def excessive_divisor(text: str, *, combined: bool) -> str | None:
     """What is too much of `multipleOf` in a text that holds JSON Schemas, in words; None if nothing is.
 

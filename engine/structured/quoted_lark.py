@@ -222,7 +222,9 @@ def _atoms(pattern: str, flags: str) -> Iterator[str]:
         if found["group"] and re.search(r"\?[^:<]*[sx]|\?[=!]", atom):
             raise NotQuotable(f"{atom[:20]} in a regular expression cannot be enforced there")
         if found["set"] or found["one"]:
-            yield _one_character(atom, flags)
+            is_repeated = pattern[position : position + 1] in ("*", "+", "?", "{")
+            # A code of two characters has to be repeated as one.
+            yield _one_character(f"\\{atom}" if is_repeated and atom in _ESCAPES else atom, flags)
         else:
             yield atom
 

@@ -89,6 +89,8 @@ def test_the_same_texts_fit_in_a_json_string(grammar: str, text: str, fits: bool
         (r"\p{L}+\d{2}", "ü12", True),
         (r"(\\|\"|\t)*", '\\"\t\\', True),
         (r"(\\|\"|\t)*", "n", False),
+        ('"{2}x"?\t+', '""x\t\t', True),
+        ('"{2}x"?\t+', '""x"\t', True),
     ],
 )
 def test_so_do_those_of_a_regular_expression(pattern: str, text: str, fits: bool) -> None:

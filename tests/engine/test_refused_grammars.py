@@ -40,6 +40,7 @@ from tests.engine.test_structured_output import (
         (json_schema({"type": "string", "format": "uri-template"}), "uri-template"),
         (json_schema({"oneOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}), "oneOf"),
         (json_schema({"$ref": "http://example.com/schema"}), "example.com"),
+        (json_schema({"type": "object", "minProperties": 2}), "minProperties is only supported"),
         (json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum (3)"),
         (json_schema(False), "fits nothing"),
         (changed(json_schema({}), value="[" * 100_000), "not valid JSON"),
@@ -127,7 +128,7 @@ def test_usual_divisors_are_taken(schema: dict) -> None:
     ("structured", "words"),
     [
         (json_schema({"type": "integer", "multipleOf": 5003, "minimum": 12345, "maximum": 98765432109876543}), "lexer"),
-        (grammar("start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "a"'), "parser"),
+        (grammar(f'start: {"one? " * 6000}\none: "a" | "b"'), "parser"),
         (grammar(f'start: {"(" * 60_000}"a"{")" * 60_000}'), "lark grammar too deeply nested"),
         (changed(json_schema({}), value='{"items":' * 200 + "{}" + "}" * 200), "recursion limit exceeded"),
         (changed(json_schema({}), value='{"items":' * 600 + "{}" + "}" * 600), "nested too deeply"),
@@ -202,3 +203,19 @@ def test_what_only_one_text_can_follow_is_written_in_the_models_own_tokens() -> 
             token_ids = tokens_of(run(core, request)[request.request_id])
             assert b"".join(map(vocabulary.token_bytes, token_ids)).decode() == text
             assert not vocabulary.special_ids.intersection(token_ids)
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        grammar('start: A "a"\nA: /a+/'),
+        grammar('%llguidance {"no_forcing": false}\nstart: A "a"\nA: /a+/'),
+        changed(json_schema({"const": {"a": {}}}), whitespace_pattern=r"\}+"),
+        tagged_json([Tag('"', True, '"}', regex="a*b?")], text=False, required=True, repeat=False),
+        tagged_json([Tag('"', True, 'aa"}', regex="a+")], text=False, required=True, repeat=False),
+    ],
+    ids=["lark", "forced by hand", "whitespace", "quoted", "swallowed"],
+)
+def test_a_terminal_that_swallows_what_must_follow_it_holds_up_nobody(endless: StructuredOutput) -> None:
+    """One byte must follow the other for ever, so that whoever looks ahead for what is forced does not come back."""
+    COMPILER.submit(endless).result(timeout=60).matcher()

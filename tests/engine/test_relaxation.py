@@ -74,6 +74,13 @@ CASES: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
         [{"a": "x", "b": 1}],
         [{"a": "xx"}],
     ),
+    (
+        # A text may repeat a name, which then counts once.
+        {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}},
+        ["/minProperties"],
+        [{"a": 1, "b": 1}],
+        [{"a": "x"}],
+    ),
     ({"items": {"multipleOf": 19_999_999, "type": "integer"}}, ["/items/multipleOf"], [[19_999_999]], [["a"]]),
     (
         # Of the bounds, the one that no grammar can hold goes, and the others stay.

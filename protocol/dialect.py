@@ -6,8 +6,8 @@ request model's `translate` is the way from the dialect to what the server works
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -39,6 +39,8 @@ class Operation:
     also: Sequence[int] = ()
     streams: bool = False
     is_open: bool = False
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The fields of the query that have an effect, none of them required: their schemas."""
 
 
 def generates(
@@ -53,9 +55,17 @@ def asks(path: str, summary: str, answer: type[BaseModel], *request: type[Client
     return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
 
 
-def finds(method: Method, path: str, summary: str, answer: type[BaseModel], *, streams: bool = False) -> Operation:
+def finds(
+    method: Method,
+    path: str,
+    summary: str,
+    answer: type[BaseModel],
+    *,
+    streams: bool = False,
+    query: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Operation:
     """An operation on what is there already."""
-    return Operation(method, path, summary, answer, errors=(400, 404, 503), streams=streams)
+    return Operation(method, path, summary, answer, errors=(400, 404, 503), streams=streams, query=query or {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,11 +113,13 @@ def _described(operation: Operation, schema_of: dict[Any, Json]) -> Json:
     }
     if not operation.is_open:
         described["security"] = [{"bearer": []}, {"key": []}, {}]
-    if names := re.findall(r"{(\w+)}", operation.path):
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)}", operation.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if parameters:
+        described["parameters"] = parameters
     if operation.request:
         schemas = [schema_of[model] for model in operation.request]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

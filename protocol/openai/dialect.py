@@ -29,12 +29,19 @@ _COMPLETIONS = GenerationRoute(
 )
 _EMBEDDINGS = "Texts to vectors: pooled hidden states of the served model."
 
+# What it may be is not said, because other clients' are not looked at.
+_PAGE = {
+    "limit": {"description": "With the header anthropic-version: models of a page, 1 to 1000."},
+    "after_id": {"description": "With the header anthropic-version: the model before the page."},
+    "before_id": {"description": "With the header anthropic-version: the model behind the page."},
+}
+
 OPENAI = Dialect(
     root="",
     generation=(_CHAT, _COMPLETIONS),
     others=(
         generates("/v1/embeddings", _EMBEDDINGS, EmbeddingRequest, EmbeddingList, streams=False),
-        finds("get", "/v1/models", "What is served.", ModelList),
+        finds("get", "/v1/models", "What is served.", ModelList, query=_PAGE),
         finds("get", "/v1/models/{id}", "One served model; its id may hold slashes.", ModelCard),
     ),
 )

@@ -13,6 +13,7 @@ from protocol.anthropic.messages import MessagesRequest
 from protocol.body import parse_body
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatCompletionRequest
+from protocol.openapi import document
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
 from protocol.tools.left_out import LeftOut
@@ -164,3 +165,13 @@ def test_calls_without_results_are_refused_in_anthropics_words(before: list[Any]
         "messages.1: `tool_use` ids were found without `tool_result` blocks immediately after: toolu_1. Each "
         "`tool_use` block must have a corresponding `tool_result` block in the next message."
     )
+
+
+def test_the_description_has_the_queries() -> None:
+    paths = document("1")["paths"]
+
+    def fields(path: str) -> set[str]:
+        return {each["name"] for each in paths[path]["get"]["parameters"] if each["in"] == "query"}
+
+    assert fields("/v1/responses/{id}") == {"stream", "starting_after", "include"}
+    assert fields("/v1/models") == {"limit", "after_id", "before_id"}

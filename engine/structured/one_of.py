@@ -23,6 +23,7 @@ class Disjointness:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
+        self._is_one_resource = not any(_has_address(value) for value in root.values())
         self._left = MAX_STEPS  # what the steps are counted from; at 0, nothing more is proven
 
     def all_apart(self, schemas: list[Any]) -> bool:
@@ -63,7 +64,7 @@ class Disjointness:
         if not isinstance(schema, dict) or depth == 0 or not self._may_go(1):
             return
         yield schema
-        if isinstance(reference := schema.get("$ref"), str):
+        if self._is_one_resource and isinstance(reference := schema.get("$ref"), str):
             yield from self._parts(resolved(self._root, reference), depth - 1)
         if isinstance(parts := schema.get("allOf"), list):
             for part in parts:
@@ -91,6 +92,13 @@ class Disjointness:
             if any(self._apart(a, b, depth - 1) for a, b in pairs):
                 return True
         return False
+
+
+def _has_address(value: Any) -> bool:
+    """Whether a part has an address of its own, in which references mean places below that."""
+    if isinstance(value, dict):
+        return isinstance(value.get("$id"), str) or any(map(_has_address, value.values()))
+    return isinstance(value, list) and any(map(_has_address, value))
 
 
 def _without_options(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,6 +60,17 @@ CASES: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
     ({"type": "object", "dependencies": {"a": ["b"]}}, ["/dependencies"], [{"b": 1}], [[]]),
     ({"type": "object", "propertyNames": {"maxLength": 1}}, ["/propertyNames"], [{"b": 1}], [[]]),
     ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, ["/oneOf"], ["b", 1], [2, None]),
+    (
+        # Within an address of its own, references mean what is there, and not the document's definitions.
+        {
+            "type": "object",
+            "properties": {"a": {"$id": "http://example.com/a", **BY_KIND, "$defs": {"a": {"type": "array"}, "b": {}}}},
+            "$defs": A_AND_B,
+        },
+        ["/properties/a/oneOf"],
+        [{"a": 1}],
+        [1],
+    ),
     ({"items": {"$ref": "http://example.com/a"}, "maxItems": 1}, ["/items/$ref"], [[1]], [[1, 2]]),
     ({"items": {"$ref": "#/$defs/none"}, "type": "array"}, ["/items/$ref"], [[1]], [1]),
     (

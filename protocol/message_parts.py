@@ -85,6 +85,11 @@ class ToolReader(Protocol):
         """The text has ended: what was held back."""
         ...
 
+    @property
+    def call_is_open(self) -> bool:
+        """Whether the last call that was given has not come to its end."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class MessageFormat:
@@ -129,6 +134,11 @@ class MessageParser:
     def num_reasoning_tokens(self) -> int | None:
         """Tokens of the reasoning so far, tags included; None if the format has no reasoning."""
         return None if self._counter is None else self._counter.num_tokens
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are tool calls, and the last one is not cut off."""
+        return self.num_tool_calls > 0 and not (self._tools is not None and self._tools.call_is_open)
 
     def read(self, output: RequestOutput) -> list[MessagePart]:
         """The parts that `output` decides: all that are left, if it ends the choice."""

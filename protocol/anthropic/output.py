@@ -181,7 +181,7 @@ def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if output.finish_reason is not FinishReason.STOP:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if parser.num_tool_calls:
+    if parser.has_whole_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(output.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}

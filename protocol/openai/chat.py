@@ -279,9 +279,14 @@ class ChatCompletionRequest(GenerationRequest):
         return tools_of(self.functions, self.function_call)
 
     def with_syntax(self, sampling: SamplingParams, syntax: MessageSyntax, prompt_end: bytes) -> SamplingParams:
-        """A call that is required is a grammar, and tags that are special tokens have to be in the text."""
+        """A call that is required is a grammar, and tags that are special tokens have to be in the text.
+
+        Stop strings are about words: one that cut a demanded call off would leave half of its arguments.
+        """
+        is_required = self.tool_use is not None and self.tool_use.choice == "required"
         return structs.replace(
             sampling,
+            stop=() if is_required else sampling.stop,
             structured_output=syntax.grammar(self.tool_use, sampling.structured_output, prompt_end=prompt_end),
             shown_special_tokens=syntax.shown_special_tokens(self.tool_use),
             reasoning_tags=None if sampling.thinking_token_budget is None else syntax.reasoning_tags(prompt_end),

@@ -311,8 +311,9 @@ class ChoicesBodyWriter(_ChoicesWriter):
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
-    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call."""
-    if reason is FinishReason.STOP and parser and parser.num_tool_calls and not parser.message_format.call_is_named:
+    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call, or a
+    stop string has cut the last one off."""
+    if reason is FinishReason.STOP and parser and parser.has_whole_calls and not parser.message_format.call_is_named:
         return "tool_calls"
     return FINISH_REASONS[reason]
 

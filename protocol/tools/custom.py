@@ -39,6 +39,10 @@ class CustomInputs:
     def finish_text(self) -> list[MessagePart]:
         return [*self._translated(self._reader.finish_text()), *self._end()]
 
+    @property
+    def call_is_open(self) -> bool:
+        return self._reader.call_is_open
+
     def _translated(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
         found: list[MessagePart] = []
         for part in parts:

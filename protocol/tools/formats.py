@@ -139,6 +139,7 @@ class _FirstCallOnly:
 
     def __init__(self, reader: ToolReader) -> None:
         self._reader = reader
+        self._has_more = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
         return self._kept(self._reader.feed_text(text))
@@ -146,6 +147,15 @@ class _FirstCallOnly:
     def finish_text(self) -> list[MessagePart]:
         return self._kept(self._reader.finish_text())
 
-    @staticmethod
-    def _kept(parts: Iterable[MessagePart]) -> list[MessagePart]:
-        return [part for part in parts if isinstance(part, ContentDelta | ReasoningDelta) or part.index == 0]
+    @property
+    def call_is_open(self) -> bool:
+        return self._reader.call_is_open and not self._has_more
+
+    def _kept(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
+        kept: list[MessagePart] = []
+        for part in parts:
+            if isinstance(part, ContentDelta | ReasoningDelta) or part.index == 0:
+                kept.append(part)
+            else:
+                self._has_more = True
+        return kept

@@ -115,6 +115,10 @@ class BlockReader:
             self._say(self._padding.take())
         return self._take()
 
+    @property
+    def call_is_open(self) -> bool:
+        return self._sink.is_open
+
     def _in_prose(self) -> bool:
         """Take what can be decided outside of a block. Returns whether there may be more to do."""
         text = self._held

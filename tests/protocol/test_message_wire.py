@@ -117,6 +117,9 @@ def test_the_stream_is_the_whole_message_however_it_is_cut(data, text, finish, l
     ("choice", "text", "finish", "reason"),
     [
         ("auto", CALL, STOP, "tool_calls"),
+        ("auto", CALL.removesuffix("\n</tool_call>"), STOP, "tool_calls"),
+        ("auto", CALL[: CALL.index("é")], STOP, "stop"),  # by a stop string
+        ("auto", CALL + CALL[: CALL.index("é")], STOP, "stop"),
         ("required", CALL, STOP, "tool_calls"),
         ({"type": "function", "function": {"name": "f"}}, CALL, STOP, "stop"),
         ("auto", CALL[:-30], LENGTH, "length"),

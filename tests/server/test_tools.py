@@ -75,6 +75,14 @@ def test_a_demanded_call_is_made_and_streams_the_same(sdk: openai.OpenAI, choice
     assert streamed.finish_reason == finish
 
 
+def test_a_stop_string_does_not_cut_a_demanded_call_off(sdk: openai.OpenAI) -> None:
+    fields = {**FIELDS, "tool_choice": "required", "parallel_tool_calls": False}
+    choice = sdk.chat.completions.create(**fields, stop=["e", "a", "{"]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert all(map(is_weather_call, choice.message.tool_calls or ()))
+
+
 def test_required_may_call_any_of_the_functions_and_several(server: Server) -> None:
     fields = {"tools": [WEATHER, TIME], "tool_choice": "required", "temperature": 1.0, "seed": 1, "n": 2}
     answer = server.chat("Weather and time in Paris and Rome?", max_tokens=40, **fields)

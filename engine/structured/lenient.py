@@ -12,7 +12,7 @@ from msgspec import structs
 from engine.messages import StructuredOutput, StructuredOutputKind, Unenforced
 from engine.structured.grammar import refused
 from engine.structured.json_schema import prepared
-from engine.structured.relaxation import ENOUGH_SECONDS, invalid, relax
+from engine.structured.relaxation import ENOUGH_SECONDS, Relaxed, invalid, least, outermost, relax
 
 MAX_POINTERS = 64  # told of one schema
 MAX_POINTER = 256  # characters
@@ -31,13 +31,24 @@ def loosened(structured: StructuredOutput, can_compile: CanCompile) -> Loosened:
     """`structured` with its schemas relaxed where they have to be.
 
     Raises InvalidRequest for what is no JSON Schema at all. The compiler is asked a bounded number of times: for each
-    schema as long as there is time, and for all of them together, which is the caller's.
+    schema as long as there is time, and for all of them together. Schemas whose turn comes later are cut unasked.
     """
     value = msgspec.json.decode(structured.value)
     is_tagged = structured.kind is StructuredOutputKind.STRUCTURAL_TAG
     places = value["tags"] if is_tagged else [{"schema": value, "lenient": True}]
     end = time.thread_time() + ENOUGH_SECONDS
-    unenforced: list[Unenforced] = []
+    unenforced: dict[int, Unenforced] = {}
+    late: dict[int, Any] = {}
+
+    def leave_out(number: int, schema: Any, found: Relaxed) -> None:
+        if found.left_out:
+            places[number]["schema"] = found.schema
+            unenforced[number] = _told(number, schema, found.left_out)
+
+    def enforced() -> StructuredOutput:
+        changed = value if is_tagged else places[0]["schema"]
+        return structs.replace(structured, value=_text(changed), lenient=False, closed=False)
+
     for number, place in enumerate(places):
         schema = prepared(place["schema"], closed=structured.closed)
         place["schema"] = schema
@@ -49,17 +60,17 @@ def loosened(structured: StructuredOutput, can_compile: CanCompile) -> Loosened:
         def fits(tried: Any) -> bool:
             return can_compile(_json_schema(tried, structured))
 
-        if len(places) > 1 and time.thread_time() < end and fits(schema):
-            continue
-        found = relax(schema, fits, seconds=max(0.0, end - time.thread_time()))
-        if found is not None and found.left_out:
-            place["schema"] = found.schema
-            unenforced.append(_told(number, schema, found.left_out))
-    changed = value if is_tagged else places[0]["schema"]
-    return Loosened(
-        structs.replace(structured, value=_text(changed), lenient=False, closed=False),
-        tuple(unenforced),
-    )
+        if len(places) > 1 and time.thread_time() >= end:
+            late[number] = schema
+            leave_out(number, schema, least(schema))
+        elif len(places) == 1 or not fits(schema):
+            found = relax(schema, fits, seconds=max(0.0, end - time.thread_time()))
+            if found is not None:
+                leave_out(number, schema, found)
+    if late and not can_compile(enforced()):
+        for number, schema in late.items():
+            leave_out(number, schema, Relaxed(outermost(schema), ("",)))
+    return Loosened(enforced(), tuple(unenforced[number] for number in sorted(unenforced)))
 
 
 def _told(number: int, schema: Any, left_out: tuple[str, ...]) -> Unenforced:

@@ -127,7 +127,17 @@ def quoted_lark(text: str) -> str:
 def quoted_regex(pattern: str) -> str:
     """The grammar for what a regular expression describes. Raises `NotQuotable`."""
     literal = re.sub(r"\\.|/|\n", lambda found: _IN_LITERAL.get(found[0], found[0]), pattern, flags=re.DOTALL)
-    return f"start: /{_regex(literal, '')}/"
+    ascii_digits = re.sub(r"\[(?:\\.|[^\]\\])*\]|\\.", _with_ascii_digits, literal, flags=re.DOTALL)
+    return f"start: /{_regex(ascii_digits, '')}/"
+
+
+def _with_ascii_digits(found: re.Match[str]) -> str:
+    """A set, or an escape, with the digits that JSON Schema's patterns mean."""
+    if found[0] == r"\d":
+        return "[0-9]"
+    if found[0].startswith("["):
+        return re.sub(r"\\(.)", lambda each: "0-9" if each[1] == "d" else each[0], found[0], flags=re.DOTALL)
+    return found[0]
 
 
 def _ignoring_one_by_one(text: str) -> str:

@@ -91,6 +91,14 @@ def relax(schema: Any, fits: Fits, *, seconds: float = ENOUGH_SECONDS) -> Relaxe
     return found
 
 
+def least(schema: Any) -> Relaxed:
+    """The schema without the words that no grammar can hold. Nobody is asked whether that is enough."""
+    try:
+        return _Cut(schema, frozenset(), frozenset()).relaxed
+    except RecursionError:
+        return Relaxed(outermost(schema), ("",))
+
+
 def outermost(schema: Any) -> dict[str, Any]:
     """No more than the type of a value."""
     asked = schema.get("type") if isinstance(schema, dict) else None
@@ -98,9 +106,9 @@ def outermost(schema: Any) -> dict[str, Any]:
 
 
 def _by_groups(schema: Any, fits: Fits, end: float) -> Relaxed | None:
-    least = _Cut(schema, frozenset(), frozenset())
-    if fits(least.schema):
-        return least.relaxed
+    first = _Cut(schema, frozenset(), frozenset())
+    if fits(first.schema):
+        return first.relaxed
     groups: frozenset[str] = frozenset()
     for group in _GROUPS:
         if time.thread_time() > end:
@@ -108,7 +116,7 @@ def _by_groups(schema: Any, fits: Fits, end: float) -> Relaxed | None:
         groups |= group
         cut = _Cut(schema, groups, frozenset())
         if fits(cut.schema):
-            return _put_back(schema, groups, cut, sorted(set(cut.pointers) - set(least.pointers)), fits)
+            return _put_back(schema, groups, cut, sorted(set(cut.pointers) - set(first.pointers)), fits)
     if time.thread_time() > end:
         return None
     shallow = _Cut(schema, groups, frozenset(), depth=OPEN_DEPTH)

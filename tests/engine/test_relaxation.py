@@ -10,7 +10,9 @@ import jsonschema
 import pytest
 
 from engine.errors import InvalidRequest
+from engine.messages import StructuredOutput
 from engine.structured import CompiledGrammar
+from engine.structured import lenient as lenient_schemas
 from engine.structured.relaxation import MAX_TRIES, relax
 from protocol.structured import Tag, json_schema, tagged_json
 from tests.engine.helpers import make_request, tokens_of
@@ -248,6 +250,30 @@ def test_only_lenient_tags_are_relaxed_and_the_others_stay_closed() -> None:
     assert not can_write('<b>{"c": 1}</b>')
     with pytest.raises(InvalidRequest, match="uniqueItems"):
         COMPILER.compile(tagged_json([Tag("<a>", item, "</a>"), tags[0]]))
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_compiler_is_not_asked_for_every_one_of_many_schemas(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When their time is over, schemas are cut unasked, and all of them are compiled once."""
+    monkeypatch.setattr(lenient_schemas, "ENOUGH_SECONDS", 0.0)
+    schemas = [{"type": "object", "properties": {f"a{number}": TAGS, "b": {"type": "string"}}} for number in range(300)]
+    tags = [Tag(f"<{number}>", schema, "</a>", lenient=True) for number, schema in enumerate(schemas)]
+    asked = []
+
+    def can_compile(tried: StructuredOutput) -> bool:
+        asked.append(tried)
+        return fits
+
+    found = lenient_schemas.loosened(tagged_json(tags, text=False, required=True), can_compile)
+    assert len(asked) == 1
+    assert [told.number for told in found.unenforced] == list(range(300))
+    kept = [tag["schema"] for tag in json.loads(found.enforced.value)["tags"]]
+    if fits:
+        assert found.unenforced[7].pointers == ("/properties/a7/uniqueItems",)
+        assert kept[7]["properties"] == {"a7": {"type": "array", "items": {"type": "string"}}, "b": {"type": "string"}}
+    else:
+        assert kept == [{"type": "object"}] * 300
+        assert {told.pointers for told in found.unenforced} == {("",)}
 
 
 def test_the_core_finds_what_the_front_door_has_relaxed() -> None:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Collection
 
 import msgspec
-import numpy as np
 
 from engine.errors import InvalidRequest
 
@@ -268,15 +267,6 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     rank: int  # 1 is the most likely token
     top: list[tuple[int, float]]  # most likely first, or those that the request names; as many as it asked for
     every: bytes | None = None  # float32 of all tokens, by id, in the machine's order: instead of `top`
-
-    @property
-    def likely(self) -> list[tuple[int, float]]:
-        """All that was asked for: `top`, or it made of `every`, which takes milliseconds and megabytes."""
-        if self.every is None:
-            return self.top
-        values = np.frombuffer(self.every, np.float32)
-        order = np.argsort(-values, kind="stable")
-        return list(zip(order.tolist(), values[order].tolist(), strict=True))
 
 
 class EventKind(enum.StrEnum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.model_files import ModelFiles
 
 SAMPLES = 64  # of each file, evenly spread, its beginning and its end among them
@@ -33,4 +32,4 @@ def model_digest(files: ModelFiles) -> bytes:
 def _paths(files: ModelFiles) -> tuple[Path, ...]:
     if files.tensors is None:
         return ()
-    return (files.tensors.path,) if isinstance(files.tensors, GGUFFile) else files.tensors
+    return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from engine.messages import TokenLogprobs
 from protocol.message_parts import TokenBytes
 
@@ -35,7 +37,7 @@ class ChatLogprobs:
         content = []
         for position in positions:
             entry = self._entry(position.token_id, position.logprob)
-            entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in position.likely]
+            entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in most_likely(position)]
             content.append(entry)
         return {"content": content, "refusal": None}
 
@@ -69,7 +71,7 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             tokens.append(token)
             if position.rank > 0:
-                top = {self._name(token_id): finite(value) for token_id, value in position.likely}
+                top = {self._name(token_id): finite(value) for token_id, value in most_likely(position)}
                 logprobs.append(finite(position.logprob))
                 # The token itself is always there: up to one entry more than asked for.
                 tops.append(top | {token: finite(position.logprob)})
@@ -100,3 +102,12 @@ def spelled(raw: bytes) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
+    """All that was asked for: `top`, or it made of `every`, which takes milliseconds and megabytes."""
+    if position.every is None:
+        return position.top
+    values = np.frombuffer(position.every, np.float32)
+    order = np.argsort(-values, kind="stable")
+    return list(zip(order.tolist(), values[order].tolist(), strict=True))

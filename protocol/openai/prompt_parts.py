@@ -14,7 +14,7 @@ import msgspec
 
 from engine.messages import ALL_LOGPROBS, RequestOutput, TokenLogprobs
 from protocol.message_parts import TokenBytes
-from protocol.openai.logprobs import FIRST_HIDDEN, FIRST_SHOWN, finite, spelled
+from protocol.openai.logprobs import FIRST_HIDDEN, FIRST_SHOWN, finite, most_likely, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class PromptParts:
         assert self.prompt_logprobs is not None
         parts: list[dict[str, Any]] = []
         for entry in entries:
-            likely = enumerate(_first(entry.likely, self.prompt_logprobs), start=1)
+            likely = enumerate(_first(most_likely(entry), self.prompt_logprobs), start=1)
             ranked = [
                 (entry.token_id, entry.logprob, entry.rank),
                 *((token, value, rank) for rank, (token, value) in likely),
@@ -66,7 +66,7 @@ class PromptParts:
 def _with_top(entry: TokenLogprobs, count: int) -> TokenLogprobs:
     if count == ALL_LOGPROBS or (entry.every is None and len(entry.top) == count):
         return entry
-    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.likely[:count])
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, most_likely(entry)[:count])
 
 
 def _first(likely: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:

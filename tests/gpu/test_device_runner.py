@@ -36,6 +36,7 @@ from gpu.kernels.dispatch import interpreted
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
 from gpu.rows import BatchSizes
+from protocol.openai.logprobs import most_likely
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import CONFIG, random_weights
 from tests.gpu.test_input_batch import plan_of
@@ -322,7 +323,7 @@ def test_all_and_named_log_probabilities_are_those_of_both_runners() -> None:
         output = make_executor(kind).submit(plan).result()
         assert sorted(output.logprobs) == [0, 1, 3]
         (everything,), (named,), (two,) = (output.logprobs[index] for index in (0, 1, 3))
-        likely = everything.likely
+        likely = most_likely(everything)
         assert sorted(token_id for token_id, _ in likely) == list(range(CONFIG.vocab_size))
         assert sum(math.exp(value) for _, value in likely) == pytest.approx(1.0, abs=1e-4)
         assert [value for _, value in likely] == sorted((value for _, value in likely), reverse=True)
@@ -335,7 +336,9 @@ def test_all_and_named_log_probabilities_are_those_of_both_runners() -> None:
         assert (named.token_id, named.every, two.every) == (two.token_id, None, None)
         prompt = output.prompt_logprobs[0]
         assert [entry.token_id for entry in prompt] == [6, 7]
-        assert all(dict(entry.likely)[entry.token_id] == pytest.approx(entry.logprob, abs=1e-5) for entry in prompt)
+        assert all(
+            dict(most_likely(entry))[entry.token_id] == pytest.approx(entry.logprob, abs=1e-5) for entry in prompt
+        )
 
 
 def test_what_is_wanted_of_a_prompt_is_what_the_other_runner_gives() -> None:

@@ -180,19 +180,21 @@ def test_vllm_54195_ids_outside_the_vocabulary_reach_no_kernel(server: Server, w
 
 def test_cve_2026_21869_negative_integers_are_refused_wherever_they_mean_nothing(server: Server) -> None:
     for path in (CHAT, COMPLETIONS):
-        for field in ("n", "max_tokens", "min_tokens"):
+        for field in ("n", "min_tokens"):
             refused(server, path, field, **{field: -1})
-        refused(server, path, "top_k", top_k=-2)
-    refused(server, CHAT, "top_logprobs", logprobs=True, top_logprobs=-1)
-    refused(server, CHAT, "max_completion_tokens", max_completion_tokens=-1)
-    refused(server, COMPLETIONS, "logprobs", logprobs=-1)
+        for field in ("max_tokens", "top_k"):  # of which -1 means no limit
+            refused(server, path, field, **{field: -2})
+    refused(server, CHAT, "top_logprobs", logprobs=True, top_logprobs=-2)
+    refused(server, CHAT, "max_completion_tokens", max_completion_tokens=-2)
+    refused(server, COMPLETIONS, "logprobs", logprobs=-2)
 
 
 def test_prompt_logprobs_cannot_ask_for_prompt_times_vocabulary(server: Server) -> None:
     """local-inference-lab/vllm#264: -1 meant "all", and 62 GiB."""
     for path in (CHAT, COMPLETIONS):
-        for count in (-1, 21, 10**6):
+        for count in (-2, 21, 10**6):
             refused(server, path, "prompt_logprobs", prompt_logprobs=count)
+    refused(server, COMPLETIONS, "prompt_logprobs", prompt=[5] * 3000, max_tokens=1, prompt_logprobs=-1)
     many = [[1] * 1000] * 20
     assert "fewer" in refused(server, COMPLETIONS, "prompt_logprobs", prompt=many, prompt_logprobs=20, n=10)
     assert "fewer" in refused(server, COMPLETIONS, "logprobs", prompt=many, logprobs=20, echo=True, n=10)

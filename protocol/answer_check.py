@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import jsonschema_rs
 
 from engine.messages import FinishReason, RequestOutput, Unenforced
 from protocol.bounded_child import to_bytes
-from protocol.child_process import ChildProcess
+from protocol.child_process import ChildPool, ChildProcess
 from protocol.message_parts import (
     ContentDelta,
     MessageFormat,
@@ -141,55 +140,27 @@ class _Choice:
 
 
 class CheckProcesses:
-    """As many processes as callers at once, started when they are needed; `close` ends them. Thread-safe."""
+    """Where answers are checked; `close` ends them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._processes: set[ChildProcess] = set()
-        self._idle: list[ChildProcess] = []
-        self._is_closed = False
+        self._pool = ChildPool("protocol.check_child", (jsonschema_rs.__file__,), SECONDS)
+        self.close = self._pool.close
 
     def check(self, schema: str, text: str, seconds: float) -> Checked:
         """A `Check`."""
         message = to_bytes(f'{{"schema":{schema},"text":{json.dumps(text)}}}')
-        checked = Checked(None, [])
         process: ChildProcess | None = None
+        checked = Checked(None, [])
         try:
-            process = self._taken()
-            valid = json.loads(process.exchange(message, seconds)[1])
-            checked = Checked(valid, [])
-            if valid is False:
+            process = self._pool.take_idle() or self._pool.start()
+            checked = Checked(json.loads(process.exchange(message, seconds)[1]), [])
+            if checked.valid is False:
                 errors = json.loads(process.exchange(b"", ERROR_SECONDS)[1])
                 checked = Checked(None, []) if errors is None else Checked(False, errors)
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
             logger.info("A check of an answer was ended (%s)", type(error).__name__)
-            self._end(process)
+            if process is not None:
+                self._pool.end(process)
         else:
-            with self._lock:
-                self._idle.append(process)
+            self._pool.give_back(process)
         return checked
-
-    def close(self) -> None:
-        """End every process."""
-        with self._lock:
-            self._is_closed = True
-            processes = list(self._processes)
-        for process in processes:
-            self._end(process)
-
-    def _taken(self) -> ChildProcess:
-        with self._lock:
-            if self._is_closed:
-                raise EOFError
-            if self._idle:
-                return self._idle.pop()
-        process = ChildProcess("protocol.check_child", (jsonschema_rs.__file__,), SECONDS)
-        with self._lock:
-            self._processes.add(process)
-        return process
-
-    def _end(self, process: ChildProcess | None) -> None:
-        if process is not None:
-            process.end()
-            with self._lock:
-                self._processes.discard(process)

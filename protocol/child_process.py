@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from protocol.bounded_child import receive, send, to_text
@@ -20,6 +21,54 @@ START_SECONDS = 60.0
 
 _MAIN = "import sys; sys.path += sys.argv[2:]; from {} import main; main(float(sys.argv[1]))"
 _ENVIRONMENT = ("TZ", "TZDIR", "LD_LIBRARY_PATH")  # templates may tell the date; nothing else reaches the process
+
+
+class ChildPool:
+    """Processes of one main: as many as callers at once, started when they are needed. Thread-safe."""
+
+    def __init__(self, main: str, packages: Sequence[str], timeout: float) -> None:
+        self._new = partial(ChildProcess, main, packages, timeout)
+        self._lock = threading.Lock()
+        self._processes: set[ChildProcess] = set()
+        self._idle: list[ChildProcess] = []
+        self.is_closed = False
+
+    def take_idle(self) -> ChildProcess | None:
+        """One that nobody uses; None if there is none."""
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def start(self) -> ChildProcess:
+        """A new one. Raises `EOFError` when the pool is closed, `OSError` if there can be none."""
+        process = self._new()
+        with self._lock:
+            is_late = self.is_closed
+            self._processes.add(process)
+        if is_late:
+            self.end(process)
+            raise EOFError
+        return process
+
+    def give_back(self, process: ChildProcess) -> None:
+        """It may be used again."""
+        with self._lock:
+            self._idle.append(process)
+
+    def end(self, process: ChildProcess) -> None:
+        """It is of no more use."""
+        process.end()
+        with self._lock:
+            self._processes.discard(process)
+
+    def close(self) -> None:
+        """End every process, those in use too, and start no more."""
+        with self._lock:
+            self.is_closed = True
+            processes = list(self._processes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            self.end(process)
 
 
 class ChildProcess:

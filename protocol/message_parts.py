@@ -136,9 +136,14 @@ class MessageParser:
         return None if self._counter is None else self._counter.num_tokens
 
     @property
+    def call_is_open(self) -> bool:
+        """Whether the last tool call has not come to its end."""
+        return self._tools is not None and self._tools.call_is_open
+
+    @property
     def has_whole_calls(self) -> bool:
         """Whether there are tool calls, and the last one is not cut off."""
-        return self.num_tool_calls > 0 and not (self._tools is not None and self._tools.call_is_open)
+        return self.num_tool_calls > 0 and not self.call_is_open
 
     def read(self, output: RequestOutput) -> list[MessagePart]:
         """The parts that `output` decides: all that are left, if it ends the choice."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ import jinja2
 import markupsafe
 
 from protocol.bounded_child import to_bytes
-from protocol.child_process import ChildProcess
+from protocol.child_process import ChildPool, ChildProcess
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, Failure, RenderingFailed, too_long
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = (jinja2.__file__, markupsafe.__file__)
 _LONGEST_ANSWER = 4 * MAX_RENDERED_CHARS  # bytes
 _JSON = json.JSONEncoder(ensure_ascii=False)
+_SHUTTING_DOWN = "the server is shutting down"
 
 
 class TemplateProcesses:
@@ -38,25 +38,22 @@ class TemplateProcesses:
     def __init__(self, source: str, timeout: float) -> None:
         self._source = to_bytes(source)
         self._timeout = timeout
-        self._lock = threading.Lock()
-        self._processes: set[ChildProcess] = set()
-        self._idle: list[ChildProcess] = []
-        self._closed = False
+        self._pool = ChildPool("protocol.template_child", _PACKAGES, timeout)
+        self.close = self._pool.close  # renderings in progress fail, and so does whatever comes later
         try:
             first, answer = self._start()
         except BaseException:
             self.close()
             raise
         self.knows_tools = answer == "1"
-        self._idle.append(first)
+        self._pool.give_back(first)
 
     def render(self, context: dict[str, Any]) -> str:
         """The text. Blocks, for `timeout` at most and, if need be, a process's start. Threads may call it at once."""
         # In pieces, as `json.dumps` does not: it would keep the interpreter, and with it the event loop, to itself.
         message = b"".join(map(to_bytes, _JSON.iterencode(context)))
         began = time.monotonic()
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
+        process = self._pool.take_idle()
         if process is not None:
             try:
                 return self._ask(process, message, self._timeout)
@@ -68,29 +65,20 @@ class TemplateProcesses:
         process, _ = self._start()
         return self._ask(process, message, left)
 
-    def close(self) -> None:
-        """End every process. Renderings in progress fail, and so does whatever comes later."""
-        with self._lock:
-            self._closed = True
-            processes = list(self._processes)
-        for process in processes:
-            process.kill()
-        for process in processes:
-            self._end(process)
-
     def _start(self) -> tuple[ChildProcess, str]:
         """A new process that has compiled the template, and what it said of it."""
-        process = ChildProcess("protocol.template_child", _PACKAGES, self._timeout)
-        with self._lock:
-            self._processes.add(process)
+        try:
+            process = self._pool.start()
+        except EOFError:
+            raise RenderingFailed(Failure.GONE, _SHUTTING_DOWN) from None
         return process, self._ask(process, self._source, self._timeout, idle=False)
 
     def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
         """The answer. Afterwards the process is `idle`, or else its caller's, or has ended if it is of no more use."""
         usable = False
         try:
-            if self._closed:
-                raise RenderingFailed(Failure.GONE, "the server is shutting down")
+            if self._pool.is_closed:
+                raise RenderingFailed(Failure.GONE, _SHUTTING_DOWN)
             kind, text = process.exchange(message, seconds, _LONGEST_ANSWER)
             if len(text) > MAX_RENDERED_CHARS:
                 raise too_long()
@@ -109,12 +97,6 @@ class TemplateProcesses:
             raise
         finally:
             if not usable:
-                self._end(process)
+                self._pool.end(process)
             elif idle:
-                with self._lock:
-                    self._idle.append(process)
-
-    def _end(self, process: ChildProcess) -> None:
-        process.end()
-        with self._lock:
-            self._processes.discard(process)
+                self._pool.give_back(process)

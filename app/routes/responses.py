@@ -121,17 +121,15 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
 async def retrieve(server: Server, request: RequestScope) -> None:
     """GET /v1/responses/{id}. A response that is being made is told as far as it is."""
     query = _query(request)
-    running = server.responses.find_running(request.tenant.name, request.path_params["id"])
-    stored = _stored(server, request) if running is None else None
+    found = server.responses.find_running(request.tenant.name, request.path_params["id"]) or _stored(server, request)
     if query.get("stream", "false").lower() != "false":
-        log = (running or stored).log  # type: ignore[union-attr]  # there is one of them
-        if log is None:
+        if found.log is None:
             raise ApiError(400, "stream: true is only possible for responses with background: true.", param="stream")
-        await follow(server, request, log, _starting_after(query) + 1)
-    elif stored is not None:
-        await request.send_json(200, stored.body)
-    elif running is not None:
-        await _send_running(server, request, running)
+        await follow(server, request, found.log, _starting_after(query) + 1)
+    elif isinstance(found, StoredResponse):
+        await request.send_json(200, found.body)
+    else:
+        await _send_running(server, request, found)
 
 
 async def delete(server: Server, request: RequestScope) -> None:

@@ -7,7 +7,7 @@ their calls come back as `tool_use` like all others.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Discriminator, Tag
 
@@ -53,17 +53,27 @@ _BASH: Final[dict[str, Any]] = {
     "restart": {"type": "boolean", "description": "true starts the shell anew, without a command."},
 }
 
-# By the family of the type: name if the client gives none, what it does, its commands, further inputs, required ones.
-_FIXED: Final[dict[str, tuple[str, str, list[str], dict[str, Any], list[str]]]] = {
-    "bash": ("bash", "Runs commands in a shell that keeps its state between calls.", [], _BASH, []),
-    "text_editor": (
+
+class _Family(NamedTuple):
+    """What the model is told of one family of these tools. `name` is where the client gives none."""
+
+    name: str
+    description: str
+    commands: list[str]
+    properties: dict[str, Any]  # beside the command
+    required: list[str]
+
+
+_FIXED: Final = {
+    "bash": _Family("bash", "Runs commands in a shell that keeps its state between calls.", [], _BASH, []),
+    "text_editor": _Family(
         "str_replace_based_edit_tool",
         "Views, creates and edits files.",
         ["view", "create", "str_replace", "insert"],
         _EDIT,
         ["path"],
     ),
-    "memory": (
+    "memory": _Family(
         "memory",
         "Keeps files below /memories between conversations: look there first, and note there what is worth knowing.",
         ["view", "create", "str_replace", "insert", "delete", "rename"],

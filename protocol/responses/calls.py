@@ -68,19 +68,22 @@ class CallForm(NamedTuple):
                 yield "response.shell_call_command.done", {"command_index": index, "command": command}
 
 
-class FunctionCallItem(ClientModel):
-    """A call that the model has made. `arguments` is JSON as text."""
-
-    type: Literal["function_call"]
-    id: str = Field(default_factory=lambda: new_id("fc"))
+class _NamedCall(ClientModel):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
         return {**self.model_dump(exclude_none=True), "status": "completed"}
+
+
+class FunctionCallItem(_NamedCall):
+    """A call that the model has made. `arguments` is JSON as text."""
+
+    type: Literal["function_call"]
+    id: str = Field(default_factory=lambda: new_id("fc"))
+    arguments: str
 
     def for_chat(self) -> dict[str, Any]:
         """The call in chat's form."""
@@ -88,19 +91,12 @@ class FunctionCallItem(ClientModel):
         return {"id": self.call_id, "type": "function", "function": function}
 
 
-class CustomToolCallItem(ClientModel):
+class CustomToolCallItem(_NamedCall):
     """A call of a custom tool that the model has made."""
 
     type: Literal["custom_tool_call"]
     id: str = Field(default_factory=lambda: new_id("ctc"))
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: str
-
-    def listed(self) -> dict[str, Any]:
-        """The item as the API lists it."""
-        return {**self.model_dump(exclude_none=True), "status": "completed"}
 
     def for_chat(self) -> dict[str, Any]:
         """The call in chat's form."""

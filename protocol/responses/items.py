@@ -1,7 +1,7 @@
 """Items of a conversation: messages, calls and their outputs, reasoning; and their way into chat messages.
 
 What one turn of the assistant is in chat (thoughts, text, calls) are several items here, which follow each other.
-Everything that text cannot be is refused by name.
+What is no text is refused by name where somebody says it, and left out of what a tool has answered.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ class ResponseStreamWriter:
         frames = []
         if self._open is None and not self._output:  # an answer without a word is a message without a word
             frames += self._begin_item(ContentDelta, "msg")
-        frames += self._close("completed" if is_whole else "incomplete")
+        is_cut = self._parser is not None and self._parser.call_is_open  # by a stop string
+        frames += self._close("completed" if is_whole and not is_cut else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()), **self._told())
         else:  # the operator's abort has no word of its own: the answer is cut off

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.agents.shapes import ASK, BASH, EDIT, LISTING, READ, TODO, TOOLS, Recorded, anthropic, messages, parameters
+from tests.agents.shapes import (
+    ASK,
+    BASH,
+    EDIT,
+    LISTING,
+    READ,
+    TODO_LIST,
+    TOOLS,
+    Recorded,
+    anthropic,
+    messages,
+    parameters,
+)
 
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 _HEADERS = {
@@ -223,7 +235,7 @@ RECORDED = [
             {"type": "web_fetch_20250910", "name": "web_fetch"},
             {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
             {"type": "mcp_toolset", "mcp_server_name": "a"},
-            anthropic(TODO, defer_loading=True, input_examples=[{"todos": []}], allowed_callers=["direct"]),
+            anthropic(TODO_LIST, defer_loading=True, input_examples=[{"todos": []}], allowed_callers=["direct"]),
         ],
         mcp_servers=[{"type": "url", "name": "a", "url": "https://a.example/mcp"}],
         service_tier="auto",

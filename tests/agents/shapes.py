@@ -118,7 +118,7 @@ EDIT = function(
     ),
 )
 LIST = function("list", "List a folder.", parameters(["path"], path=PLACE))
-TODO = function(
+TODO_LIST = function(
     "todo",
     "Write the list of what is to be done.",
     parameters(
@@ -133,7 +133,7 @@ TODO = function(
         },
     ),
 )
-TOOLS = [READ, BASH, EDIT, LIST, TODO]
+TOOLS = [READ, BASH, EDIT, LIST, TODO_LIST]
 
 
 def called(name: str = "bash", arguments: Any = '{"command":"ls"}', call_id: str = "call_1") -> dict[str, Any]:

@@ -23,9 +23,11 @@ from protocol.responses.items import chat_messages, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
 from protocol.responses.request import ResponsesRequest
 from protocol.responses.truncation import beginning_at, beginnings, fit
+from protocol.tools.formats import FORMATS
+from protocol.tools.functions import Function, ToolUse
 from protocol.writers import Head
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
-from tests.protocol.wire_helpers import lp, output
+from tests.protocol.wire_helpers import lp, output, token_bytes
 from tests.server.raw_client import sse_events
 
 HEAD = Head(id="resp_1", created=1_700_000_000, model="smol")
@@ -274,3 +276,13 @@ async def test_as_much_of_a_conversation_is_kept_as_fits(roles, limit):
         assert [number for number in end if roles[int(number)] == "system"] == [
             str(number) for number, role in enumerate(roles) if role == "system"
         ]
+
+
+@pytest.mark.parametrize(("text", "status"), [('{"a": 1}}', "completed"), ('{"a": "by a sto', "incomplete")])
+def test_a_call_that_a_stop_string_has_cut_off_is_incomplete(text: str, status: str) -> None:
+    reader = FORMATS["hermes"].reader(ToolUse(functions=(Function(name="f"),)), ())
+    parser = MessageFormat(new_tool_reader=reader).parser(token_bytes)
+    writer = ResponseBodyWriter(HEAD, ECHO).read_with(parser)
+    writer.feed_output(output(f'<tool_call>{{"name": "f", "arguments": {text}', finish=FinishReason.STOP))
+    (call,) = orjson.loads(writer.body())["output"]
+    assert (call["type"], call["status"]) == ("function_call", status)

@@ -18,6 +18,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError
+from protocol.child_process import ChildPool
 from protocol.jinja_sandbox import Failure, RenderingFailed
 from protocol.template_process import TemplateProcesses
 
@@ -187,3 +188,25 @@ def test_a_process_is_deaf_to_signals_for_the_group_and_knows_nothing(monkeypatc
             ("open files", "16"),
         ):
             assert any(name in line and limit in line.split() for line in limits.splitlines()), limits
+
+
+def test_a_pool_that_is_closed_while_processes_start_leaves_none() -> None:
+    before = children()
+    pool = ChildPool("protocol.template_child", (), TIMEOUT)
+
+    def start_many() -> None:
+        with suppress(EOFError):
+            while True:
+                pool.start()
+
+    threads = [threading.Thread(target=start_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(children() - before) >= 4)
+    pool.close()
+    for thread in threads:
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    assert children() <= before
+    with pytest.raises(EOFError):
+        pool.start()

@@ -7,11 +7,9 @@ same is every table, gather, scatter and the order of the work.
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -19,161 +17,27 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.core.config import EngineConfig
-from engine.core.core import EngineCore
-from engine.core.executor import StepHandle
 from engine.errors import StepAbandoned
-from engine.messages import EngineCoreRequest, FinishReason, Pooling, SamplingParams
-from engine.scheduler.plan import SchedulerOutput, TokenMasks
-from gpu.attention.torch_backend import TorchAttention
-from gpu.attention.triton_backend import TritonAttention
+from engine.messages import Pooling
+from engine.scheduler.plan import TokenMasks
 from gpu.device import DeviceRunner
-from gpu.device.graphs import LARGEST, DecodeGraphs, Replay, ladder
-from gpu.device.rows import words_of
-from gpu.device.tables import DeviceTables
+from gpu.device.graphs import Replay, ladder
 from gpu.device.upload import Upload
 from gpu.kernels.dispatch import interpreted
-from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
-from gpu.rows import BatchSizes
 from protocol.openai.logprobs import most_likely
+from tests.gpu.device_runners import (
+    MAX_NUM_SEQS,
+    VOCAB_SIZE,
+    Again,
+    crowd,
+    drive,
+    make_core,
+    make_executor,
+)
 from tests.gpu.sampling_helpers import new_request
-from tests.gpu.test_executor import CONFIG, random_weights
+from tests.gpu.test_executor import CONFIG
 from tests.gpu.test_input_batch import plan_of
-
-CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS = 4, 40, 64, 6
-VOCAB_SIZE = CONFIG.vocab_size
-
-
-class Again:
-    """Graphs of a device without graphs."""
-
-    def __init__(self) -> None:
-        self.num_captured = 0
-        self.num_replayed = 0
-
-    def capture(self, run: Callable[[], None]) -> Replay:
-        run()
-        self.num_captured += 1
-
-        def replay() -> None:
-            self.num_replayed += 1
-            run()
-
-        return replay
-
-
-class RunnerExecutor:
-    """An `engine.core.executor.Executor` around a runner of either kind."""
-
-    num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
-
-    def __init__(self, runner: ModelRunner | DeviceRunner) -> None:
-        self.runner = runner
-        self.plans: list[SchedulerOutput] = []
-
-    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
-        self.plans.append(plan)
-        return self.runner.submit(plan, abandoned)
-
-    def shutdown(self) -> None: ...
-
-
-def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
-    backend = TorchAttention if graphs is None else TritonAttention
-    attention = partial(backend, block_size=BLOCK_SIZE)
-    model = CausalLM(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
-    model.load_weights(random_weights())
-    kv_caches = model.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
-    sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
-    if kind == "host":
-        return RunnerExecutor(ModelRunner(model, kv_caches, sizes, CPU))
-    return RunnerExecutor(DeviceRunner(model, kv_caches, sizes, CPU, vocab_size=VOCAB_SIZE, graphs=graphs))
-
-
-def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS) -> EngineCore:
-    executor.num_blocks = num_blocks
-    config = EngineConfig(
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=14,
-        eos_token_ids=(7,),
-        pipeline_depth=pipeline_depth,
-    )
-    return EngineCore(config, executor)
-
-
-def crowd(seed: int, *, greedy: bool = True, processors: bool = True) -> list[EngineCoreRequest]:
-    """Twenty requests of all kinds; every third begins as another one does."""
-    draw = random.Random(seed)
-    requests = []
-    shared = [draw.randrange(VOCAB_SIZE) for _ in range(24)]
-    for number in range(20):
-        prompt = shared[: draw.randrange(24)] if number % 3 == 0 else []
-        prompt = prompt + [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 20))]
-        max_tokens = draw.randint(1, 18)
-        options: dict[str, Any] = draw.choice(
-            [
-                {},
-                {"ignore_eos": True},
-                {"stop_token_ids": tuple(draw.sample(range(VOCAB_SIZE), 40)), "min_tokens": max_tokens // 2},
-                {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
-                {"presence_penalty": 1.5},
-                {"logit_bias": {draw.randrange(VOCAB_SIZE): 8.0, draw.randrange(VOCAB_SIZE): -100.0}},
-                {"logprobs": draw.randrange(4)},
-            ]
-            if processors
-            else [{}, {"ignore_eos": True}]
-        )
-        if not greedy:
-            options = {
-                "temperature": 0.9,
-                **draw.choice([{}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}]),
-                **options,
-            }
-        requests.append(
-            EngineCoreRequest(
-                request_id=f"r{number}",
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "seed": number, **options}),
-                arrival_time=0.0,
-            )
-        )
-    return requests
-
-
-def drive(core: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, tuple[list[int], FinishReason | None]]:
-    """Two requests arrive with each step; the fifth leaves in the middle."""
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    ends: dict[str, FinishReason | None] = dict.fromkeys(tokens)
-    logprobs: dict[str, list[object]] = {request.request_id: [] for request in requests}
-    waiting = list(requests)
-    num_preemptions = num_hits = 0
-    for number in itertools.count():
-        for request in waiting[:2]:
-            core.add(request)
-        del waiting[:2]
-        if number == 7:
-            core.finish_request("r4", FinishReason.ABORT)
-        if not (core.has_work or waiting):
-            break
-        batch = core.step()
-        core.scheduler.check_integrity()
-        num_preemptions += batch.stats.num_preemptions
-        num_hits += batch.stats.prefix_cache_hits
-        for output in batch.outputs:
-            assert output.error is None
-            tokens[output.request_id] += output.new_token_ids
-            logprobs[output.request_id] += output.logprobs or []
-            ends[output.request_id] = output.finish_reason
-    assert num_preemptions > 0
-    assert num_hits > 0
-    for request in requests:
-        if request.sampling.logprobs is not None and request.request_id != "r4":
-            assert len(logprobs[request.request_id]) == len(tokens[request.request_id])
-    del tokens["r4"], ends["r4"]
-    return {name: (tokens[name], ends[name]) for name in tokens}
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -428,61 +292,6 @@ def test_numbers_that_are_not_finite_are_told() -> None:
     output = executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
     assert output.not_finite == [1]
     assert all(0 <= token_id < VOCAB_SIZE for (token_id,) in output.sampled_token_ids)
-
-
-def test_an_upload_writes_every_word_where_it_belongs() -> None:
-    draw = random.Random(0)
-    buffer = torch.zeros(1000, dtype=torch.int32)
-    expected = buffer.tolist()
-    upload = Upload(buffer)
-    for _ in range(20):
-        places = sorted(draw.sample(range(100), 12))
-        for place in places:
-            values = [draw.randrange(-(2**31), 2**31) for _ in range(draw.randrange(11))]
-            upload.write(10 * place, values)
-            expected[10 * place : 10 * place + len(values)] = values
-        upload.send()
-        assert buffer.tolist() == expected
-    upload.write(0, [-1])
-    upload.discard()
-    upload.send()
-    assert buffer.tolist() == expected
-
-
-def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
-    tables = DeviceTables(BatchSizes(5, 9, 4), 11, CPU)
-    upload = Upload(tables.buffer)
-    upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64), np.int64))
-    upload.write(tables.offset("top_p", 4), words_of(np.array([0.25]), np.float32))
-    upload.write(tables.offset("block_table", 2, 1), [8, 9])
-    upload.write(tables.offset("token_ids", 5, 9), [77])
-    upload.send()
-    assert tables.columns["seed"].tolist() == [0, 0, 0, -5, 0, 0]
-    assert tables.columns["top_p"].tolist() == [1, 1, 1, 1, 0.25, 1]
-    assert tables.block_table.tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
-    assert tables.token_ids[5].tolist() == [0] * 9 + [77]
-    # And the padding row in every place of the batch, and every row's top_p and repetition penalty.
-    assert int((tables.buffer != 0).sum()) == 2 + 2 + 1 + 6 + 6 + 6
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 100, 256, 1000])
-def test_the_ladder_has_a_size_for_every_batch_up_to_its_largest(max_num_seqs: int) -> None:
-    sizes = ladder(max_num_seqs)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(max_num_seqs, LARGEST)
-    assert len(sizes) <= 30
-    order: list[tuple[str, int]] = []
-    graphs = DecodeGraphs(Again(), max_num_seqs, lambda kind, size: order.append((kind, size)))
-    assert graphs.find("step", 1) is None
-    while graphs.num_missing:
-        graphs.capture_next()
-    graphs.capture_next()
-    assert order == [(kind, size) for kind in ("step", "hidden") for size in reversed(sizes)]  # largest first
-    for num_rows in range(1, sizes[-1] + 1):
-        found = graphs.find("step", num_rows)
-        assert found is not None
-        assert num_rows <= found[0] < num_rows + max(32, num_rows // 4 + 4)
-    assert graphs.find("step", sizes[-1] + 1) is None
 
 
 def test_graphs_that_cannot_be_had_are_done_without() -> None:

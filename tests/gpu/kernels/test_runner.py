@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from engine.messages import EngineCoreRequest
-from tests.gpu.test_device_runner import Again, crowd, make_core, make_executor
+from tests.gpu.device_runners import Again, crowd, make_core, make_executor
 
 
 def requests() -> list[EngineCoreRequest]:

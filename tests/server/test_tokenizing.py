@@ -8,7 +8,6 @@ import pytest
 
 from tests.server.harness import Server
 from tests.server.test_client_gone import LEAVING
-from tests.server.tiny_model import LONG_CONTEXT
 from tests.server.victims import PATH
 
 PLACES = 16  # in the queue of `narrow_tiny_server`
@@ -48,8 +47,8 @@ def check_gone_while_tokenizing(server: Server, stream: bool, how: str, n: int) 
     LEAVING[how](victim)
     server.poll(lambda: server.client.get("/readyz").status_code, lambda status: status == 200)
 
-    # A longer prompt that is refused once it is counted: its thread ends later than the victim's.
-    refused = server.post(PATH, {"prompt": LONG_PROMPT * 2, "max_tokens": LONG_CONTEXT})
+    # A prompt longer than the context, refused once it is counted: its thread ends later than the victim's.
+    refused = server.post(PATH, {"prompt": LONG_PROMPT * 5})
     assert refused.status_code == 400
     assert "context" in refused.json()["error"]["message"]
 

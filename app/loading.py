@@ -171,5 +171,6 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         block_size=settings.block_size,
         kv_cache_memory=settings.kv_cache_memory,
         kv_cache_share=kv_cache_share,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     return load_executor(files, options, num_threads=settings.num_threads)

@@ -130,9 +130,17 @@ class Settings(BaseSettings):
     block_size: int = Field(16, description="Tokens per KV block.", ge=1, le=1024)
     kv_cache_memory: ByteSize | None = Field(
         None,
-        description="Memory for the KV cache of one engine, for example 2GiB. Default: chosen from what is free.",
+        description="Memory for the KV cache of one engine, for example 2GiB. Default: a quarter of what is free "
+        "on a CPU, 4GiB at most; on CUDA what gpu_memory_utilization leaves.",
         ge=MIB,
         examples=["2GiB"],
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        description="Share of a CUDA device's memory that weights, steps and KV cache may fill, if kv_cache_memory "
+        "does not say how large the cache is.",
+        gt=0,
+        le=1,
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of prompts that begin alike.")
     num_threads: int | None = Field(

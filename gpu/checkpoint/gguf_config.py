@@ -69,6 +69,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim),
         tie_word_embeddings="output.weight" not in file.tensors,
+        torch_dtype="bfloat16",  # no file says it: its floats and quantized blocks were rounded from this, mostly
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,

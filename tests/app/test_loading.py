@@ -16,6 +16,7 @@ from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.progress import no_progress
+from gpu.model_loader import WorkerOptions
 
 SECRET = "sk-not-for-the-engine"
 
@@ -50,6 +51,13 @@ def test_the_engines_process_gets_the_same_settings() -> None:
         engine="process", kv_cache_memory="64MiB", served_model_name="a,b", cache_dir="~/models", seed=7
     )
     assert Settings(**json.loads(json.dumps(settings.without_secrets()))) == settings
+
+
+def test_the_executor_gets_what_the_settings_say_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[WorkerOptions] = []
+    monkeypatch.setattr("gpu.executor.load_executor", lambda files, options, num_threads: given.append(options))
+    loading.make_executor(Settings(gpu_memory_utilization=0.4), cast(ModelFiles, None), 0.5)
+    assert (given[0].gpu_memory_utilization, given[0].kv_cache_share) == (0.4, 0.5)
 
 
 @pytest.mark.usefixtures("no_devices")

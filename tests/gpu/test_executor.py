@@ -9,11 +9,12 @@ import torch
 
 from engine.errors import ConfigError, EngineDead
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData
-from gpu.checkpoint import ModelConfig, ModelFiles
+from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions, resolve_device, resolve_dtype
 from gpu.worker import Worker
+from tests.embedded_model import embedded_gguf
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of
 
@@ -193,6 +194,8 @@ def test_dtype_auto_suits_the_device():
     assert resolve_dtype("auto", half, torch.device("cuda")) == torch.float16
     assert resolve_dtype("auto", half, torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert resolve_dtype("float32", half, torch.device("cuda")) == torch.float32
+    gguf = open_model(str(embedded_gguf())).config  # whose file names no type
+    assert resolve_dtype("auto", gguf, torch.device("cuda")) == torch.bfloat16
     with pytest.raises(ConfigError, match=r"dtype is int8.*dtype=auto works"):
         resolve_dtype("int8", half, torch.device("cpu"))
 

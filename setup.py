@@ -14,7 +14,9 @@ SOURCES = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.h"))
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 VNNI = ["-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
-BUILDS = {"_kernels_vnni": VNNI, "_kernels_bf16": [*VNNI, "-mavx512bf16"]}  # gpu/cpu/library.py has their names too
+BF16 = [*VNNI, "-mavx512bf16"]
+AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
+BUILDS = {"_kernels_vnni": VNNI, "_kernels_bf16": BF16, "_kernels_amx": AMX}  # gpu/cpu/library.py has their names too
 
 
 class BuildApart(build_ext):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Iterator
+from ctypes import POINTER, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,7 +19,8 @@ from gpu.host import processor_flags
 
 # The builds, best first (setup.py makes them), and the instructions that each needs.
 _VNNI = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
-BUILDS = {"_kernels_bf16": _VNNI | {"avx512_bf16"}, "_kernels_vnni": _VNNI}
+_BF16 = _VNNI | {"avx512_bf16"}
+BUILDS = {"_kernels_amx": _BF16 | {"amx_tile", "amx_bf16"}, "_kernels_bf16": _BF16, "_kernels_vnni": _VNNI}
 FOLDER = Path(__file__).parent  # where they are; tests put builds of their own there
 STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
 
@@ -106,6 +108,7 @@ class ForwardStruct(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "hr_is_permitted": (c_bool, ()),
     "hr_create": (c_void_p, (c_int32,)),
     "hr_destroy": (None, (c_void_p,)),
     "hr_forward": (c_int32, (c_void_p, POINTER(ModelStruct), POINTER(ForwardStruct))),
@@ -126,7 +129,11 @@ class Library:
     @property
     def instructions(self) -> str:
         """What it was built for, for the log."""
-        return {"_kernels_bf16": "AVX-512 VNNI and BF16", "_kernels_vnni": "AVX-512 VNNI"}[self.name]
+        return {
+            "_kernels_amx": "AVX-512 VNNI and BF16, AMX BF16",
+            "_kernels_bf16": "AVX-512 VNNI and BF16",
+            "_kernels_vnni": "AVX-512 VNNI",
+        }[self.name]
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -182,11 +189,21 @@ def is_for_this_processor() -> bool:
     return any(needed <= flags for needed in BUILDS.values())
 
 
-@cache
-def load_library() -> Library | None:
-    """The best build that this processor runs; None where there is none."""
+def usable() -> Iterator[Library]:
+    """The builds that this processor can run and the kernel lets this process run, best first.
+
+    A processor's flags do not say that its tiles (AMX) may be used: that is asked of the kernel, which some sandboxes
+    and virtual machines have refuse it.
+    """
     flags = processor_flags()
     for name, path in built().items():
         if BUILDS[name] <= flags:
-            return Library(name, path)
-    return None
+            library = Library(name, path)
+            if library.functions.hr_is_permitted():
+                yield library
+
+
+@cache
+def load_library() -> Library | None:
+    """The best build that can be used; None where there is none."""
+    return next(usable(), None)

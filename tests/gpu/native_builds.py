@@ -7,8 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu.cpu.library import BUILDS
-from gpu.host import processor_flags
+from gpu.cpu.library import BUILDS, load_library
 
 SOURCES = Path(__file__).parents[2] / "gpu/cpu/csrc"
 NATIVE = Path(__file__).parent / "native"
@@ -16,17 +15,12 @@ COMPILER = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCES}"]
 
 
-def best_build() -> str | None:
-    """The build of the library that this processor would choose; None if it can run none."""
-    return next((name for name, needed in BUILDS.items() if needed <= processor_flags()), None)
-
-
-def compile_library(folder: Path, *flags: str) -> list[Path]:
-    """The objects of the library for this processor, two files at a time."""
-    build = best_build()
-    assert build is not None
-    vectors = ["-m" + name.replace("_", "") for name in sorted(BUILDS[build])]
-    return compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors, *flags)
+def compile_library(folder: Path, *flags: str) -> tuple[str, list[Path]]:
+    """The name of the build that this process uses, and its objects, compiled two files at a time."""
+    library = load_library()
+    assert library is not None
+    vectors = [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in sorted(BUILDS[library.name])]
+    return library.name, compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors, *flags)
 
 
 def compile_all(folder: Path, sources: Sequence[Path], *flags: str) -> list[Path]:

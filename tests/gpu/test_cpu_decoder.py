@@ -15,8 +15,7 @@ from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.cpu.library import BUILDS, Library, built, is_for_this_processor, load_library
-from gpu.host import processor_flags
+from gpu.cpu.library import Library, is_for_this_processor, load_library, usable
 from gpu.models import CausalLM
 from gpu.weights.dummy import dummy_weights
 from tests.gpu.paging import Span, make_metadata, positions_of
@@ -116,9 +115,9 @@ def test_hidden_states_and_logits_are_the_torch_models(name: str):
     assert finite.all()
 
 
-@pytest.mark.parametrize("build", [name for name in built() if BUILDS[name] <= processor_flags()])
-def test_every_build_computes_the_same_model(build: str):
-    model = Model(MODELS["llama"], 16, Library(build, built()[build]))
+@pytest.mark.parametrize("library", list(usable()), ids=lambda library: library.name)
+def test_every_build_computes_the_same_model(library: Library):
+    model = Model(MODELS["llama"], 16, library)
     spans, ids = model.spans([(70, 70)]), tokens(70)
     assert relative_error(model.run(spans, ids), model.run(spans, ids, slow=True)) < 0.02
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cpu.library import is_for_this_processor
+from gpu.cpu.library import is_for_this_processor, usable
 
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
@@ -35,6 +35,11 @@ except MemoryError as error:
 multiply(20)
 print((out == 96).all().item())
 """
+MULTIPLIES = """
+threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
+library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, None, out.data_ptr(), 16)
+print(library.name, (out == 96).all().item())
+"""
 ENDS_IN_A_CALL = """
 x, out = torch.ones(40_000, 96), torch.empty(40_000, 16)
 threads = Threads(library, 2)
@@ -44,6 +49,21 @@ def call_for_ever():
 threading.Thread(target=call_for_ever, daemon=True).start()
 time.sleep(0.1)
 print("over")
+"""
+
+# Without torch, which asks for the tiles too. The filter: where the call is arch_prctl and its first argument asks
+# for tiles, refuse. It ends with the process.
+REFUSED = """
+import ctypes, errno, struct
+from gpu.cpu.library import usable
+code = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023), (0x06, 0, 0, 0x50000 | errno.EPERM),
+        (0x06, 0, 0, 0x7fff0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in code))
+filter = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 6, ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges, as a filter wants it
+assert libc.prctl(22, 2, filter, 0, 0) == 0
+print(*(library.name for library in usable()))
 """
 
 FORKS = """
@@ -65,9 +85,9 @@ multiply(threads)
 """
 
 
-def run(script: str) -> str:
+def run(script: str, imports: str = IMPORTS) -> str:
     process = subprocess.run(
-        [sys.executable, "-c", IMPORTS + script],
+        [sys.executable, "-c", imports + script],
         check=False,
         capture_output=True,
         text=True,
@@ -89,3 +109,13 @@ def test_an_interpreter_that_ends_within_a_call_ends_well():
 def test_a_forked_process_is_told_that_the_threads_stayed_behind_and_may_have_its_own():
     told = "hr_multiply was called with threads of another process: threads do not come along where a process forks"
     assert run(FORKS) == f"{told}\nTrue\n"
+
+
+def test_where_the_kernel_refuses_tiles_the_next_build_computes():
+    allowed = [library.name for library in usable()]
+    names = run(REFUSED, imports="").split()
+    assert "_kernels_amx" not in names
+    assert names == [name for name in allowed if name != "_kernels_amx"]
+    if "_kernels_amx" in allowed:
+        model = f"{REFUSED}{IMPORTS}{MULTIPLIES}"
+        assert run(model, imports="").split() == [*names, names[0], "True"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpu.cpu.library import is_for_this_processor
-from tests.gpu.native_builds import NATIVE, best_build, compile_all, compile_library, link, runtime
+from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, runtime
 
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
@@ -31,9 +31,8 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", *sys.argv[2:]]))
 
 @pytest.mark.timeout(400)
 def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path):
-    name = best_build()
     flags = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
-    objects = compile_library(tmp_path, "-O1", "-g1", *flags)
+    name, objects = compile_library(tmp_path, "-O1", "-g1", *flags)
     link(tmp_path / f"{name}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
     run = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), *MODEL_TESTS],
@@ -55,7 +54,8 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
 @pytest.mark.timeout(400)
 def test_threads_that_share_an_engine_take_turns(tmp_path: Path):
     flags = ("-O1", "-g1", "-fsanitize=thread")
-    objects = [*compile_library(tmp_path, *flags), *compile_all(tmp_path, [NATIVE / "library_threads.cpp"], *flags)]
+    _, objects = compile_library(tmp_path, *flags)
+    objects += compile_all(tmp_path, [NATIVE / "library_threads.cpp"], *flags)
     program = link(tmp_path / "library_threads", objects, *flags)
     run = subprocess.run([program], check=False, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, (run.stdout + run.stderr)[-8000:]

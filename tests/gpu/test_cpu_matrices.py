@@ -7,20 +7,19 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
-from gpu.cpu.library import BUILDS, Library, Threads, built, is_for_this_processor, load_library
+from gpu.cpu.library import Library, Threads, is_for_this_processor, load_library, usable
 from gpu.cpu.matrices import BF16, U4, U8, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
-from gpu.host import processor_flags
 
 # What is built is run; that it was built where it can be is a test of its own.
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
-RUNNABLE = [name for name in built() if BUILDS[name] <= processor_flags()]
+RUNNABLE = list(usable())
 
 
-@pytest.fixture(params=RUNNABLE)
+@pytest.fixture(params=RUNNABLE, ids=lambda library: library.name)
 def library(request) -> Library:
-    return Library(request.param, built()[request.param])
+    return request.param
 
 
 def rows_of(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedRows:
@@ -63,7 +62,7 @@ def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_her
     assert RUNNABLE
     library = load_library()
     assert library is not None
-    assert library.name == RUNNABLE[0]
+    assert library.name == RUNNABLE[0].name
 
 
 @pytest.mark.parametrize(("kind", "form"), [("Q4_0", U4), ("Q4_1", U4), ("Q8_0", U8)])

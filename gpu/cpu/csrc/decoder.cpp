@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "engine.h"
+#include "tiles.h"
 
 using namespace headrace;
 
@@ -176,6 +177,9 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
 }  // namespace
 
 extern "C" {
+
+// Whether the kernel lets this process run what this build is made of. To be asked before anything else.
+bool hr_is_permitted() { return request_tiles(); }
 
 void* hr_create(int32_t num_threads) {
     try {

@@ -21,7 +21,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm compiler nginx npm lock clean
+.PHONY: help serve chat test check lint format storm compiler emulator nginx npm lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -33,7 +33,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: compiler lint nginx npm
+test: compiler emulator lint nginx npm
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
@@ -116,6 +116,11 @@ nginx:
 # What the library of gpu/cpu is built with: the tests hold it to its word.
 compiler:
 	$(call from_debian,c++,g++)
+
+# What builds it for 64-bit ARM, and runs that.
+emulator:
+	$(call from_debian,aarch64-linux-gnu-g++,g++-aarch64-linux-gnu)
+	$(call from_debian,qemu-aarch64,qemu-user)
 
 # The clients from npm that the server's tests drive, and Node from the distribution, where they are missing.
 npm: tests/npm/node_modules/.installed

@@ -1,7 +1,9 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -12,7 +14,9 @@ namespace {
 
 constexpr int kStretch = 256;  // keys between two looks at the maximum
 constexpr int kMaxRows = 24;   // queries of one KV head that read a key while it is near
-constexpr int kRowsAtOnce = 6;  // whose sums over values are kept in registers, 64 dimensions at a time
+// Queries whose scores, and whose sums over some dimensions of the values, are kept in registers.
+constexpr int kScoreRows = kRegisters == 32 ? 12 : 3;
+constexpr int kRowsAtOnce = kRegisters == 32 ? 6 : 3, kWide = kRegisters == 32 ? 4 : 2;  // 64 dimensions, or 32
 constexpr float kLog2E = 1.44269504f;
 
 // A run of queries of one request that one KV head answers. Row r is query r / group of the run, head r % group.
@@ -45,9 +49,11 @@ void score_tile(const uint16_t* keys, int dim, const uint16_t* const* queries, f
 }
 
 using ScoreTile = void (*)(const uint16_t*, int, const uint16_t* const*, float* const*, float);
-constexpr ScoreTile kScoreTile[13] = {nullptr,        score_tile<1>, score_tile<2>, score_tile<3>,  score_tile<4>,
-                                      score_tile<5>,  score_tile<6>, score_tile<7>, score_tile<8>,  score_tile<9>,
-                                      score_tile<10>, score_tile<11>, score_tile<12>};
+template <size_t... kRows>
+constexpr std::array<ScoreTile, kScoreRows> score_tiles(std::index_sequence<kRows...>) {
+    return {score_tile<kRows + 1>...};
+}
+constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
 
 // sums[r][0..kVectors) += weights of a tile's tokens times its values, from dimension `d` on.
 template <int kRows, int kVectors>
@@ -71,13 +77,16 @@ void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_
 template <int kRows>
 void add_values(const uint16_t* values, int dim, int pairs, const uint16_t* const* weights, f32x16* const* sums) {
     int d = 0;
-    for (; d + 64 <= dim; d += 64) add_values<kRows, 4>(values, dim, d, pairs, weights, sums);
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) add_values<kRows, kWide>(values, dim, d, pairs, weights, sums);
     for (; d < dim; d += 16) add_values<kRows, 1>(values, dim, d, pairs, weights, sums);
 }
 
 using AddValues = void (*)(const uint16_t*, int, int, const uint16_t* const*, f32x16* const*);
-constexpr AddValues kAddValues[kRowsAtOnce + 1] = {nullptr,       add_values<1>, add_values<2>, add_values<3>,
-                                                   add_values<4>, add_values<5>, add_values<6>};
+template <size_t... kRows>
+constexpr std::array<AddValues, kRowsAtOnce> values_adders(std::index_sequence<kRows...>) {
+    return {add_values<kRows + 1>...};
+}
+constexpr auto kAddValues = values_adders(std::make_index_sequence<kRowsAtOnce>());
 
 // Turn a row's scores into weights: 2^(score - maximum), and what is summed so far is scaled to the new maximum.
 void soften(Scratch& scratch, int row, int width, int vectors) {
@@ -98,7 +107,7 @@ void soften(Scratch& scratch, int row, int width, int vectors) {
     for (int i = 0; i < width; i += 16) {
         f32x16 score = load<f32x16>(scores + i);
         f32x16 weight = exp2(score - splat(now));
-        weight = score == score ? weight : score;
+        weight = select(score == score, weight, score);
         store(scratch.weights[row] + i, to_bf16(weight));
         total = total + weight;
     }
@@ -147,11 +156,11 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, f
                 for (int64_t i = 0; i < 2 * heads.tile_size(); i += 32) __builtin_prefetch(ahead + i);
             }
             pieces[count] = {keys + heads.tile_size(), position, lanes};
-            for (int r = 0; r < rows; r += 12) {
-                float* to[12];
-                int some = std::min(12, rows - r);
+            for (int r = 0; r < rows; r += kScoreRows) {
+                float* to[kScoreRows];
+                int some = std::min(kScoreRows, rows - r);
                 for (int i = 0; i < some; i++) to[i] = scratch.scores[r + i] + count * kTile;
-                kScoreTile[some](keys, dim, query + r, to, heads.scale * kLog2E);
+                kScoreTile[some - 1](keys, dim, query + r, to, heads.scale * kLog2E);
             }
             for (int r = 0; r < rows; r++) {
                 if (position + lanes - 1 <= last[r] && position >= first[r] && lanes == kTile) continue;
@@ -174,7 +183,7 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, f
                     weights[i] = scratch.weights[r + i] + p * kTile;
                     sums[i] = scratch.sums.data() + (int64_t)(r + i) * vectors;
                 }
-                kAddValues[some](pieces[p].values, dim, (lanes + 1) / 2, weights, sums);
+                kAddValues[some - 1](pieces[p].values, dim, (lanes + 1) / 2, weights, sums);
             }
         }
     }
@@ -200,9 +209,9 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
             uint16_t two[2] = {rounded[i], rounded[i + 1]};
             std::memcpy(keys + (int64_t)(d + i) * kTile + lane * 2, two, sizeof(two));
         }
-        u32x16 widened = __builtin_convertvector(to_bf16(load<f32x16>(value + d)), u32x16);
+        u32x16 widened = widen(to_bf16(load<f32x16>(value + d)));
         // The first of a pair clears the second, which is read with it, with a weight of zero, before it is written.
-        u32x16 present = lane % 2 == 0 ? u32x16{} : load<u32x16>(pair + 2 * d) & 0xffffu;
+        u32x16 present = lane % 2 == 0 ? u32x16{} : load<u32x16>(pair + 2 * d) & splat(0xffffu);
         store(pair + 2 * d, lane % 2 == 0 ? widened : present | widened << 16);
     }
 }

@@ -34,7 +34,7 @@ bool soften(Distribution& row, double temperature) {
     for (; i + 16 <= row.size; i += 16) {
         f32x16 logit = load<f32x16>(row.weights + i);
         highest = max(highest, logit);
-        zero = logit == logit ? zero : logit;  // NaN is larger than nothing, so it has to be looked for
+        zero = select(logit == logit, zero, logit);  // NaN is larger than nothing, so it has to be looked for
     }
     largest_logit = largest(highest);
     sound = sum(zero) == 0.0f;
@@ -138,8 +138,8 @@ int64_t draw_row(float* logits, int64_t size, const Filters& filters, double uni
             double kept = 0;
             int64_t i = stretch * kStride, end = std::min(size, i + kStride);
             for (; i + 16 <= end; i += 16) {
-                f32x16 weight = load<f32x16>(logits + i), nothing = {};
-                partial = partial + to_f64(weight >= splat(level) ? weight : nothing);
+                f32x16 weight = load<f32x16>(logits + i);
+                partial = partial + to_f64(select(weight < splat(level), splat(0.0f), weight));
             }
             for (; i < end; i++) kept += logits[i] >= level ? logits[i] : 0.0f;
             kept += sum(partial);

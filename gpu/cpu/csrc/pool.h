@@ -98,7 +98,13 @@ class Pool {
     // About 50 microseconds: longer than the gaps within a step, shorter than what anybody would miss between steps.
     static constexpr int kSpins = 2000;
 
-    static void pause() { __builtin_ia32_pause(); }
+    static void pause() {
+#if defined(__aarch64__)
+        __asm__ __volatile__("isb");  // some ten nanoseconds; `yield` is nothing at all on most of them
+#else
+        __builtin_ia32_pause();
+#endif
+    }
 
     bool any_left() const { return left_.load(std::memory_order_relaxed) > 0; }
 

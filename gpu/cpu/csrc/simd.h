@@ -1,127 +1,101 @@
-// Vectors of 16 lanes, in the compiler's own notation. What no compiler finds by itself (dot products of bytes and of
-// bfloat16, half-precision loads) is spelled out for AVX-512 with VNNI, and BF16 where the processor has it.
+// Vectors of 16 lanes, whatever a register holds: one of them with AVX-512, half of one with AVX2, a quarter with NEON.
+// All else is written once, against what is here. simd_avx512.h, simd_avx2.h and simd_neon.h have the same types and
+// functions, by each processor's instructions:
+//
+//   f32x16, f64x16, i32x16, u32x16, u16x16, i8x16   with + - * / & | << >> < > == and [lane]; a comparison is an i32x16
+//   splat, select(mask, a, b), fma, max, as_f32, as_u32, to_f32, to_f64, sum, largest, has_nan
+//   narrow, widen                                   between u32x16 and u16x16
+//   load_f16, nibbles, dot_bf16
+//   f16, kRegisters                                 one half-precision number; how many f32x16 there is room for
+//
+// The operations of one lane, and the order of a sum, are the same wherever a build computes them: a row's result is the
+// same bits in any batch. From one build to another they may differ in the last bit.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-
-#include <immintrin.h>
+#include <utility>
 
 namespace headrace {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef double f64x16 __attribute__((vector_size(128)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x64 __attribute__((vector_size(64)));
+template <class V>
+struct Memory {  // of one register
+    static V load(const void* from) {
+        V value;
+        std::memcpy(&value, from, sizeof(V));
+        return value;
+    }
+    static void store(void* to, V value) { std::memcpy(to, &value, sizeof(V)); }
+};
 
 template <class V>
 inline V load(const void* from) {
-    V value;
-    std::memcpy(&value, from, sizeof(V));
-    return value;
+    return Memory<V>::load(from);
 }
 
 template <class V>
 inline void store(void* to, V value) {
-    std::memcpy(to, &value, sizeof(V));
+    Memory<V>::store(to, value);
 }
 
-inline f32x16 splat(float x) { return (f32x16)_mm512_set1_ps(x); }
-inline i32x16 splat(int32_t x) { return (i32x16)_mm512_set1_epi32(x); }
-inline f32x16 as_f32(u32x16 bits) { return (f32x16)bits; }
-inline f32x16 to_f32(i32x16 x) { return (f32x16)_mm512_cvtepi32_ps((__m512i)x); }
-
-// Written out, because whether a compiler contracts a * b + c may differ from one place to the next, and results are
-// promised to be the same bits wherever a row is computed.
-inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
-    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+// body(0), body(1) ... with constants, so that compilers keep arrays that it indexes in registers.
+template <class Body, int... kIndices>
+inline void unrolled(const Body& body, std::integer_sequence<int, kIndices...>) {
+    (body(std::integral_constant<int, kIndices>()), ...);
 }
 
-inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-
-inline float sum(f32x16 x) { return _mm512_reduce_add_ps((__m512)x); }
-
-inline f64x16 to_f64(f32x16 x) { return __builtin_convertvector(x, f64x16); }
-
-inline double sum(f64x16 x) {
-    __m512d halves[2];
-    std::memcpy(halves, &x, sizeof(x));
-    return _mm512_reduce_add_pd(_mm512_add_pd(halves[0], halves[1]));
+template <int kCount, class Body>
+inline void unrolled(const Body& body) {
+    unrolled(body, std::make_integer_sequence<int, kCount>());
 }
 
-inline int32_t sum(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
+}  // namespace headrace
 
-// Of the lanes that are numbers; whether there are others, `has_nan` tells.
-inline float largest(f32x16 x) { return _mm512_reduce_max_ps((__m512)x); }
+#if defined(__AVX512F__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__)
+#include "simd_avx2.h"
+#elif defined(__ARM_NEON)
+#include "simd_neon.h"
+#else
+#error "There are no vectors for this processor: see BUILDS in setup.py."
+#endif
 
-inline bool has_nan(f32x16 x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
+namespace headrace {
 
-// 16 half-precision floats.
-inline f32x16 load_f16(const uint16_t* from) {
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-}
-
-inline float f16_to_f32(uint16_t bits) {
-    _Float16 half;
-    std::memcpy(&half, &bits, 2);
-    return (float)half;
-}
+inline float f16_to_f32(uint16_t bits) { return (float)load<f16>(&bits); }
 
 inline uint16_t f32_to_f16(float value) {
-    _Float16 half = (_Float16)value;
-    uint16_t bits;
-    std::memcpy(&bits, &half, 2);
-    return bits;
+    f16 half = (f16)value;
+    return load<uint16_t>(&half);
 }
 
 // To the nearest bfloat16, ties to even; a NaN stays one.
 inline u16x16 to_bf16(f32x16 x) {
-    u32x16 bits = (u32x16)x;
-    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    u32x16 nan = (bits >> 16) | 0x40u;
-    return __builtin_convertvector((u32x16)(x == x ? (i32x16)rounded : (i32x16)nan), u16x16);
+    u32x16 bits = as_u32(x), high = bits >> 16;
+    u32x16 rounded = (bits + (splat(0x7fffu) + (high & splat(1u)))) >> 16;
+    return narrow(select(x == x, rounded, high | splat(0x40u)));
 }
 
 inline uint16_t to_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
+    uint32_t bits = load<uint32_t>(&x);
     if (x != x) return (uint16_t)((bits >> 16) | 0x40u);
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 inline float from_bf16(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
+    return load<float>(&bits);
 }
 
-// sums[j] += weights[4j] * x[0] + ... + weights[4j + 3] * x[3]: unsigned bytes by four signed ones.
-inline i32x16 dot_bytes(i32x16 sums, u8x64 weights, const int8_t* x) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(x)));
-}
-
-// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
-inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
-    uint32_t pair = load<uint32_t>(x);
-#if defined(__AVX512BF16__)
-    return (f32x16)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)pair));
-#else
-    sums = fma(as_f32(weights << 16), as_f32(u32x16{} + (pair << 16)), sums);
-    return fma(as_f32(weights & 0xffff0000u), as_f32(u32x16{} + (pair & 0xffff0000u)), sums);
-#endif
-}
+inline f32x16 load_bf16(const uint16_t* from) { return as_f32(widen(load<u16x16>(from)) << 16); }
 
 // 2^x for x <= 0 (or slightly above), to about 2e-7 relative; 0 below -126. Taylor's series of 2^f for |f| <= 1/2.
 inline f32x16 exp2(f32x16 x) {
     f32x16 clamped = max(x, splat(-127.0f));
     f32x16 shifted = clamped + splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the nearest integer
-    f32x16 whole = shifted - splat(12582912.0f);
-    f32x16 f = clamped - whole;
+    f32x16 f = clamped - (shifted - splat(12582912.0f));
     f32x16 p = splat(1.5403530e-4f);
     p = fma(p, f, splat(1.3333558e-3f));
     p = fma(p, f, splat(9.6181291e-3f));
@@ -129,9 +103,8 @@ inline f32x16 exp2(f32x16 x) {
     p = fma(p, f, splat(2.4022651e-1f));
     p = fma(p, f, splat(6.9314718e-1f));
     p = fma(p, f, splat(1.0f));
-    i32x16 exponent = __builtin_convertvector(whole, i32x16);
-    f32x16 result = (f32x16)((i32x16)p + (exponent << 23));
-    return x < splat(-126.0f) ? f32x16{} : result;
+    f32x16 result = as_f32(as_u32(p) + (as_u32(shifted) << 23));
+    return select(x < splat(-126.0f), splat(0.0f), result);
 }
 
 }  // namespace headrace

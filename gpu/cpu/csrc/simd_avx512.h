@@ -1,0 +1,85 @@
+// simd.h for AVX-512 (F, BW, VL, DQ): a vector is a register, in the compiler's own notation. With BF16, dot_bf16 is one
+// instruction.
+#pragma once
+
+#include <immintrin.h>
+
+namespace headrace {
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef double f64x16 __attribute__((vector_size(128)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x64 __attribute__((vector_size(64)));
+typedef _Float16 f16;
+
+constexpr int kRegisters = 32;
+
+inline f32x16 splat(float x) { return (f32x16)_mm512_set1_ps(x); }
+inline i32x16 splat(int32_t x) { return (i32x16)_mm512_set1_epi32(x); }
+inline u32x16 splat(uint32_t x) { return (u32x16)_mm512_set1_epi32((int32_t)x); }
+inline f32x16 as_f32(u32x16 bits) { return (f32x16)bits; }
+inline u32x16 as_u32(f32x16 x) { return (u32x16)x; }
+inline f32x16 to_f32(i32x16 x) { return (f32x16)_mm512_cvtepi32_ps((__m512i)x); }
+inline f32x16 to_f32(i8x16 x) { return to_f32((i32x16)_mm512_cvtepi8_epi32((__m128i)x)); }
+inline f64x16 to_f64(f32x16 x) { return __builtin_convertvector(x, f64x16); }
+inline u16x16 narrow(u32x16 x) { return (u16x16)_mm512_cvtepi32_epi16((__m512i)x); }
+inline u32x16 widen(u16x16 x) { return (u32x16)_mm512_cvtepu16_epi32((__m256i)x); }
+
+template <class V>
+inline V select(i32x16 mask, V a, V b) {
+    return mask ? a : b;
+}
+
+// Written out, because whether a compiler contracts a * b + c may differ from one place to the next.
+inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+inline f32x16 max(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }  // a > b ? a : b
+
+inline float sum(f32x16 x) { return _mm512_reduce_add_ps((__m512)x); }
+inline int32_t sum(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
+
+inline double sum(f64x16 x) {
+    __m512d halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return _mm512_reduce_add_pd(_mm512_add_pd(halves[0], halves[1]));
+}
+
+// Where a lane is NaN, any of the others or NaN; whether one is, `has_nan` tells.
+inline float largest(f32x16 x) { return _mm512_reduce_max_ps((__m512)x); }
+inline bool has_nan(f32x16 x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
+
+// 16 half-precision floats.
+inline f32x16 load_f16(const uint16_t* from) {
+    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+}
+
+// The four bits from `shift` on of each lane, 0 to 15. A permutation looks at no more than four of an index.
+inline f32x16 nibbles(u32x16 packed, int shift) {
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (f32x16)_mm512_permutexvar_ps((__m512i)(packed >> shift), numbers);
+}
+
+// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
+inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
+    u32x16 pair = splat(load<uint32_t>(x));
+#if defined(__AVX512BF16__)
+    return (f32x16)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)pair);
+#else
+    sums = fma(as_f32(weights << 16), as_f32(pair << 16), sums);
+    return fma(as_f32(weights & 0xffff0000u), as_f32(pair & 0xffff0000u), sums);
+#endif
+}
+
+#if defined(__AVX512VNNI__)
+// sums[j] += weights[4j] * x[0] + ... + weights[4j + 3] * x[3]: unsigned bytes by four signed ones.
+inline i32x16 dot_bytes(i32x16 sums, u8x64 weights, const int8_t* x) {
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(x)));
+}
+#endif
+
+}  // namespace headrace

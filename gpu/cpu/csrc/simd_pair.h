@@ -1,0 +1,106 @@
+// A vector that takes two registers, or two such pairs: every operation is that of its halves, which are members and no
+// array, so that compilers keep them in registers. What a half is, and its functions, has to be known before.
+#pragma once
+
+namespace headrace {
+
+template <class V>
+struct Pair {
+    V low, high;
+
+    auto operator[](int lane) const {
+        constexpr int kHalf = sizeof(V) / sizeof(V{}[0]);
+        return lane < kHalf ? low[lane] : high[lane - kHalf];
+    }
+};
+
+template <class V>
+struct Memory<Pair<V>> {  // half by half: as a whole it would go by the stack
+    static Pair<V> load(const void* from) {
+        return {Memory<V>::load(from), Memory<V>::load((const char*)from + sizeof(V))};
+    }
+    static void store(void* to, Pair<V> value) {
+        Memory<V>::store(to, value.low);
+        Memory<V>::store((char*)to + sizeof(V), value.high);
+    }
+};
+
+#define HEADRACE_BOTH(operation)                                        \
+    template <class V>                                                  \
+    inline auto operator operation(Pair<V> a, Pair<V> b) {              \
+        using Result = decltype(a.low operation b.low);                 \
+        return Pair<Result>{a.low operation b.low, a.high operation b.high}; \
+    }
+HEADRACE_BOTH(+)
+HEADRACE_BOTH(-)
+HEADRACE_BOTH(*)
+HEADRACE_BOTH(/)
+HEADRACE_BOTH(&)
+HEADRACE_BOTH(|)
+HEADRACE_BOTH(<)
+HEADRACE_BOTH(>)
+HEADRACE_BOTH(==)
+#undef HEADRACE_BOTH
+
+template <class V>
+inline Pair<V> operator-(Pair<V> x) {
+    return {-x.low, -x.high};
+}
+
+template <class V>
+inline Pair<V> operator<<(Pair<V> x, int bits) {
+    return {x.low << bits, x.high << bits};
+}
+
+template <class V>
+inline Pair<V> operator>>(Pair<V> x, int bits) {
+    return {x.low >> bits, x.high >> bits};
+}
+
+template <class M, class V>
+inline Pair<V> select(Pair<M> mask, Pair<V> a, Pair<V> b) {
+    return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+}
+
+template <class V>
+inline Pair<V> fma(Pair<V> a, Pair<V> b, Pair<V> c) {
+    return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
+
+template <class V>
+inline Pair<V> max(Pair<V> a, Pair<V> b) {
+    return {max(a.low, b.low), max(a.high, b.high)};
+}
+
+template <class V>
+inline auto as_f32(Pair<V> x) {
+    return Pair<decltype(as_f32(x.low))>{as_f32(x.low), as_f32(x.high)};
+}
+
+template <class V>
+inline auto as_u32(Pair<V> x) {
+    return Pair<decltype(as_u32(x.low))>{as_u32(x.low), as_u32(x.high)};
+}
+
+template <class V>
+inline auto to_f32(Pair<V> x) {
+    return Pair<decltype(to_f32(x.low))>{to_f32(x.low), to_f32(x.high)};
+}
+
+template <class V>
+inline auto sum(Pair<V> x) {
+    return sum(x.low + x.high);
+}
+
+template <class V>
+inline float largest(Pair<V> x) {
+    return largest(max(x.low, x.high));
+}
+
+// sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
+template <class V, class W>
+inline Pair<V> dot_bf16(Pair<V> sums, Pair<W> weights, W x) {
+    return {dot_bf16(sums.low, weights.low, x), dot_bf16(sums.high, weights.high, x)};
+}
+
+}  // namespace headrace

@@ -20,7 +20,7 @@ import torch
 class AttentionMetadata:
     """Where the tokens of one step belong. B requests, T tokens in all; requests lie one after the other in T.
 
-    The first `num_decodes` requests have exactly one token in this step; the others may have any number. `seq_lens`
+    The first `num_decodes` requests have exactly one token in this step; the others have more, or none. `seq_lens`
     counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length
     are unspecified and must not be read as data.
     """
@@ -30,7 +30,8 @@ class AttentionMetadata:
     block_table: torch.Tensor  # int32 [B, max_blocks]
     slot_mapping: torch.Tensor  # int64 [T], block id * block_size + offset
     num_decodes: int
-    # The same lengths on the host, so that no backend has to read them back from the device.
+    # The same lengths on the host, so that no backend has to read them back from the device. A graph may be for any
+    # lengths: then these lists are empty, and `num_decodes`, which only the device knows, is 0.
     query_lens_list: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
 

@@ -6,20 +6,22 @@ import torch
 
 from gpu.attention import AttentionMetadata
 from gpu.checkpoint.architecture import Heads
-from gpu.kernels import paged_decode, paged_prefill, rope_and_cache, store_kv
+from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache, store_kv
 
 
 class TritonAttention:
     """An `AttentionBackend` and a `FusedAttention`.
 
     A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. Of the
-    metadata only tensors and `num_decodes` are used, never the lists of the host: a step of decodes alone may be
-    captured in a graph. Its padding has `slot_mapping` -1 and `seq_lens` 0.
+    metadata the host's lists are not needed: any step may be captured in a graph. Its padding has `slot_mapping` -1 and
+    `seq_lens` 0.
     """
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
         self.block_size = block_size
+        # What all layers of one step share, and the metadata it was made from (held, so that its id stays its own).
+        self._work: tuple[AttentionMetadata, AttentionWork | None] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shape = (num_blocks, 2, self.heads.kv, self.block_size, self.heads.dim)
@@ -59,27 +61,25 @@ class TritonAttention:
         return self._attend(query, kv_cache, metadata)
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
-        if decodes:
-            paged_decode(
-                query[:decodes],
-                kv_cache,
-                metadata.block_table[:decodes],
-                metadata.seq_lens[:decodes],
-                scale=self.heads.scale,
-                window=self.heads.window,
-                out=output[:decodes],
-            )
-        if decodes < requests:
-            paged_prefill(
+        where = (metadata.seq_lens, metadata.query_start_loc)
+        num_decodes = metadata.num_decodes if metadata.query_lens_list else None
+        if self._work is None or self._work[0] is not metadata:  # the first layer of a step
+            work = list_attention_work(
                 query,
-                kv_cache,
-                metadata.block_table[decodes:],
-                metadata.seq_lens[decodes:],
-                metadata.query_start_loc[decodes:],
-                scale=self.heads.scale,
+                self.heads.kv,
+                *where,
                 window=self.heads.window,
-                out=output,
+                num_decodes=num_decodes,
+                longest_chunk=max(metadata.query_lens_list, default=None),
             )
-        return output
+            self._work = metadata, work
+        return paged_attention(
+            query,
+            kv_cache,
+            metadata.block_table,
+            *where,
+            self._work[1],
+            scale=self.heads.scale,
+            window=self.heads.window,
+            num_decodes=num_decodes,
+        )

@@ -26,7 +26,7 @@ jit                the kernels themselves
 """
 
 from gpu.kernels.activation import silu_and_mul
-from gpu.kernels.attention import paged_decode, paged_prefill
+from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
 from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
@@ -35,6 +35,7 @@ from gpu.kernels.rope import rope_and_cache, store_kv
 from gpu.kernels.sample import sample_tokens
 
 __all__ = [
+    "AttentionWork",
     "LogprobTensors",
     "add_bias",
     "add_rms_norm",
@@ -42,8 +43,8 @@ __all__ = [
     "apply_penalties",
     "compute_logprobs",
     "gather_rows",
-    "paged_decode",
-    "paged_prefill",
+    "list_attention_work",
+    "paged_attention",
     "rope_and_cache",
     "sample_tokens",
     "silu_and_mul",

@@ -1,74 +1,96 @@
 """Attention over the paged KV cache, in the layout of `gpu.kernels.rope`. Called by gpu.attention.triton_backend.
 
-What is promised, of both functions and their references:
+What is promised, of kernels and reference:
 
 - Only slots of a request's own tokens are read, never one past its length: free blocks may hold anything, NaN included.
 - Entries of `block_table` past a request's length may be anything and are not used.
-- A request of length 0 (padding of a graph) reads nothing and gets zeros.
-- A request's result does not depend on the others in the batch, but for the number of splits (`paged_decode`).
+- A request with one query and length 0 (padding of a graph) reads nothing and gets zeros; one without queries is left
+  alone, and so are rows that belong to no request.
+- A request's result does not depend on the others in the batch, but for where its keys are cut.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from gpu.kernels.dispatch import on_triton
 
 
-def paged_decode(
+class AttentionWork(NamedTuple):
+    """Which program does what in one step: the same for all layers with heads of one kind. Entries that begin with -1
+    are for nobody."""
+
+    parts: torch.Tensor  # int32 [P, 4], of decodes: request, number of the part, of how many, length of the request
+    part_starts: torch.Tensor  # int32 [B + 1]
+    blocks: torch.Tensor  # int32 [Q, 2], of chunks: request, and its first query that the program takes
+    block_rows: int  # of a program that takes a block: queries times the heads that share a KV head
+
+
+def list_attention_work(
     query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    num_kv_heads: int,
     seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
     *,
-    scale: float,
     window: int | None = None,
-    out: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """One query of each of B requests, the last of its `seq_lens` tokens, over all its keys.
+    num_decodes: int | None = None,
+    longest_chunk: int | None = None,
+) -> AttentionWork | None:
+    """The work of a step for `paged_attention`, whose arguments have the same names; None where no kernel runs.
 
-    `query` is [B, num_heads, head_dim], `block_table` int32 [B, max_blocks], `seq_lens` int32 [B]; B rows of `out`, of
-    the query's shape and dtype, are written and returned. `window` is how many tokens a query sees, itself included.
-    Each request is cut into up to `num_splits` parts of its length, which are merged by their log-sum-exp; by default
-    as many as fill the device, a number that depends on shapes alone.
+    Of `query` only shape and dtype count. Of the B requests those with one query come first. How many they are,
+    `num_decodes`, and the most queries that another has need not be known on the host.
     """
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    if on_triton(query):
-        from gpu.kernels.jit import decode
+    if not on_triton(query):
+        return None
+    from gpu.kernels.jit import prefill, work_lists
 
-        decode.paged_decode(query, kv_cache, block_table, seq_lens, out, scale, window, num_splits)
-    else:
-        starts = torch.arange(len(seq_lens) + 1)
-        attend_reference(query, kv_cache, block_table, seq_lens, starts, out, scale, window)
-    return out
+    num_tokens, num_heads, _ = query.shape
+    num_chunks = len(seq_lens) - (num_decodes or 0)
+    group = num_heads // num_kv_heads
+    block_rows = prefill.rows_per_block(query, group, longest_chunk)
+    block_q = block_rows // group
+    # A chunk has two queries or more, and one block that is not full.
+    max_blocks = num_tokens // block_q + min(num_chunks, num_tokens // 2) if num_chunks else 0
+    lists = work_lists.list_work(seq_lens, query_start_loc, num_kv_heads, window, max_blocks, block_q)
+    return AttentionWork(*lists, block_rows)
 
 
-def paged_prefill(
+def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
+    work: AttentionWork | None,
     *,
     scale: float,
     window: int | None = None,
+    num_decodes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last tokens of each of B requests, causally, over all keys before them, cached or of this step.
 
     `query` is [T, num_heads, head_dim]; those of request i are the rows from `query_start_loc[i]` to
-    `query_start_loc[i + 1]` (int32 [B + 1]; it need not begin at 0, and rows that belong to no request are left alone).
-    All else is as for `paged_decode`. A chunk of a prompt and a prompt behind a cached prefix are the same thing:
-    fewer queries than keys.
+    `query_start_loc[i + 1]` (int32 [B + 1]), and those with one query, the decodes, come first. `block_table` is int32
+    [B, max_blocks], `seq_lens` int32 [B], all tokens of a request; `out` is of the query's shape and dtype. `window` is
+    how many tokens a query sees, itself included. A chunk of a prompt and a prompt behind a cached prefix are the same
+    thing: fewer queries than keys. `work` is that of `list_attention_work`; a decode is cut by it into parts, which are
+    merged by their log-sum-exp. What `num_decodes` excludes is not even started.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
-    if on_triton(query):
-        from gpu.kernels.jit import prefill
-
-        prefill.paged_prefill(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
-    else:
+    if work is None:
         attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
+        return out
+    from gpu.kernels.jit import decode, prefill
+
+    if num_decodes != 0:
+        decode.paged_decode(query, kv_cache, block_table, work.parts, work.part_starts, out, scale, window)
+    if len(work.blocks):
+        tables = (kv_cache, block_table, seq_lens, query_start_loc)
+        prefill.paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window)
     return out
 
 
@@ -82,7 +104,7 @@ def attend_reference(
     scale: float,
     window: int | None,
 ) -> None:
-    """Both functions in torch, request by request: scores, mask, softmax, in float32 or better."""
+    """`paged_attention` in torch, request by request: scores, mask, softmax, in float32 or better."""
     precise = torch.promote_types(query.dtype, torch.float32)
     block_size = kv_cache.shape[3]
     group_size = query.shape[1] // kv_cache.shape[2]

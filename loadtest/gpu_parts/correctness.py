@@ -26,6 +26,11 @@ LIMITS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 Shape = tuple[tuple[int, int], int, int | None]  # (heads, KV heads), head size, window
 Check = Callable[[], float]
+# What a step of decodes has, few enough that they are cut into parts, and one with chunks; (query tokens, all tokens).
+ATTENTION = {
+    "decode attention": [(1, n) for n in (1, 16, 63, 200, 700, 1500)],
+    "prefill attention": [(1, 90), (70, 70), (33, 300), (130, 258)],
+}
 
 
 def check_all(report: Report, device: torch.device, *, tiny: bool) -> set[str]:
@@ -84,8 +89,8 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
         yield "rope_and_cache", f"heads of {head_dim}", partial(_rope, device, dtype, head_dim)
     for heads, head_dim, window in _attention_shapes(dtype):
         what = f"{heads[0]}/{heads[1]} heads of {head_dim}, window {window}"
-        for name, check in (("paged_decode", _decode), ("paged_prefill", _prefill)):
-            yield name, what, partial(check, device, dtype, heads, head_dim, window)
+        for name, lengths in ATTENTION.items():
+            yield name, what, partial(_attention, device, dtype, heads, head_dim, window, lengths)
     vocab_size = 500 if tiny else 128256
     yield "sample_tokens", f"{vocab_size} tokens", partial(_sample, device, dtype, vocab_size)
     yield "compute_logprobs", f"{vocab_size} tokens", partial(_logprobs, device, dtype, vocab_size)
@@ -125,53 +130,21 @@ def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
     return max(errors)
 
 
-def _decode(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
+def _attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+    lengths: list[tuple[int, int]],
 ) -> float:
-    lengths = [(1, n) for n in (1, 16, 63, 200, 700, 1500)]
     paged = make_paged(lengths, heads, head_dim, device, dtype)
-    reference = paged.to(torch.device("cpu"), torch.float64)
-    wanted = torch.empty_like(reference.query)
-    starts = torch.arange(len(lengths) + 1)
-    attend_reference(
-        reference.query, reference.cache, reference.block_table, reference.seq_lens, starts, wanted, 0.1, window
-    )
-    errors = []
-    for splits in (None, 1, 8):
-        output = torch.full_like(paged.query, float("nan"))
-        kernels.paged_decode(
-            paged.query,
-            paged.cache,
-            paged.block_table,
-            paged.seq_lens,
-            scale=0.1,
-            window=window,
-            out=output,
-            num_splits=splits,
-        )
-        errors.append(relative_error(output.cpu(), wanted))
-    return max(errors)
-
-
-def _prefill(
-    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, window: int | None
-) -> float:
-    paged = make_paged([(70, 70), (1, 90), (33, 300), (130, 258)], heads, head_dim, device, dtype)
     reference = paged.to(torch.device("cpu"), torch.float64)
     wanted = torch.empty_like(reference.query)
     tables = (reference.cache, reference.block_table, reference.seq_lens, reference.query_start_loc)
     attend_reference(reference.query, *tables, wanted, 0.1, window)
     output = torch.full_like(paged.query, float("nan"))
-    kernels.paged_prefill(
-        paged.query,
-        paged.cache,
-        paged.block_table,
-        paged.seq_lens,
-        paged.query_start_loc,
-        scale=0.1,
-        window=window,
-        out=output,
-    )
+    paged.attend(output, window=window)
     return relative_error(output.cpu(), wanted)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu.device.tables import device_columns
+from gpu.kernels import list_attention_work, paged_attention
 
 BLOCK_SIZE = 16
 
@@ -20,6 +21,7 @@ class Paged:
     block_table: torch.Tensor  # int32 [B, max_blocks]
     seq_lens: torch.Tensor  # int32 [B]
     query_start_loc: torch.Tensor  # int32 [B + 1]
+    known: dict[str, int]  # what the host knows: `num_decodes`, which come first, and the `longest_chunk`
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Paged:
         """The same numbers elsewhere, or in another type."""
@@ -29,6 +31,24 @@ class Paged:
             self.block_table.to(device),
             self.seq_lens.to(device),
             self.query_start_loc.to(device),
+            self.known,
+        )
+
+    def attend(self, out: torch.Tensor | None = None, *, window: int | None = None) -> torch.Tensor:
+        """By the kernels, at scale 0.1, with the list of work that all layers of a step share made anew."""
+        tables = (self.seq_lens, self.query_start_loc)
+        work = list_attention_work(self.query, self.cache.shape[2], *tables, window=window, **self.known)
+        num_decodes = self.known["num_decodes"]
+        return paged_attention(
+            self.query,
+            self.cache,
+            self.block_table,
+            *tables,
+            work,
+            scale=0.1,
+            window=window,
+            num_decodes=num_decodes,
+            out=out,
         )
 
 
@@ -60,6 +80,10 @@ def make_paged(
         block_table,
         torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
         query_lens.cumsum(0).int(),
+        {
+            "num_decodes": sum(query_len == 1 for query_len, _ in lengths),
+            "longest_chunk": max(query_len for query_len, _ in lengths),
+        },
     )
 
 

@@ -69,9 +69,9 @@ class KernelSpeed:
             paged = make_paged([(1, context)] * batch, heads, sizes.head_dim, self.timer.device, self.dtype)
             num_bytes = 2 * batch * context * sizes.num_kv_heads * sizes.head_dim * self.dtype.itemsize
             self._add(
-                "paged_decode",
+                "decode attention",
                 f"decode attention, {batch} x {context}",
-                partial(kernels.paged_decode, paged.query, paged.cache, paged.block_table, paged.seq_lens, scale=0.1),
+                paged.attend,
                 num_bytes,
             )
             del paged
@@ -95,13 +95,9 @@ class KernelSpeed:
             paged = make_paged(lengths, heads, sizes.head_dim, self.timer.device, self.dtype)
             pairs = sum(query * (tokens - query) + query * (query + 1) / 2 for query, tokens in lengths)
             self._add(
-                "paged_prefill",
+                "prefill attention",
                 name,
-                partial(
-                    kernels.paged_prefill,
-                    *(paged.query, paged.cache, paged.block_table, paged.seq_lens, paged.query_start_loc),
-                    scale=0.1,
-                ),
+                paged.attend,
                 0,
                 4 * pairs * width,
             )

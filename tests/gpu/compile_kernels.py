@@ -43,14 +43,14 @@ def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4,
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        aligned = isinstance(value, torch.Tensor)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        aligned = isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            aligned = value % 16 == 0
+            aligned = value % 16 == 0 and not parameter.do_not_specialize
         else:
             signature[parameter.name] = "fp32"
         if aligned:
@@ -102,11 +102,10 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.store_kv(zeros(4, 8, 128), zeros(4, 8, 128), cache, longs(4))
     for head_dim, window in ((128, None), (80, 512)):
         paged = zeros(4, 2, 8, 16, head_dim)
-        for splits in (1, 16):
-            query = zeros(4, 32, head_dim)
-            kernels.paged_decode(query, paged, ints(4, 64), ints(4), scale=1.0, window=window, num_splits=splits)
-        query = zeros(512, 32, head_dim)
-        kernels.paged_prefill(query, paged, ints(2, 64), ints(2), ints(3), scale=1.0, window=window)
+        for longest in (None, 3):
+            query, tables = zeros(512, 32, head_dim), (ints(4), ints(5))
+            work = kernels.list_attention_work(query, 8, *tables, window=window, longest_chunk=longest)
+            kernels.paged_attention(query, paged, ints(4, 64), *tables, work, scale=1.0, window=window)
     logits = zeros(4, 128256)
     columns = device_columns(4)
     kernels.sample_tokens(logits, columns, longs(4), longs(4))

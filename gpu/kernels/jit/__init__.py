@@ -7,7 +7,8 @@ norm               residual addition and RMSNorm: one program per row
 activation         SwiGLU's elementwise half
 gather             rows by index
 rope               rotation, and the write to the KV cache
-decode             of `attention`: one query per request, by split-KV attention over pages, and the merge of the splits
+work_lists         of `attention`: which program does what
+decode             of `attention`: one query per request, by split-KV attention over pages, and the merge of the parts
 prefill            of `attention`: many queries per request over pages, causal
 online             what both share: the running softmax
 sample             the race over the vocabulary in chunks, and the choice among their winners

@@ -1,14 +1,13 @@
-"""Kernels of gpu.kernels.paged_decode: split-KV attention (flash decoding) over pages, and the merge of the splits.
+"""Decode kernels of gpu.kernels.paged_attention: split-KV attention (flash decoding) over pages, and the merge.
 
 One program takes all queries that share a KV head (at least 16 rows, which is what a matrix instruction wants) over one
-part of one request's keys, so that every key is read once. The grid depends on shapes alone. What a program has to do
-it derives from the request's length: a short request leaves most of its programs without work, and they end at once.
+part of one request's keys, so that every key is read once. Which part of which request, the work list says. A request
+in one part is done with that; of the others the parts are merged.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 import triton
@@ -16,54 +15,35 @@ import triton.language as tl
 
 from gpu.kernels.jit.online import accumulate
 
-# A part is at least this many tokens. Requests are cut so small only where they are too few to fill the device; then
-# each tile more that a program takes is waited for by everybody.
-MIN_SPLIT_TOKENS = 64
-MAX_SPLITS = 64
-# Programs wanted per multiprocessor. More than run at once, so that requests of unequal length fill each other's gaps.
-PROGRAMS_PER_PROCESSOR = 4
-INTERPRETED_PROCESSORS = 4
+MERGED_TOGETHER = 16
 
 
 def paged_decode(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    parts: torch.Tensor,
+    part_starts: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     window: int | None,
-    num_splits: int | None,
 ) -> None:
-    num_requests, num_heads, head_dim = query.shape
+    """Of the requests that `parts` names: the query of each is that of the same number."""
+    _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    if num_requests == 0:
-        return
+    num_requests, num_parts = len(block_table), len(parts)
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
-    tile = 64 if block_dim * query.element_size() <= 256 else 32
-    if num_splits is None:
-        max_tokens = block_table.shape[1] * block_size if window is None else window
-        num_splits = choose_splits(num_requests * num_kv_heads, max_tokens, query.device)
-    num_splits = min(num_splits, MAX_SPLITS)
-    partial = lse = out
-    if num_splits > 1:
-        partial = torch.empty((num_requests, num_heads, num_splits, head_dim), dtype=torch.float32, device=out.device)
-        lse = torch.empty((num_requests, num_heads, num_splits), dtype=torch.float32, device=out.device)
-    sizes = {
-        "WINDOW": window or 0,
-        "HEAD_DIM": head_dim,
-        "BLOCK_DIM": block_dim,
-        "TILE": tile,
-        "MIN_TILES": triton.cdiv(MIN_SPLIT_TOKENS, tile),
-    }
-    _decode[(num_requests, num_kv_heads, num_splits)](
+    partial = torch.empty((num_parts, num_heads, head_dim), dtype=torch.float32, device=out.device)
+    lse = torch.empty((num_parts, num_heads), dtype=torch.float32, device=out.device)
+    sizes = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_DIM": block_dim}
+    _decode[(num_parts, num_kv_heads)](
         out,
         partial,
         lse,
         query,
         kv_cache,
         block_table,
-        seq_lens,
+        parts,
         scale * math.log2(math.e),
         out.stride(0),
         out.stride(1),
@@ -73,66 +53,30 @@ def paged_decode(
         kv_cache.stride(1),
         kv_cache.stride(2),
         block_table.stride(0),
-        num_splits,
-        IS_SPLIT=num_splits > 1,
-        NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        WINDOW=window or 0,
+        TILE=64 if block_dim * query.element_size() <= 256 else 32,
         **sizes,
         num_warps=4,
         num_stages=3,
     )
-    if num_splits > 1:
-        _merge[(num_requests, num_heads)](
-            out,
-            partial,
-            lse,
-            seq_lens,
-            out.stride(0),
-            out.stride(1),
-            num_splits,
-            MAX_SPLITS=MAX_SPLITS,
-            NUM_HEADS=num_heads,
-            **sizes,
-            num_warps=4,
-        )
+    _merge[(num_requests, num_heads)](
+        out, partial, lse, part_starts, out.stride(0), out.stride(1), **sizes, CHUNK=MERGED_TOGETHER, num_warps=4
+    )
 
 
-def choose_splits(num_parts: int, max_tokens: int, device: torch.device) -> int:
-    """Into how many parts to cut a request. `num_parts` is how many programs there are uncut, `max_tokens` the longest
-    that a request can be."""
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * _num_processors(device), num_parts)
-    useful = triton.cdiv(max_tokens, MIN_SPLIT_TOKENS)
-    return max(1, min(wanted, useful, MAX_SPLITS))
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@triton.jit
-def _tiles_of(length, num_splits, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr):
-    """The first visible token of a request, its first tile, one past its last, and how many tiles a split takes."""
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
-    start = first // TILE
-    stop = tl.cdiv(length, TILE)
-    return first, start, stop, tl.maximum(tl.cdiv(stop - start, num_splits), MIN_TILES)
-
-
-# The number of splits changes with the batch: it is no constant, and one compilation serves all.
-@triton.jit(do_not_specialize=["num_splits"])
+# The width of the table is no constant of the kernel: one compilation serves all.
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     out_ptr,
-    partial_ptr,  # float32 [B, NUM_HEADS, num_splits, HEAD_DIM]
-    lse_ptr,  # float32 [B, NUM_HEADS, num_splits], to the base 2
+    partial_ptr,  # float32 [parts, NUM_HEADS, HEAD_DIM]
+    lse_ptr,  # float32 [parts, NUM_HEADS], to the base 2
     query_ptr,
     cache_ptr,
     table_ptr,
-    lengths_ptr,
+    parts_ptr,  # int32 [parts, 4]: request or -1, number of the part, of how many, length of the request
     scale,  # times log2(e)
     out_stride,
     out_head_stride,
@@ -142,28 +86,29 @@ def _decode(
     cache_kv_stride,
     cache_head_stride,
     table_stride,
-    num_splits,
-    IS_SPLIT: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(lengths_ptr + request)
-    first, start, stop, per_split = _tiles_of(length, num_splits, WINDOW, TILE, MIN_TILES)
-    start += split * per_split
-    stop = tl.minimum(stop, start + per_split)
-    if IS_SPLIT:  # noqa: SIM102  (a constant and a value of the device)
-        if start >= stop:
-            return
+    request = tl.load(parts_ptr + place * 4).to(tl.int64)
+    if request < 0:
+        return
+    part = tl.load(parts_ptr + place * 4 + 1)
+    num_parts = tl.load(parts_ptr + place * 4 + 2)
+    length = tl.load(parts_ptr + place * 4 + 3)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+    stop = tl.cdiv(length, TILE)
+    start = first // TILE
+    per_part = tl.cdiv(stop - start, num_parts)
+    start += part * per_part
+    stop = tl.minimum(stop, start + per_part)
 
     member = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + member
@@ -193,48 +138,52 @@ def _decode(
         acc, highest, total = accumulate(acc, highest, total, scores, value)
 
     result = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing was seen where the length is 0
-    if IS_SPLIT:
-        part = (request * NUM_HEADS + head) * num_splits + split
-        tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
-        tl.store(lse_ptr + part, highest + tl.log2(total), mask=member < GROUP)
+    if num_parts > 1:
+        target = place * NUM_HEADS + head
+        tl.store(partial_ptr + target[:, None] * HEAD_DIM + dim[None, :], result, mask=rows)
+        tl.store(lse_ptr + target, highest + tl.log2(tl.where(total > 0, total, 1.0)), mask=member < GROUP)
     else:
-        target = out_ptr + request * out_stride + head[:, None] * out_head_stride + dim[None, :]
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
+        target = request * out_stride + head * out_head_stride
+        tl.store(out_ptr + target[:, None] + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=rows)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
 def _merge(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    lengths_ptr,
+    part_starts_ptr,
     out_stride,
     out_head_stride,
-    num_splits,
-    MAX_SPLITS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(lengths_ptr + request)
-    _, start, stop, per_split = _tiles_of(length, num_splits, WINDOW, TILE, MIN_TILES)
-    split = tl.arange(0, MAX_SPLITS)
-    used = split * per_split < stop - start
-    part = (request * NUM_HEADS + head) * num_splits + split
-    lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
-    highest = tl.max(lse)
-    weights = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
+    begin = tl.load(part_starts_ptr + request)
+    end = tl.load(part_starts_ptr + request + 1)
+    if end - begin < 2:
+        return
     dim = tl.arange(0, BLOCK_DIM)
     in_dim = dim < HEAD_DIM
-    parts = tl.load(
-        partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None] & in_dim[None, :], other=0.0
-    )
-    total = tl.sum(weights)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    acc = tl.zeros([BLOCK_DIM], tl.float32)
+    highest = float("-inf")
+    total = 0.0
+    for start in range(begin, end, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        used = part < end
+        source = part.to(tl.int64) * NUM_HEADS + head
+        lse = tl.load(lse_ptr + source, mask=used, other=float("-inf"))
+        values = tl.load(
+            partial_ptr + source[:, None] * HEAD_DIM + dim[None, :], mask=used[:, None] & in_dim[None, :], other=0.0
+        )
+        raised = tl.maximum(highest, tl.max(lse))  # a number: the first part of a request is never empty
+        weights = tl.exp2(lse - raised)
+        kept = tl.exp2(highest - raised)
+        acc = acc * kept + tl.sum(values * weights[:, None], 0)
+        total = total * kept + tl.sum(weights)
+        highest = raised
     target = out_ptr + request * out_stride + head * out_head_stride + dim
-    tl.store(target, result.to(out_ptr.dtype.element_ty), mask=in_dim)
+    tl.store(target, (acc / total).to(out_ptr.dtype.element_ty), mask=in_dim)

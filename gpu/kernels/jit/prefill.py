@@ -1,9 +1,8 @@
-"""Kernel of gpu.kernels.paged_prefill: attention of many queries per request over pages, causal.
+"""Prefill kernel of gpu.kernels.paged_attention: attention of many queries per request over pages, causal.
 
 A program takes a block of consecutive queries of one request, with all heads that share a KV head as further rows, so
-that a tile of keys is read once for the group. The grid is an upper bound made of shapes alone, tokens / block +
-requests; which request a program serves it finds by a search in the start positions. Tiles that no row may see are
-skipped, and only those at the edges (the diagonal, the end of the window) are masked.
+that a tile of keys is read once for the group. Which block of which request, the work list says. Tiles that no row may
+see are skipped, and only those at the edges (the diagonal, the end of the window) are masked.
 """
 
 from __future__ import annotations
@@ -17,38 +16,42 @@ import triton.language as tl
 from gpu.kernels.jit.online import accumulate
 
 
+def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
+    """How many rows a program takes: few where no chunk has more (`longest`, in tokens), else as many as registers
+    allow. float32 has no matrix instructions that are exact, and keeps its operands in registers."""
+    row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
+    least = max(16, triton.next_power_of_2(group))
+    if longest is not None and longest * group <= least:
+        return least
+    return max(least, 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64)
+
+
 def paged_prefill(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
+    blocks: torch.Tensor,
+    block_m: int,
     out: torch.Tensor,
     scale: float,
     window: int | None,
 ) -> None:
-    num_tokens, num_heads, head_dim = query.shape
+    """Of the requests that `blocks` names."""
+    _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
-    num_requests = len(seq_lens)
-    if num_tokens == 0 or num_requests == 0:
-        return
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     row_bytes = block_dim * query.element_size()
-    # As large as registers allow, but rows no more than the chunks have on average: a step of short chunks would
-    # compute mostly padding. float32 has no matrix instructions that are exact, and keeps its operands in registers.
-    most = 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64
-    rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_requests) * group)
-    block_m = max(16, triton.next_power_of_2(group), min(most, rows))
-    block_q = block_m // group
-    _prefill[(num_tokens // block_q + num_requests, num_kv_heads)](
+    _prefill[(len(blocks), num_kv_heads)](
         out,
         query,
         kv_cache,
         block_table,
         seq_lens,
         query_start_loc,
-        num_requests,
+        blocks,
         scale * math.log2(math.e),
         out.stride(0),
         out.stride(1),
@@ -62,7 +65,7 @@ def paged_prefill(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_Q=block_q,
+        BLOCK_Q=block_m // group,
         BLOCK_M=block_m,
         BLOCK_DIM=block_dim,
         TILE=64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16,
@@ -71,11 +74,7 @@ def paged_prefill(
     )
 
 
-# In a step with decodes the tables are passed from some row on, aligned as it comes, and the number of requests is any:
-# nothing is gained by compiling anew for each case.
-@triton.jit(
-    do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "starts_ptr"]
-)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["lengths_ptr", "starts_ptr"])
 def _prefill(
     out_ptr,
     query_ptr,
@@ -83,7 +82,7 @@ def _prefill(
     table_ptr,
     lengths_ptr,
     starts_ptr,
-    num_requests,
+    blocks_ptr,  # int32 [blocks, 2]: request or -1, and the first query of the block, counted within the request
     scale,  # times log2(e)
     out_stride,
     out_head_stride,
@@ -105,12 +104,12 @@ def _prefill(
     # The last blocks first: they have the most keys, and what starts late should be short.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    request = _request_of(block, starts_ptr, num_requests, BLOCK_Q)
+    request = tl.load(blocks_ptr + block * 2)
+    if request < 0:
+        return
+    first_query = tl.load(blocks_ptr + block * 2 + 1)
     start = tl.load(starts_ptr + request)
     num_queries = tl.load(starts_ptr + request + 1) - start
-    first_query = (block - _first_block(request, starts_ptr, BLOCK_Q)) * BLOCK_Q
-    if first_query >= num_queries:
-        return
     length = tl.load(lengths_ptr + request)
 
     row = tl.arange(0, BLOCK_M)
@@ -177,23 +176,3 @@ def _prefill(
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(target, result.to(out_ptr.dtype.element_ty), mask=rows)
-
-
-@triton.jit
-def _first_block(request, starts_ptr, BLOCK_Q: tl.constexpr):
-    """The number of a request's first block of queries. One is left free for the last, partial block of every request
-    before it, which is at most one too many; programs that find no queries end."""
-    return (tl.load(starts_ptr + request) - tl.load(starts_ptr)) // BLOCK_Q + request
-
-
-@triton.jit
-def _request_of(block, starts_ptr, num_requests, BLOCK_Q: tl.constexpr):
-    """The last request whose first block is not after this one, by bisection."""
-    low = num_requests * 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        here = _first_block(middle, starts_ptr, BLOCK_Q) <= block
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    return low

@@ -9,7 +9,7 @@ import torch
 
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint.architecture import Heads
-from gpu.kernels import paged_decode, paged_prefill
+from gpu.kernels import list_attention_work, paged_attention
 from tests.gpu.paging import Span, make_metadata
 
 # bfloat16 is left out: Triton's interpreter multiplies its matrices wrongly. It is checked on a card by gpu_bench.
@@ -87,22 +87,39 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def attend(case: Case, out: torch.Tensor | None = None, *, known: bool = True) -> torch.Tensor:
+    """`known` is whether the host knows how many queries there are of each."""
+    metadata = make_metadata(case.spans, case.block_size)
+    query = torch.cat(case.queries)
+    num_decodes = metadata.num_decodes if known else None
+    tables = (metadata.seq_lens, metadata.query_start_loc)
+    work = list_attention_work(
+        query,
+        case.cache.shape[2],
+        *tables,
+        window=case.window,
+        num_decodes=num_decodes,
+        longest_chunk=max(metadata.query_lens_list) if known else None,
+    )
+    return paged_attention(
+        query,
+        case.cache,
+        metadata.block_table,
+        *tables,
+        work,
+        scale=case.scale,
+        window=case.window,
+        num_decodes=num_decodes,
+        out=out,
+    )
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_decode_over_any_lengths_and_shapes(seed):
     rng = random.Random(seed)
-    lengths = [(1, rng.choice([1, 15, 16, 17, 63, 64, 65, rng.randint(1, 300)])) for _ in range(rng.randint(1, 3))]
+    lengths = [(1, rng.choice([1, 15, 16, 17, 63, 64, 65, rng.randint(1, 500)])) for _ in range(rng.randint(1, 3))]
     case = make_case(rng, lengths, **random_shape(rng))
-    metadata = make_metadata(case.spans, case.block_size)
-    output = paged_decode(
-        torch.cat(case.queries),
-        case.cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        scale=case.scale,
-        window=case.window,
-        num_splits=rng.choice([None, 1, 2, 8]),
-    )
-    case.assert_right(output)
+    case.assert_right(attend(case))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -112,50 +129,51 @@ def test_prefill_of_whole_prompts_chunks_and_prompts_behind_a_cached_prefix(seed
     for _ in range(rng.randint(1, 3)):
         query_len, computed = rng.choice([1, 2, 17, 64, 70]), rng.choice([0, 0, 16, 63, 130])
         lengths.append((query_len, query_len + computed))
-    case = make_case(rng, lengths, **random_shape(rng))
-    metadata = make_metadata(case.spans, case.block_size)
-    output = paged_prefill(
-        torch.cat(case.queries),
-        case.cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        scale=case.scale,
-        window=case.window,
+    case = make_case(rng, sorted(lengths, key=lambda length: length[0] > 1), **random_shape(rng))
+    case.assert_right(attend(case, known=seed % 2 == 0))
+
+
+def test_a_long_request_among_short_ones_is_cut_so_that_no_program_has_much_more_than_its_share(form):
+    """On a device of four processors, where sixteen parts of a KV head run at once: few of 300 requests, and all of
+    them short but one."""
+    lengths = [4096] + [100] * 40
+    work = list_attention_work(
+        torch.empty(41, 4, 64), 1, torch.tensor(lengths).int(), torch.arange(42).int(), num_decodes=41
     )
-    case.assert_right(output)
+    if form == "reference":
+        assert work is None
+        return
+    parts = work.parts[work.parts[:, 0] >= 0]
+    assert parts[:, 0].bincount().tolist() == [9] + [1] * 40  # (4096 + 40 * 100) / 16 = 506 tokens each
+    assert work.part_starts.tolist() == [0, *range(9, 50)]
+    assert parts[:9].tolist() == [[0, part, 9, 4096] for part in range(9)]
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_padding_of_a_graph_gets_zeros_and_reads_nothing(splits):
-    case = make_case(random.Random(0), [(1, 30)], heads=(4, 2))
-    table = torch.full((3, 8), 2**30, dtype=torch.int32)
-    table[1] = make_metadata(case.spans, 16).block_table[0, :1].expand(8)
+def test_padding_of_a_graph_gets_zeros_and_reads_nothing():
+    case = make_case(random.Random(0), [(1, 300)], heads=(4, 2))
+    table = torch.full((3, 32), 2**30, dtype=torch.int32)
     table[1, : len(case.spans[0].blocks)] = torch.tensor(case.spans[0].blocks, dtype=torch.int32)
-    query = case.queries[0].expand(3, -1, -1)
-    lengths = torch.tensor([0, 30, 0], dtype=torch.int32)
-    output = paged_decode(query, case.cache, table, lengths, scale=case.scale, num_splits=splits)
+    query = case.queries[0].expand(3, -1, -1).contiguous()
+    lengths, starts = torch.tensor([0, 300, 0], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    work = list_attention_work(query, 2, lengths, starts, num_decodes=3)
+    output = paged_attention(query, case.cache, table, lengths, starts, work, scale=case.scale, num_decodes=3)
     case.assert_right(output[1:2])
     assert not output[0].any()
     assert not output[2].any()
 
 
-def test_prefill_leaves_rows_alone_that_are_not_its_own():
-    case = make_case(random.Random(1), [(3, 20), (5, 9)], heads=(4, 2))
+def test_rows_of_nobody_are_left_alone_and_so_are_requests_without_queries():
+    case = make_case(random.Random(1), [(1, 7), (3, 20), (5, 9)], heads=(4, 2))
     metadata = make_metadata(case.spans, 16)
-    query = torch.cat((torch.full((2, 4, 64), POISON), *case.queries))
+    query = torch.cat((*case.queries, torch.full((2, 4, 64), POISON)))
     output = torch.full_like(query, 7.0)
-    paged_prefill(
-        query,
-        case.cache,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc + 2,
-        scale=case.scale,
-        out=output,
-    )
-    assert (output[:2] == 7.0).all()
-    case.assert_right(output[2:])
+    lengths = torch.cat((metadata.seq_lens, torch.zeros(4, dtype=torch.int32)))
+    starts = torch.cat((metadata.query_start_loc, torch.full((4,), 9, dtype=torch.int32)))
+    table = torch.cat((metadata.block_table, torch.full((4, metadata.block_table.shape[1]), 2**30, dtype=torch.int32)))
+    work = list_attention_work(query, 2, lengths, starts)
+    paged_attention(query, case.cache, table, lengths, starts, work, scale=case.scale, out=output)
+    assert (output[9:] == 7.0).all()
+    case.assert_right(output[:9])
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -68,7 +68,15 @@ class Worker:
         if options.runner == "host" or (options.runner == "auto" and not on_cuda):
             return ModelRunner(model, kv_caches, sizes, self.device)
         graphs = CudaGraphs(self.device) if on_cuda else None
-        return DeviceRunner(model, kv_caches, sizes, self.device, vocab_size=config.vocab_size, graphs=graphs)
+        return DeviceRunner(
+            model,
+            kv_caches,
+            sizes,
+            self.device,
+            vocab_size=config.vocab_size,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            graphs=graphs,
+        )
 
     def _kv_cache_budget(self, model: PagedModel, config: ModelConfig, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""

@@ -3,8 +3,8 @@
 `gpu.model_runner` keeps the batch on the host, gathers a step's inputs and waits for its tokens; that suits a CPU. Here
 the device keeps the batch, makes a step's inputs, samples, and feeds the token back to its own row. The host sends the
 diffs of a plan, in one copy, and starts the step: it neither needs the tokens of the step before nor waits for them.
-A step in which everybody decodes is one CUDA graph. All of it runs on a CPU too, without graphs and pinned memory,
-which is how it is tested against the other runner.
+A step in which everybody decodes is one CUDA graph, and so are the layers of any that is not too large. All of it runs
+on a CPU too, without graphs and pinned memory, which is how it is tested against the other runner.
 
 In reading order:
 
@@ -14,7 +14,7 @@ rows      what of the row table goes to them
 upload    the way of a step's diffs to the device: one copy, one scatter
 inputs    a step's inputs, made on the device out of its rows
 sampling  from hidden states to tokens, on the device
-graphs    decode steps as CUDA graphs
+graphs    steps as CUDA graphs
 download  the way of a step's tokens back to the host
 """
 

@@ -17,18 +17,13 @@ from gpu.rows import StepShape
 from gpu.sampling import NamedTokens
 
 
-def pack(token_ids: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """Tokens and whether they mean anything as one int32 [S]: -1 - token for one that does not."""
-    return torch.where(finite, token_ids, -1 - token_ids).int()
-
-
 @dataclass
 class DeviceStep:
     """The handle of a step that has been started, `engine.core.executor.StepHandle`."""
 
     shape: StepShape
     features: SamplingFeatures
-    packed: torch.Tensor  # [S], host memory that is being written
+    packed: torch.Tensor  # int32 [S], as of `record_step`: host memory that is being written
     logprobs: LogprobTensors | None  # likewise, of those that ask
     every: torch.Tensor | None  # likewise, float32 [A, vocab], of those that ask for all
     named_tokens: NamedTokens

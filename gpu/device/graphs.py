@@ -1,6 +1,9 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds. Used by the runner.
+"""Steps as CUDA graphs: one launch instead of hundreds. Used by the runner.
 
-A graph is for one number of rows; a step takes the next larger one and pads. The larger a graph, the more memory it
+There are two kinds. A "step" is for some rows that decode, and holds all of it, the draw and the feedback included. A
+"hidden" one is for some tokens, whoever they belong to, decodes and chunks of prompts alike, and ends at their hidden
+states: for steps in which somebody prefills, or wants more than a token. A step takes the next larger graph of its kind
+and pads. The larger a graph, the more memory it
 needs, so the largest is captured first and all others fit into what it left. No step waits for its graph: until that is
 captured it runs eagerly, by the same kernels.
 """
@@ -13,10 +16,10 @@ from typing import Literal, Protocol
 
 import torch
 
-LARGEST = 512  # rows; the more there are, the less the launches matter
+LARGEST = 512  # rows or tokens; the more there are, the less the launches matter
 
 Replay = Callable[[], None]
-Kind = Literal["step", "hidden"]  # all of a step with its tokens, or as far as the hidden states
+Kind = Literal["step", "hidden"]
 
 
 class Graphs(Protocol):
@@ -51,24 +54,25 @@ class CudaGraphs:
         return graph.replay
 
 
-def ladder(max_num_seqs: int) -> list[int]:
-    """The numbers of rows that graphs are captured for, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of
-    32 from 256 on. Padding costs an eighth or so of the rows at most where rows are what costs."""
+def ladder(most: int) -> list[int]:
+    """The sizes that graphs are captured for, ascending: 1, 2, 4, 8, 16, 24, 32, then in steps of 16, and of 32 from
+    256 on. Padding costs an eighth or so of the rows at most where rows are what costs."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), *range(256, LARGEST + 1, 32)]
-    largest = min(max_num_seqs, LARGEST)
+    largest = min(most, LARGEST)
     return [size for size in sizes if size < largest] + [largest]
 
 
-class DecodeGraphs:
-    """The ladder of one runner. `run` does the work of a step of that kind and size, on padding alone."""
+class StepGraphs:
+    """The ladders of one runner. `run` does the work of a step of that kind and size, on padding alone."""
 
-    def __init__(self, graphs: Graphs, max_num_seqs: int, run: Callable[[Kind, int], None]) -> None:
+    def __init__(
+        self, graphs: Graphs, max_num_seqs: int, max_num_batched_tokens: int, run: Callable[[Kind, int], None]
+    ) -> None:
         self._graphs = graphs
         self._run = run
-        self._sizes = ladder(max_num_seqs)
+        self._sizes: dict[Kind, list[int]] = {"step": ladder(max_num_seqs), "hidden": ladder(max_num_batched_tokens)}
         self._captured: dict[tuple[Kind, int], Replay] = {}
-        kinds: tuple[Kind, ...] = ("step", "hidden")
-        self._missing = [(kind, size) for kind in kinds for size in reversed(self._sizes)]
+        self._missing = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
 
     @property
     def num_missing(self) -> int:
@@ -78,12 +82,12 @@ class DecodeGraphs:
         """Capture no more."""
         self._missing.clear()
 
-    def find(self, kind: Kind, num_rows: int) -> tuple[int, Replay] | None:
-        """The smallest graph for this many rows, and its size; None while there is none, or where there never is."""
-        place = bisect.bisect_left(self._sizes, num_rows)
-        if place == len(self._sizes):
+    def find(self, kind: Kind, size: int) -> tuple[int, Replay] | None:
+        """The smallest graph of at least this size, and its own; None while there is none, or where there never is."""
+        place = bisect.bisect_left(self._sizes[kind], size)
+        if place == len(self._sizes[kind]):
             return None
-        size = self._sizes[place]
+        size = self._sizes[kind][place]
         replay = self._captured.get((kind, size))
         return None if replay is None else (size, replay)
 

@@ -1,6 +1,6 @@
 """A step's inputs, made on the device out of its rows. Used by the runner.
 
-Nothing here waits for the device, and no shape depends on what it holds. Indices are int64, as torch wants them.
+Nothing here waits for the device, and no shape depends on what it holds.
 """
 
 from __future__ import annotations
@@ -11,86 +11,52 @@ import torch
 
 from gpu.attention import AttentionMetadata
 from gpu.device.tables import DeviceTables
+from gpu.kernels import step_inputs
 from gpu.rows import StepShape
 from gpu.runner import ModelInputs
 
 
-class StepInputs(NamedTuple):
-    """What the model takes, and whose it is: B requests, S sampled positions."""
+class Samples(NamedTuple):
+    """Where tokens are drawn: S positions."""
 
-    model: ModelInputs
-    rows: torch.Tensor  # int64 [B]
-    logits_indices: torch.Tensor | None  # int64 [S], into the tokens; None where all are sampled, in order
-    sampling_rows: torch.Tensor  # int64 [S]
-    sampled_positions: torch.Tensor  # int64 [S], of the tokens to be sampled
+    rows: torch.Tensor  # int64 [S]
+    positions: torch.Tensor  # int64 [S], of the tokens to be drawn, counted from the start of their prompts
+    logits_indices: torch.Tensor | None  # int64 [S], into the step's tokens; None where all are sampled, in order
 
 
-def decode_inputs(tables: DeviceTables, size: int) -> StepInputs:
-    """Of a step in which `size` places of `batch_rows` decode, some of them padding: shapes follow from `size` alone.
-
-    Padding has length 0 and slot -1, which the kernels leave alone. The lengths on the host stay unknown.
-    """
-    rows = tables.batch_rows[:size].long()
-    is_padding = rows == tables.padding_row
-    positions = tables.num_computed_tokens[rows].long()
-    seq_lens = (positions + 1).masked_fill_(is_padding, 0)
+def decode_inputs(tables: DeviceTables, size: int) -> ModelInputs:
+    """Of a step in which `size` places of `batch_rows` decode and sample, some of them padding: shapes follow from
+    `size` alone. The lengths on the host stay unknown."""
+    made = step_inputs(tables, size, size, all_decode=True)
     metadata = AttentionMetadata(
-        query_start_loc=torch.arange(size + 1, dtype=torch.int32, device=tables.device),
-        seq_lens=seq_lens.int(),
-        block_table=tables.block_table.index_select(0, rows),
-        slot_mapping=_slots(tables, rows, positions).masked_fill_(is_padding, -1),
+        query_start_loc=tables.one_each[: size + 1],
+        seq_lens=tables.seq_lens[:size],
+        block_table=made.block_table,
+        slot_mapping=made.slot_mapping,
         num_decodes=size,
         query_lens_list=[1] * size,
         seq_lens_list=[],
     )
-    input_ids = tables.token_ids[rows, positions].long()
-    return StepInputs(ModelInputs(input_ids, positions, metadata), rows, None, rows, seq_lens)
+    return ModelInputs(made.input_ids, made.positions, metadata)
 
 
-def mixed_inputs(tables: DeviceTables, shape: StepShape) -> StepInputs:
-    """Of any step, without padding."""
-    num_requests, num_tokens, num_samples = len(shape.rows), int(shape.query_start_loc[-1]), len(shape.samples)
-    rows = tables.batch_rows[:num_requests].long()
-    query_lens = tables.query_lens[:num_requests].long()
-    starts = torch.zeros(num_requests + 1, dtype=torch.int64, device=tables.device)
-    torch.cumsum(query_lens, 0, out=starts[1:])
-    first = tables.num_computed_tokens[rows].long()
-
-    # Token t of request i stands at position first[i] + (t - starts[i]).
-    places = torch.repeat_interleave(query_lens, output_size=num_tokens)
-    token_rows = rows[places]
-    positions = torch.arange(num_tokens, device=tables.device) + (first - starts[:-1])[places]
-    num_blocks = -(-int(shape.seq_lens.max()) // tables.block_size)
+def mixed_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, shape: StepShape | None) -> ModelInputs:
+    """Of any step: requests and tokens beyond those that it has are padding. In what a graph holds there is no `shape`,
+    and all that is known of the step lies on the device."""
+    made = step_inputs(tables, num_requests, num_tokens, all_decode=False)
     metadata = AttentionMetadata(
-        query_start_loc=starts.int(),
-        seq_lens=(first + query_lens).int(),
-        block_table=tables.block_table[:, :num_blocks].index_select(0, rows),
-        slot_mapping=_slots(tables, token_rows, positions),
-        num_decodes=shape.num_decodes,
-        query_lens_list=shape.query_lens.tolist(),
-        seq_lens_list=shape.seq_lens.tolist(),
+        query_start_loc=tables.query_start_loc[: num_requests + 1],
+        seq_lens=tables.seq_lens[:num_requests],
+        block_table=made.block_table,
+        slot_mapping=made.slot_mapping,
+        num_decodes=0 if shape is None else shape.num_decodes,
+        query_lens_list=[] if shape is None else shape.query_lens.tolist(),
+        seq_lens_list=[] if shape is None else shape.seq_lens.tolist(),
     )
-    logits_indices = tables.logits_indices[:num_samples].long()
-    return StepInputs(
-        ModelInputs(tables.token_ids[token_rows, positions].long(), positions, metadata),
-        rows=rows,
-        logits_indices=logits_indices,
-        sampling_rows=rows[tables.samples[:num_samples].long()],
-        sampled_positions=positions[logits_indices] + 1,
-    )
+    return ModelInputs(made.input_ids, made.positions, metadata)
 
 
-def advance(tables: DeviceTables, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-    """Record a step, as `gpu.rows.RowTable.advance` does, with what it has sampled: `token_ids`, int64 [S].
-
-    The padding row is written too, and stays empty: its lengths are 0.
-    """
-    tables.num_computed_tokens[inputs.rows] = inputs.model.metadata.seq_lens
-    tables.token_ids[inputs.sampling_rows, inputs.sampled_positions] = token_ids.int()
-    is_request = (inputs.sampling_rows != tables.padding_row).int()
-    tables.num_tokens[inputs.sampling_rows] = inputs.sampled_positions.int() + is_request
-
-
-def _slots(tables: DeviceTables, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    blocks = tables.block_table[rows, positions // tables.block_size].long()
-    return blocks * tables.block_size + positions % tables.block_size
+def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> Samples:
+    """Of the step whose inputs were made last."""
+    indices = None if all_decode else tables.logits_indices[:num_samples]
+    return Samples(tables.sampling_rows[:num_samples], tables.sampled_positions[:num_samples], indices)

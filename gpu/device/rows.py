@@ -37,21 +37,31 @@ class DeviceRows:
     def remove(self, row: int) -> None:
         pass  # nobody looks at a row without a request
 
-    def send_shape(self, shape: StepShape, padded_to: int) -> None:
-        """Tell the device who is in the step. In a step of decodes that are those of the step before, nothing is sent;
-        then the rows are padded, and the device needs no more than them."""
-        rows = np.full(max(padded_to, len(shape.rows)), self._tables.padding_row, dtype=np.int32)
+    def send_shape(self, shape: StepShape, padded_to: int | None) -> None:
+        """Tell the device who is in the step. In one where everybody decodes and samples, the rows are padded to this
+        many, which is all that the device needs; and if they are those of the step before, nothing is sent."""
+        size = self._tables.num_rows - 1
+        rows = np.full(padded_to or size, self._tables.padding_row, dtype=np.int32)
         rows[: len(shape.rows)] = shape.rows
         if not np.array_equal(rows, self._sent_rows[: len(rows)]):
-            self._upload.write(self._tables.offset("batch_rows"), rows.tolist())
+            self._write("batch_rows", rows)
             self._sent_rows = rows
-        if not padded_to:
-            for name, part in (
-                ("query_lens", shape.query_lens),
-                ("samples", shape.samples),
-                ("logits_indices", shape.logits_indices),
-            ):
-                self._upload.write(self._tables.offset(name), part.tolist())
+        if padded_to is None:
+            # Requests that are not there begin where the last one ends.
+            self._write("query_start_loc", np.pad(shape.query_start_loc, (0, size - len(shape.rows)), "edge"))
+            self._write("sampling_rows", shape.sampling_rows)
+            self._write("logits_indices", shape.logits_indices)
+            self._write("sampled_positions", shape.positions)
+
+    def send_nobody(self) -> None:
+        """A step without requests, for a graph that is captured."""
+        size = self._tables.num_rows
+        self._write("batch_rows", np.full(size - 1, self._tables.padding_row, dtype=np.int32))
+        self._write("query_start_loc", np.zeros(size, dtype=np.int32))
+        self.forget_sent()
+
+    def _write(self, name: str, numbers: NDArray[Any]) -> None:
+        self._upload.write(self._tables.offset(name), words_of(numbers, numbers.dtype.type))
 
     def forget_sent(self) -> None:
         """Nobody knows what a step that failed has left on the device."""

@@ -13,16 +13,17 @@ import torch
 
 from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.device.download import DeviceStep, pack, start_download
-from gpu.device.graphs import DecodeGraphs, Graphs, Kind, Replay
-from gpu.device.inputs import StepInputs, advance, decode_inputs, mixed_inputs
+from gpu.device.download import DeviceStep, start_download
+from gpu.device.graphs import LARGEST, Graphs, Kind, StepGraphs
+from gpu.device.inputs import decode_inputs, mixed_inputs, samples_of
 from gpu.device.rows import DeviceRows
 from gpu.device.sampling import DeviceSampler
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
+from gpu.kernels import record_step
 from gpu.prompt_outputs import PromptOutputs
 from gpu.rows import BatchSizes, RowTable, StepShape
-from gpu.runner import FinishedStep, LanguageModel, cancellation_check
+from gpu.runner import FinishedStep, LanguageModel, ModelInputs, cancellation_check
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ STEPS_BETWEEN_CAPTURES = 32
 class DeviceRunner:
     """A `gpu.runner.Runner` whose steps run on by themselves.
 
-    `graphs` makes graphs of decode steps and wants an attention backend that takes padding (`TritonAttention`); without
+    `graphs` makes graphs of steps and wants an attention backend that takes padding (`TritonAttention`); without
     it every step runs eagerly, on any backend.
     """
 
@@ -45,6 +46,7 @@ class DeviceRunner:
         device: torch.device,
         *,
         vocab_size: int,
+        max_num_batched_tokens: int = LARGEST,
         graphs: Graphs | None = None,
     ) -> None:
         self._model = model
@@ -58,7 +60,9 @@ class DeviceRunner:
         # Where graphs leave what they computed.
         self._packed = torch.zeros(sizes.max_num_seqs, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None
-        self._graphs = None if graphs is None else DecodeGraphs(graphs, sizes.max_num_seqs, self._decode)
+        self._graphs: StepGraphs | None = None
+        if graphs is not None:
+            self._graphs = StepGraphs(graphs, sizes.max_num_seqs, max_num_batched_tokens, self._run)
         self._max_num_seqs = sizes.max_num_seqs
         self._steps_until_capture = STEPS_BETWEEN_CAPTURES
 
@@ -85,9 +89,8 @@ class DeviceRunner:
         if self._graphs is None or not self._graphs.num_missing:
             return False
         # It runs for once, and must do so for nobody.
-        self._upload.write(self._tables.offset("batch_rows"), [self._tables.padding_row] * self._max_num_seqs)
+        self._device_rows.send_nobody()
         self._upload.send()
-        self._device_rows.forget_sent()
         try:
             self._graphs.capture_next()
         except Exception:  # graphs only save time: where they cannot be had, every step runs as the first ones do
@@ -104,53 +107,52 @@ class DeviceRunner:
     def _start(self, plan: SchedulerOutput, shape: StepShape, abandoned: Callable[[], bool] | None) -> DeviceStep:
         features = self._sampler.features(plan, shape)
         wants_prompts = self._prompt_outputs.is_asked
-        kind: Kind = "step" if features.are_none else "hidden"
-        found = None if wants_prompts else self._find_graph(kind, shape)
-        self._device_rows.send_shape(shape, found[0] if found is not None else 0)
+        is_plain = shape.is_decode and features.are_none and not wants_prompts
+        graph = self._graphs.find("step", len(shape.rows)) if is_plain and self._graphs is not None else None
+        self._device_rows.send_shape(shape, None if graph is None else graph[0])
         self._upload.send()
 
         logprobs = every = None
         prompt_outputs = None
-        if found is not None and kind == "step":
-            found[1]()
-            packed = self._packed[: len(shape.rows)]
+        if graph is not None:
+            graph[1]()
         else:
-            if found is not None:
-                found[1]()
-                inputs = decode_inputs(self._tables, len(shape.rows))
-                assert self._hidden is not None
-                hidden = self._hidden[: len(shape.rows)]
-            else:
-                inputs = mixed_inputs(self._tables, shape)
-                hidden = self._forward(inputs, cancellation_check(abandoned))
+            hidden = self._hidden_states(shape, cancellation_check(abandoned))
             if wants_prompts:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
                 self._prompt_outputs.add_to(prompt_outputs, plan, shape, hidden)
-            token_ids, finite, logprobs, every = self._sampler.sample(hidden, inputs, features)
-            advance(self._tables, inputs, token_ids)
-            packed = pack(token_ids, finite)
+            samples = samples_of(self._tables, len(shape.samples), all_decode=False)
+            token_ids, finite, logprobs, every = self._sampler.sample(hidden, samples, features)
+            record_step(self._tables, len(shape.rows), token_ids, finite, self._packed)
+        packed = self._packed[: len(shape.samples)]
         step = start_download(shape, features, packed, logprobs, every, self.rows.named_tokens)
         step.prompt_outputs = prompt_outputs
         return step
 
-    def _find_graph(self, kind: Kind, shape: StepShape) -> tuple[int, Replay] | None:
-        if self._graphs is None or not shape.is_decode:
-            return None
-        return self._graphs.find(kind, len(shape.rows))
+    def _hidden_states(self, shape: StepShape, check: Callable[[], None] | None) -> torch.Tensor:
+        """Of the step that has been sent: by a graph if there is one for as many tokens."""
+        num_tokens = int(shape.query_start_loc[-1])
+        graph = None if self._graphs is None else self._graphs.find("hidden", num_tokens)
+        if graph is None:
+            return self._forward(mixed_inputs(self._tables, len(shape.rows), num_tokens, shape), check)
+        if check is not None:
+            check()
+        graph[1]()
+        assert self._hidden is not None
+        return self._hidden
 
-    def _decode(self, kind: Kind, size: int) -> None:
+    def _run(self, kind: Kind, size: int) -> None:
         """What a graph of this kind and size holds."""
-        inputs = decode_inputs(self._tables, size)
-        hidden = self._forward(inputs, None)
-        if kind == "hidden":
-            if self._hidden is None:
-                self._hidden = hidden.new_empty((self._max_num_seqs, *hidden.shape[1:]))
-            self._hidden[:size].copy_(hidden)
+        if kind == "step":
+            hidden = self._forward(decode_inputs(self._tables, size), None)
+            token_ids, finite = self._sampler.sample_plainly(hidden, samples_of(self._tables, size, all_decode=True))
+            record_step(self._tables, size, token_ids, finite, self._packed)
             return
-        token_ids, finite = self._sampler.sample_plainly(hidden, inputs)
-        advance(self._tables, inputs, token_ids)
-        self._packed[:size].copy_(pack(token_ids, finite))
+        hidden = self._forward(mixed_inputs(self._tables, self._max_num_seqs, size, None), None)
+        if self._hidden is None:  # the first is the largest
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[:size].copy_(hidden)
 
-    def _forward(self, inputs: StepInputs, check: Callable[[], None] | None) -> torch.Tensor:
-        return self._model.forward(*inputs.model, self._kv_caches, check)
+    def _forward(self, inputs: ModelInputs, check: Callable[[], None] | None) -> torch.Tensor:
+        return self._model.forward(*inputs, self._kv_caches, check)

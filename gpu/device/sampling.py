@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.scheduler.plan import MasksHandle, SchedulerOutput, TokenMasks
-from gpu.device.inputs import StepInputs
+from gpu.device.inputs import Samples
 from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables
 from gpu.device.upload import on_device
 from gpu.kernels import (
@@ -72,19 +72,19 @@ class DeviceSampler:
             asking_all=np.flatnonzero(num_logprobs[asking] == EVERY),
         )
 
-    def sample_plainly(self, hidden: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def sample_plainly(self, hidden: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
         """For rows without features: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be
         captured.
 
         `hidden` is [T, hidden].
         """
-        return self._draw(self._logits(hidden, inputs), inputs)
+        return self._draw(self._logits(hidden, samples), samples)
 
     def sample(
-        self, hidden: torch.Tensor, inputs: StepInputs, features: SamplingFeatures
+        self, hidden: torch.Tensor, samples: Samples, features: SamplingFeatures
     ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
         """For any rows; the third is of those that ask, the fourth, float32 [A, vocab], of those that ask for all."""
-        logits, tables = self._logits(hidden, inputs), self._tables
+        logits, tables = self._logits(hidden, samples), self._tables
         device = logits.device
         if features.masks is not None:
             _apply_masks(logits, features.masks.result(), features.plan_indices)
@@ -99,10 +99,10 @@ class DeviceSampler:
             places = on_device(features.penalized[start : start + PENALIZED_TOGETHER], device)
             part = gather_rows(logits, places)
             apply_penalties(
-                part, tables.columns, tables.token_ids, inputs.sampling_rows[places], scratch=tables.penalty_scratch
+                part, tables.columns, tables.token_ids, samples.rows[places], scratch=tables.penalty_scratch
             )
             logits.index_copy_(0, places, part)
-        token_ids, finite = self._draw(logits, inputs)
+        token_ids, finite = self._draw(logits, samples)
         if raw is None or asking is None:
             return token_ids, finite, None, None
         logprobs = compute_logprobs(raw, token_ids[asking], int(features.num_logprobs.max()))
@@ -111,12 +111,12 @@ class DeviceSampler:
         every = gather_rows(raw, on_device(features.asking_all, device)).float().log_softmax(-1)
         return token_ids, finite, logprobs, every
 
-    def _logits(self, hidden: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        rows = hidden if inputs.logits_indices is None else gather_rows(hidden, inputs.logits_indices)
+    def _logits(self, hidden: torch.Tensor, samples: Samples) -> torch.Tensor:
+        rows = hidden if samples.logits_indices is None else gather_rows(hidden, samples.logits_indices)
         return self._compute_logits(rows)
 
-    def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample_tokens(logits, self._tables.columns, inputs.sampling_rows, inputs.sampled_positions)
+    def _draw(self, logits: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample_tokens(logits, self._tables.columns, samples.rows, samples.positions)
 
 
 def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[np.int64]) -> None:

@@ -40,14 +40,16 @@ class DeviceTables:
         self._size = 0
 
         columns = device_columns(self.num_rows)
-        for name in sorted(columns, key=lambda name: -columns[name].itemsize):  # 64-bit words lie at even offsets
-            self._place(name, columns[name].itemsize // 4)
+        # Of the step at hand, as `gpu.rows.StepShape` has them: of each sampled position its row, its place among the
+        # tokens and where in its request the token stands that is to be drawn; of each request its row, its first token
+        # and its length, which the device computes.
+        samples, requests = ("sampling_rows", "logits_indices", "sampled_positions"), ("batch_rows", "query_start_loc")
+        words = {name: column.itemsize // 4 for name, column in columns.items()}
+        words |= dict.fromkeys(samples, 2) | dict.fromkeys((*requests, "seq_lens"), 1)
+        for name in sorted(words, key=lambda name: -words[name]):  # 64-bit words lie at even offsets
+            self._place(name, words[name])
         self._place("block_table", sizes.row_blocks)
         self._place("token_ids", sizes.row_len)
-        # Of the step at hand, as `gpu.rows.StepShape` has them: of each request its row and how many tokens it has, of
-        # each sampled position its request and its place among the tokens.
-        for name in ("batch_rows", "query_lens", "samples", "logits_indices"):
-            self._place(name, 1)
         self.buffer = torch.zeros(self._size, dtype=torch.int32, device=device)
 
         self.columns = {name: self.view(name, column.dtype).copy_(column) for name, column in columns.items()}
@@ -56,9 +58,11 @@ class DeviceTables:
         self.block_table = self.view("block_table").view(self.num_rows, sizes.row_blocks)
         self.token_ids = self.view("token_ids").view(self.num_rows, sizes.row_len)
         self.batch_rows = self.view("batch_rows").fill_(self.padding_row)
-        self.query_lens = self.view("query_lens")
-        self.samples = self.view("samples")
-        self.logits_indices = self.view("logits_indices")
+        self.query_start_loc, self.seq_lens = self.view("query_start_loc"), self.view("seq_lens")
+        self.sampling_rows, self.logits_indices, self.sampled_positions = (
+            self.view(name, torch.int64) for name in samples
+        )
+        self.one_each = torch.arange(self.num_rows, dtype=torch.int32, device=device)  # starts where everybody decodes
         self.penalty_scratch = torch.zeros((PENALIZED_TOGETHER, vocab_size), dtype=torch.int32, device=device)
 
     def view(self, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:

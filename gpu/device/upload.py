@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
+
+from gpu.kernels import scatter_words
 
 
 class Upload:
@@ -39,18 +42,11 @@ class Upload:
         """Start copying and scattering what was written; whatever is started on the device from here on sees it."""
         if not self._starts:
             return
-        num_segments, num_words = len(self._starts), len(self._words)
-        staged = host_tensor(2 * num_segments + num_words, torch.int32, self._device)
-        staged.numpy()[:] = [*self._starts, *self._lengths, *self._words]
+        sources = [0, *accumulate(self._lengths[:-1])]
+        staged = host_tensor(3 * len(sources) + len(self._words), torch.int32, self._device)
+        staged.numpy()[:] = [*self._starts, *self._lengths, *sources, *self._words]
         self.discard()
-
-        on_device = staged.to(self._device, non_blocking=True)
-        starts, sizes, values = on_device.split([num_segments, num_segments, num_words])
-        # Word i, of segment s, goes to starts[s] + (i - what lies before the segment).
-        shifts = starts.long() - (sizes.long().cumsum(0) - sizes)
-        indices = torch.repeat_interleave(shifts, sizes.long(), output_size=num_words)
-        indices += torch.arange(num_words, device=self._device)
-        self._buffer.index_copy_(0, indices, values)
+        scatter_words(self._buffer, staged.to(self._device, non_blocking=True), len(sources))
 
 
 def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

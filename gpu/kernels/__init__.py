@@ -21,6 +21,7 @@ sample             one token per row of logits, without a sort or a softmax
 noise              counter-based noise, which is what a seed means
 logits_processors  what changes logits before a token is drawn: bias, penalties, the tokens a grammar allows
 logprobs           log-probabilities from a row's log-sum-exp
+step               a step's diffs, inputs and tokens between the tables of the device and the model
 dispatch           which of the two, kernel or reference
 jit                the kernels themselves
 """
@@ -33,6 +34,7 @@ from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
 from gpu.kernels.rope import rope_and_cache, store_kv
 from gpu.kernels.sample import sample_tokens
+from gpu.kernels.step import record_step, scatter_words, step_inputs
 
 __all__ = [
     "AttentionWork",
@@ -45,8 +47,11 @@ __all__ = [
     "gather_rows",
     "list_attention_work",
     "paged_attention",
+    "record_step",
     "rope_and_cache",
     "sample_tokens",
+    "scatter_words",
     "silu_and_mul",
+    "step_inputs",
     "store_kv",
 ]

@@ -21,7 +21,7 @@ class Paged:
     block_table: torch.Tensor  # int32 [B, max_blocks]
     seq_lens: torch.Tensor  # int32 [B]
     query_start_loc: torch.Tensor  # int32 [B + 1]
-    known: dict[str, int]  # what the host knows: `num_decodes`, which come first, and the `longest_chunk`
+    known: tuple[int, int]  # to the host: how many decode, which come first, and the most queries of a request
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Paged:
         """The same numbers elsewhere, or in another type."""
@@ -37,8 +37,10 @@ class Paged:
     def attend(self, out: torch.Tensor | None = None, *, window: int | None = None) -> torch.Tensor:
         """By the kernels, at scale 0.1, with the list of work that all layers of a step share made anew."""
         tables = (self.seq_lens, self.query_start_loc)
-        work = list_attention_work(self.query, self.cache.shape[2], *tables, window=window, **self.known)
-        num_decodes = self.known["num_decodes"]
+        num_decodes, longest = self.known
+        work = list_attention_work(
+            self.query, self.cache.shape[2], *tables, window=window, num_decodes=num_decodes, longest_chunk=longest
+        )
         return paged_attention(
             self.query,
             self.cache,
@@ -80,10 +82,7 @@ def make_paged(
         block_table,
         torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=device),
         query_lens.cumsum(0).int(),
-        {
-            "num_decodes": sum(query_len == 1 for query_len, _ in lengths),
-            "longest_chunk": max(query_len for query_len, _ in lengths),
-        },
+        (sum(query_len == 1 for query_len, _ in lengths), max(query_len for query_len, _ in lengths)),
     )
 
 

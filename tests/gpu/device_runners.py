@@ -26,6 +26,7 @@ from tests.gpu.test_executor import CONFIG, random_weights
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, MAX_NUM_SEQS = 4, 40, 64, 6
+MAX_TOKENS = 14  # in a step
 VOCAB_SIZE = CONFIG.vocab_size
 
 
@@ -72,7 +73,10 @@ def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
     sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     if kind == "host":
         return RunnerExecutor(ModelRunner(model, kv_caches, sizes, CPU))
-    return RunnerExecutor(DeviceRunner(model, kv_caches, sizes, CPU, vocab_size=VOCAB_SIZE, graphs=graphs))
+    runner = DeviceRunner(
+        model, kv_caches, sizes, CPU, vocab_size=VOCAB_SIZE, max_num_batched_tokens=MAX_TOKENS, graphs=graphs
+    )
+    return RunnerExecutor(runner)
 
 
 def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS) -> EngineCore:
@@ -80,7 +84,7 @@ def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int 
     config = EngineConfig(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=14,
+        max_num_batched_tokens=MAX_TOKENS,
         eos_token_ids=(7,),
         pipeline_depth=pipeline_depth,
     )

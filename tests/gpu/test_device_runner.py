@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import GridExecutor
 
 from engine.errors import StepAbandoned
 from engine.messages import Pooling
@@ -28,6 +29,7 @@ from gpu.models import CausalLM
 from protocol.openai.logprobs import most_likely
 from tests.gpu.device_runners import (
     MAX_NUM_SEQS,
+    MAX_TOKENS,
     VOCAB_SIZE,
     Again,
     crowd,
@@ -58,7 +60,7 @@ def test_graphs_and_padding_change_nothing() -> None:
     executor = make_executor("device", graphs)
     while executor.runner.prepare():
         pass
-    assert graphs.num_captured == 2 * len(ladder(MAX_NUM_SEQS))
+    assert graphs.num_captured == len(ladder(MAX_NUM_SEQS)) + len(ladder(MAX_TOKENS))
     assert drive(make_core(executor, 2, num_blocks=20), requests) == expected
     assert graphs.num_replayed > 30
 
@@ -104,7 +106,8 @@ def test_a_steady_decode_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyP
     executor.submit(plan_of(decodes)).result()
     executor.submit(plan_of(decodes, new_blocks={"r0": [9], "r1": [10], "r2": [11]})).result()
     executor.submit(plan_of(decodes)).result()
-    assert sent == [4, 3, 0]  # who is in the step, padded to a graph's size; three blocks; nothing
+    executor.submit(plan_of({"r1": 1})).result()
+    assert sent == [0, 3, 0, 1]  # the same as in the prefill; three blocks; nothing; who is left
 
 
 class Waits(TorchDispatchMode):
@@ -159,6 +162,56 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
     with Waits() as waits:
         executor.submit(plan_of({"r0": 1}))
     assert waits.found  # by the references, which shows that it would be noticed
+
+
+class Launches(TorchDispatchMode):
+    """Notes what the host starts on the device: kernels of Triton, and operations of torch that are no views."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        run = GridExecutor.__call__
+
+        def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            self.names.append(executor.fn.__name__)
+            with _disable_current_modes():  # what the interpreter computes with is none of the step's
+                run(executor, *args, **kwargs)
+
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        converts = name == "to" and result.dtype != args[0].dtype
+        if converts or not (func.is_view or name.startswith("empty")):
+            self.names.append(name)
+        return result
+
+
+def test_little_is_started_around_the_layers_and_steps_with_prompts_are_graphs_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = make_executor("device", Again())
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(CausalLM, "forward", lambda self, input_ids, *rest: self.embed_tokens(input_ids))
+    everyone = [new_request(f"r{i}", [i, 2, 3, 4], block_ids=[i], temperature=1.0) for i in range(3)]
+    plans = [
+        plan_of({"r0": 4, "r1": 4}, new=everyone[:2]),
+        plan_of({"r0": 1, "r1": 1}),
+        plan_of({"r0": 1, "r2": 3}, new=everyone[2:], going_on=["r2"]),
+    ]
+    inputs, draw = ["_step_inputs", "_gather_rows"], ["linear", "_cutoffs", "_race", "_finish", "_record_step"]
+    with interpreted():
+        while executor.runner.prepare():
+            pass
+        names = []
+        for plan in plans:
+            launches.names.clear()
+            with launches:
+                executor.submit(plan)
+            names.append(list(launches.names))
+    mixed = ["_scatter_words", *inputs, "copy_", "_gather_rows", *draw, "copy_"]
+    assert names == [mixed, [*inputs, *draw, "copy_"], mixed]
 
 
 def test_log_probabilities_are_those_of_the_other_runner() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.device.graphs import LARGEST, DecodeGraphs, ladder
+from gpu.device.graphs import LARGEST, StepGraphs, ladder
 from gpu.device.rows import words_of
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
@@ -58,7 +58,7 @@ def test_the_ladder_has_a_size_for_every_batch_up_to_its_largest(max_num_seqs: i
     assert sizes[-1] == min(max_num_seqs, LARGEST)
     assert len(sizes) <= 30
     order: list[tuple[str, int]] = []
-    graphs = DecodeGraphs(Again(), max_num_seqs, lambda kind, size: order.append((kind, size)))
+    graphs = StepGraphs(Again(), max_num_seqs, max_num_seqs, lambda kind, size: order.append((kind, size)))
     assert graphs.find("step", 1) is None
     while graphs.num_missing:
         graphs.capture_next()

@@ -14,5 +14,6 @@ online             what both share: the running softmax
 sample             the race over the vocabulary in chunks, and the choice among their winners
 cutoff             of `sample`: top-k, top-p and min-p as the lowest logit that a row keeps
 logits_processors  bias, penalties and token masks, in place
+step               a step's diffs, inputs and tokens: one program per segment or request
 logprobs           log-probabilities: one program per row
 """

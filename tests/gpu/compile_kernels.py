@@ -23,8 +23,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpu import kernels
-from gpu.device.tables import device_columns
+from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels.dispatch import interpreted
+from gpu.rows import BatchSizes
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -106,6 +107,11 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
             query, tables = zeros(512, 32, head_dim), (ints(4), ints(5))
             work = kernels.list_attention_work(query, 8, *tables, window=window, longest_chunk=longest)
             kernels.paged_attention(query, paged, ints(4, 64), *tables, work, scale=1.0, window=window)
+    tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
+    kernels.scatter_words(tables.buffer, ints(7), 2)
+    for all_decode in (True, False):
+        kernels.step_inputs(tables, 4, 4, all_decode=all_decode)
+    kernels.record_step(tables, 4, longs(3), zeros(3, dtype=torch.bool), ints(4))
     logits = zeros(4, 128256)
     columns = device_columns(4)
     kernels.sample_tokens(logits, columns, longs(4), longs(4))

@@ -104,9 +104,9 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     for head_dim, window in ((128, None), (80, 512)):
         paged = zeros(4, 2, 8, 16, head_dim)
         for longest in (None, 3):
-            query, tables = zeros(512, 32, head_dim), (ints(4), ints(5))
-            work = kernels.list_attention_work(query, 8, *tables, window=window, longest_chunk=longest)
-            kernels.paged_attention(query, paged, ints(4, 64), *tables, work, scale=1.0, window=window)
+            query, lengths = zeros(512, 32, head_dim), (ints(4), ints(5))
+            work = kernels.list_attention_work(query, 8, *lengths, window=window, longest_chunk=longest)
+            kernels.paged_attention(query, paged, ints(4, 64), *lengths, work, scale=1.0, window=window)
     tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
     kernels.scatter_words(tables.buffer, ints(7), 2)
     for all_decode in (True, False):

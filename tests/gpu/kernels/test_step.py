@@ -52,7 +52,7 @@ def test_inputs_are_the_tokens_of_the_requests_and_then_padding(query_lens):
         assert torch.equal(ids[part], tables.token_ids[row, computed:length].long())
         assert torch.equal(slots[part], tables.block_table[row].long()[expected // 16] * 16 + expected % 16)
         if all_decode:
-            assert (tables.sampling_rows[request], tables.sampled_positions[request]) == (row, length)
+            assert [int(tables.sampling_rows[request]), int(tables.sampled_positions[request])] == [row, length]
         token += query_len
     assert not tables.seq_lens[len(rows) : num_requests].any()
     assert not ids[token:].any()

@@ -1,8 +1,8 @@
 """Modules that stay as long as the process, kept out of the garbage collector's way.
 
-The server's modules and torch's consist of some 400,000 objects. While they are imported the collector goes over them
-again and again for nothing, a sixth of the time to ready; and every full collection afterwards would take 0.1 s and
-more to find them alive, in which no token moves.
+The server's modules consist of hundreds of thousands of objects, with torch's some 400,000. While they are imported the
+collector goes over them again and again for nothing, a sixth of the time to ready; and every full collection afterwards
+would take 0.1 s and more to find them alive, in which no token moves.
 """
 
 from __future__ import annotations

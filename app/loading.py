@@ -1,6 +1,6 @@
 """From settings to an engine: the only place that knows both the gpu room and the engine room.
 
-Torch is imported by `make_executor`, on the engine's thread or in its process; everything before it is torch-free.
+Numpy and, where it computes, torch are imported by `make_executor`, on the engine's thread or in its process.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
     options = WorkerOptions(
         dtype=settings.dtype,
         device=settings.device,
+        num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -173,4 +174,4 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_share=kv_cache_share,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
-    return load_executor(files, options, num_threads=settings.num_threads)
+    return load_executor(files, options)

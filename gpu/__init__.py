@@ -16,6 +16,7 @@ device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there
 kv_cache_size   how large the KV cache is: pure arithmetic on what was measured
 host            what this process may use of its machine: cores, memory, instructions
+rotary          the angles of rotary position embedding
 checkpoint      what a model is, read from its files; imports no torch
 weights         from an opened checkpoint to tensors on a device
 models          the models, wired from layers
@@ -24,6 +25,8 @@ attention       attention over the paged KV cache
 sampling        from logits to token ids
 kernels         fused kernels in Triton, each with a reference in torch
 cpu             the decoder's step by a small C++ library
+
+The host's side is numpy; torch is imported where it computes (models, layers, attention, kernels, device).
 """
 
 import os

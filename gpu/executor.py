@@ -7,32 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
-from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.runner import FinishedStep
-from gpu.weights import packed_weights_of, weights_of
+from gpu.weights import read_weights
 from gpu.worker import Worker
 
 
-def load_executor(
-    files: ModelFiles, options: WorkerOptions | None = None, *, num_threads: int | None = None
-) -> UniProcExecutor:
-    """Load a model; call it in the thread that will run the steps, because torch's thread count belongs to a thread.
+def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
+    """Load a model; call it in the thread that will run the steps.
 
-    How far it is can be told from `files.progress`. `num_threads` is how many threads compute on a CPU; None is one
-    for each core that this process may use. Raises ConfigError for options that cannot work, ModelError for files.
+    How far it is can be told from `files.progress`. Raises ConfigError for options that cannot work, ModelError for
+    files.
     """
-    torch.set_num_threads(num_threads or usable_cores())
     options = options or WorkerOptions()
     device = resolve_device(options.device)
-    weights = packed_weights_of(files) if device.type == "cpu" else weights_of(files, str(device))
-    return UniProcExecutor(Worker(files.config, weights, options), files.config.vocab_size)
+    if device == "cpu":
+        return UniProcExecutor(Worker(files.config, read_weights(files), options), files.config.vocab_size)
+    from gpu.weights.tensors import weights_of
+
+    return UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
 
 
 class UniProcExecutor:
@@ -44,10 +41,8 @@ class UniProcExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
-        self.compute_form = f"{worker.device.type}, {worker.weight_forms}"
-        self.summary = (
-            f"{worker.device}, {worker.weight_forms}, {torch.get_num_threads()} threads. {worker.kv_cache_size}"
-        )
+        self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
+        self.summary = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads. {worker.kv_cache_size}"
         self._worker: Worker | None = worker
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:

@@ -7,23 +7,20 @@ context at once, and since they start as zero pages the operating system commits
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.scheduler.plan import NewRequestData
-from gpu.attention import AttentionMetadata
 from gpu.rows import BatchSizes, RowTable, StepShape
 from gpu.runner import ModelInputs
 from gpu.sampling import Penalized
 
 
 class InputBatch:
-    """A `RowStore` on the host; what it hands out goes to `device`. Not thread-safe."""
+    """A `RowStore` on the host. Not thread-safe."""
 
-    def __init__(self, table: RowTable, sizes: BatchSizes, device: torch.device) -> None:
+    def __init__(self, table: RowTable, sizes: BatchSizes) -> None:
         self.block_size = sizes.block_size
         self.penalized = Penalized(table.columns)
-        self._device = device
         self._num_computed_tokens = table.columns["num_computed_tokens"]
         self.token_ids = np.zeros((sizes.max_num_seqs, sizes.row_len), dtype=np.int32)  # prompt and output
         self.block_table = np.zeros((sizes.max_num_seqs, sizes.row_blocks), dtype=np.int32)
@@ -44,20 +41,14 @@ class InputBatch:
         token_rows = np.repeat(shape.rows, shape.query_lens)
         positions = np.arange(shape.query_start_loc[-1], dtype=np.int64)
         positions += np.repeat(self._num_computed_tokens[shape.rows] - shape.query_start_loc[:-1], shape.query_lens)
-        blocks = self.block_table[token_rows, positions // self.block_size].astype(np.int64)
         num_blocks = -(-int(shape.seq_lens.max()) // self.block_size)
         return ModelInputs(
-            input_ids=self.to_device(self.token_ids[token_rows, positions].astype(np.int64)),
-            positions=self.to_device(positions),
-            metadata=AttentionMetadata(
-                query_start_loc=self.to_device(shape.query_start_loc),
-                seq_lens=self.to_device(shape.seq_lens),
-                block_table=self.to_device(self.block_table[shape.rows, :num_blocks]),
-                slot_mapping=self.to_device(blocks * self.block_size + positions % self.block_size),
-                num_decodes=shape.num_decodes,
-                query_lens_list=shape.query_lens.tolist(),
-                seq_lens_list=shape.seq_lens.tolist(),
-            ),
+            input_ids=self.token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            query_start_loc=shape.query_start_loc,
+            seq_lens=shape.seq_lens,
+            block_table=np.ascontiguousarray(self.block_table[shape.rows, :num_blocks]),
+            num_decodes=shape.num_decodes,
         )
 
     def append(self, shape: StepShape, token_ids: NDArray[np.int64]) -> None:
@@ -65,6 +56,3 @@ class InputBatch:
         rows = shape.sampling_rows
         self.token_ids[rows, shape.positions] = token_ids
         self.penalized.append(rows, token_ids)
-
-    def to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -1,38 +1,32 @@
-"""How a model comes to be on its device: which device and types the options mean, and who computes there.
+"""How a model comes to be on its device: which device the options mean, and who computes there.
 
-The worker calls `load_model`. On a CPU the library of `gpu.cpu` computes where it was built, elsewhere torch does.
+The worker calls `load_model`. On a CPU the library of `gpu.cpu` computes where it was built; elsewhere torch does, and
+nothing else imports it.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, Protocol
-
-import torch
+from typing import Any, Literal, Protocol
 
 from engine.errors import ConfigError
-from gpu.attention.torch_backend import TorchAttention
-from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.cpu.library import load_library
-from gpu.host import available_memory, has_bfloat16_instructions
+from gpu.cpu.library import Library, load_library
+from gpu.host import available_memory, usable_cores
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
-from gpu.models import CausalLM
 from gpu.runner import LanguageModel
-from gpu.weights import Weight, dequantized
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
     """How a model is run, as the operator chose it."""
 
-    dtype: str = "auto"  # a key of DTYPES, or "auto": see `resolve_dtype`
+    dtype: str = "auto"  # "float32", "bfloat16", "float16", or "auto": see `load_model`
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
+    num_threads: int | None = None  # that compute on a CPU; None: one for each core that this process may use
     max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -44,105 +38,114 @@ class WorkerOptions:
     runner: Literal["auto", "host", "device"] = "auto"
 
 
-class PagedModel(LanguageModel, Protocol):
-    """A model that also knows the layout of its cache, and how long a context is served."""
+class ServedModel(LanguageModel, Protocol):
+    """A model with its weights in place, that also knows its cache, and how long a context is served."""
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of a number in the KV cache."""
+        ...
+
+    @property
+    def tokens_held(self) -> int:
+        """For how many tokens a block of the cache takes memory: its size, or more where it is padded."""
+        ...
+
+    @property
+    def forms(self) -> str:
+        """How the weights are kept and who computes with them, for the log."""
+        ...
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context, in tokens. Called when the size of the KV cache is known, before the first step."""
         ...
 
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every layer."""
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Make the cache of every layer, zeroed."""
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model with its weights in place."""
-
-    model: PagedModel
-    dtype: torch.dtype  # of the KV cache
-    tokens_held: int  # for how many tokens a block of the cache takes memory: its size, or more where it is padded
-    weight_forms: str  # for the log
-
-
 def load_model(
-    config: ModelConfig,
-    weights: Iterable[tuple[str, Weight]],
-    options: WorkerOptions,
-    device: torch.device,
-) -> LoadedModel:
-    """Build the model and draw its weights. Raises ConfigError for options that cannot work,
-    ModelError for weights that the device cannot hold.
+    config: ModelConfig, weights: Iterable[tuple[str, Any]], options: WorkerOptions, device: str
+) -> ServedModel:
+    """Build the model and draw its weights; call it in the thread that will run the steps. Raises ConfigError for
+    options that cannot work, ModelError for weights that the device cannot hold.
+
+    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.
 
     On a CPU it is the library's decoder, unless float32 or float16 is asked for: dtype "auto" keeps the bits that a
-    file has quantized to, "bfloat16" does not.
+    file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.served.resolve_dtype` has it.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     check_weights_fit(config, free_memory(device))
-    library = load_library() if device.type == "cpu" and options.dtype in ("auto", "bfloat16") else None
-    if library is not None and options.runner != "device" and CPUCausalLM.supports(config):
-        packed = CPUCausalLM(
+    num_threads = options.num_threads or usable_cores()
+    library = library_for(config, options, device)
+    if library is not None:
+        return CPUCausalLM(
             library,
             config,
             weights,
             block_size=options.block_size,
             max_model_len=longest,
-            num_threads=torch.get_num_threads(),
+            num_threads=num_threads,
             quantized=options.dtype == "auto",
         )
-        return LoadedModel(
-            model=packed,
-            dtype=torch.bfloat16,
-            tokens_held=packed.tokens_held,
-            weight_forms=f"{packed.forms} weights ({library.instructions})",
-        )
-    dtype = resolve_dtype(options.dtype, config, device)
-    backend = TritonAttention if device.type == "cuda" else TorchAttention
-    attention = partial(backend, block_size=options.block_size)
-    model = CausalLM(config, dtype=dtype, device=device, max_model_len=longest, attention=attention)
-    model.load_weights(dequantized(weights))
-    return LoadedModel(
-        model=model,
-        dtype=dtype,
-        tokens_held=options.block_size,
-        weight_forms=f"{str(dtype).removeprefix('torch.')} weights (torch)",
+    from gpu.models.served import load_torch_model
+
+    return load_torch_model(
+        config,
+        weights,
+        dtype=options.dtype,
+        device=device,
+        block_size=options.block_size,
+        max_model_len=longest,
+        num_threads=num_threads,
     )
 
 
-def free_memory(device: torch.device) -> int:
+def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
+    """The library, if it computes this model as the options ask; None where torch does."""
+    if device != "cpu" or options.dtype not in ("auto", "bfloat16") or options.runner == "device":
+        return None
+    return load_library() if CPUCausalLM.supports(config) else None
+
+
+def free_memory(device: str) -> int:
     """Bytes that can still be taken on the device."""
-    return available_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if device == "cpu":
+        return available_memory()
+    import torch
+
+    return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of a setting. Raises ConfigError for one that this machine or this torch does not have."""
+def resolve_device(name: str) -> str:
+    """The device of a setting, as torch names it. Raises ConfigError for one that this machine or this torch does not
+    have."""
+    if name == "cpu" or (name == "auto" and not _has_cuda_driver()):
+        return "cpu"
+    import torch
+
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     count = torch.cuda.device_count()
     if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
-        return device
+        return name
     found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
     raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
 
 
-def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type of weights, activations and KV.
-
-    "auto" is the checkpoint's on CUDA. On a CPU it is bfloat16 if the processor has instructions for it, which halves
-    what each token reads, and float32 if not.
-    """
-    if name == "auto":
-        if device.type == "cpu":
-            return torch.bfloat16 if has_bfloat16_instructions() else torch.float32
-        name = config.torch_dtype
-    if name not in DTYPES:
-        raise ConfigError("dtype", name, allowed=f"it must be auto, {', '.join(DTYPES)}", hint="dtype=auto works")
-    return DTYPES[name]
+def _has_cuda_driver() -> bool:
+    """Whether it is worth a second to ask torch for devices."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

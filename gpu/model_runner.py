@@ -1,41 +1,38 @@
 """The model runner: the `Runner` that keeps the batch on the host, gathers a step's inputs and waits for its tokens.
 
-Made by the worker and used by its thread alone. It owns the row table and the input batch; model and KV caches are
-handed in.
+Made by the worker and used by its thread alone. It owns the row table and the input batch; the model is handed
+in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
+from engine.messages import TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.input_batch import InputBatch
 from gpu.prompt_outputs import PromptOutputs
 from gpu.rows import BatchSizes, RowTable, StepShape
-from gpu.runner import FinishedStep, LanguageModel, PicksTokens, cancellation_check
-from gpu.sampling import SamplerOutput, SamplingMetadata, logits_mask, sample
+from gpu.runner import FinishedStep, LanguageModel, cancellation_check
+from gpu.sampling import SamplerOutput, SamplingMetadata, logits_mask, sample, token_logprobs
 
-# Rows of logits that a CPU takes on at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
+# Rows of logits that are made at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
 # step: the page faults alone took three times as long as the matrix product. 64 rows stay in memory that it keeps.
-CPU_LOGITS_ROWS = 64
+MAX_LOGITS_ROWS = 64
 
 
 class ModelRunner:
     """A `gpu.runner.Runner` whose steps have run when `submit` returns."""
 
-    def __init__(
-        self, model: LanguageModel, kv_caches: list[torch.Tensor], sizes: BatchSizes, device: torch.device
-    ) -> None:
+    def __init__(self, model: LanguageModel, sizes: BatchSizes) -> None:
         self.rows = RowTable(sizes)
-        self.input_batch = InputBatch(self.rows, sizes, device)
+        self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
-        self._picks_tokens = model if isinstance(model, PicksTokens) else None
-        self._kv_caches = kv_caches
-        self._max_logits_rows = CPU_LOGITS_ROWS if device.type == "cpu" else sizes.max_num_seqs
-        self._prompt_outputs = PromptOutputs(model.compute_logits, self._max_logits_rows)
+        self._prompt_outputs = PromptOutputs(MAX_LOGITS_ROWS)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
         return FinishedStep(self._execute(plan, abandoned))
@@ -43,28 +40,24 @@ class ModelRunner:
     def prepare(self) -> bool:
         return False
 
-    @torch.inference_mode()
     def _execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
         self.rows.apply(plan, self.input_batch)
         self._prompt_outputs.apply(plan)
         if not plan.request_ids:
             return ModelRunnerOutput(sampled_token_ids=[], logprobs={})
         shape = self.rows.shape(plan)
-        inputs = self.input_batch.inputs(shape)
-        hidden = self._model.forward(*inputs, self._kv_caches, cancellation_check(abandoned))
+        hidden = self._model.forward(self.input_batch.inputs(shape), cancellation_check(abandoned))
         sampled = self._sample(hidden, shape, None if plan.masks is None else plan.masks.result())
         self.input_batch.append(shape, sampled.token_ids)
         self.rows.advance(shape)
         output = shape.output(sampled.token_ids, sampled.finite, sampled.logprobs)
-        self._prompt_outputs.add_to(output, plan, shape, hidden)
+        self._prompt_outputs.add_to(output, plan, shape, _HostHiddenStates(self._model, hidden))
         return output
 
-    def _sample(self, hidden: torch.Tensor, shape: StepShape, masks: TokenMasks | None) -> SamplerOutput:
+    def _sample(self, hidden: NDArray[np.float32], shape: StepShape, masks: TokenMasks | None) -> SamplerOutput:
         """The tokens of the sampled positions; logits are computed of no others."""
-        starts = range(0, len(shape.samples), self._max_logits_rows)
-        parts = [
-            self._sample_part(hidden, shape, masks, slice(start, start + self._max_logits_rows)) for start in starts
-        ]
+        starts = range(0, len(shape.samples), MAX_LOGITS_ROWS)
+        parts = [self._sample_part(hidden, shape, masks, slice(start, start + MAX_LOGITS_ROWS)) for start in starts]
         if len(parts) == 1:
             return parts[0]
         return SamplerOutput(
@@ -78,7 +71,7 @@ class ModelRunner:
         )
 
     def _sample_part(
-        self, hidden: torch.Tensor, shape: StepShape, masks: TokenMasks | None, part: slice
+        self, hidden: NDArray[np.float32], shape: StepShape, masks: TokenMasks | None, part: slice
     ) -> SamplerOutput:
         places, positions = shape.samples[part], shape.positions[part]
         rows = shape.rows[places]
@@ -90,12 +83,27 @@ class ModelRunner:
             bias=self.rows.biases.select(rows, positions),
             penalties=self.input_batch.penalized.select(rows),
         )
-        sampled = hidden[self.input_batch.to_device(shape.logits_indices[part])]
-        if self._picks_tokens is not None and metadata.is_plain_greedy:
-            token_ids, finite = self._picks_tokens.most_likely(sampled)
+        sampled = hidden[shape.logits_indices[part]]
+        if metadata.is_plain_greedy:
+            token_ids, finite = self._model.most_likely(sampled)
             return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
-        output = sample(self._model.compute_logits(sampled), metadata)
+        output = sample(self._model.compute_logits(sampled), metadata, self._model.draw)
         for place, entry in output.logprobs.items():
             if entry.every is not None:
                 output.logprobs[place] = self.rows.named_tokens.told(int(rows[place]), entry)
         return output
+
+
+@dataclass(frozen=True)
+class _HostHiddenStates:
+    """`gpu.prompt_outputs.HiddenStates` of a model on the host."""
+
+    model: LanguageModel
+    hidden: NDArray[np.float32]  # [T, hidden]
+
+    def rows(self, part: slice) -> NDArray[np.float32]:
+        return self.hidden[part]
+
+    def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
+        logits = self.model.compute_logits(self.hidden[part])
+        return token_logprobs(logits, token_ids, np.full(len(token_ids), num_logprobs))

@@ -1,21 +1,20 @@
 """What a request wants of its prompt besides an answer to it: log-probabilities of its tokens, pooled hidden states.
 
-The model runner imports it. Few requests ask, so a step in which nobody does costs one look at an empty dictionary.
+Both runners import it. Few requests ask, so a step in which nobody does costs one look at an empty dictionary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.messages import Pooling, TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.rows import StepShape
-from gpu.sampling.logprobs import how_many, token_logprobs
+from gpu.sampling.logprobs import how_many
 
 
 @dataclass
@@ -25,7 +24,19 @@ class _Prompt:
     token_ids: NDArray[np.int64]  # [P]
     num_logprobs: int | None
     pooling: Pooling | None
-    total: torch.Tensor | None = None  # float32 [hidden]
+    total: NDArray[np.float32] | None = None  # [hidden]
+
+
+class HiddenStates(Protocol):
+    """The last hidden states of a step's T tokens, wherever they are."""
+
+    def rows(self, part: slice) -> NDArray[np.float32]:
+        """[n, hidden] of these tokens."""
+        ...
+
+    def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
+        """What these tokens make of the ones that follow them, `token_ids` [n]."""
+        ...
 
 
 class PromptOutputs:
@@ -35,8 +46,7 @@ class PromptOutputs:
     hundreds of megabytes.
     """
 
-    def __init__(self, compute_logits: Callable[[torch.Tensor], torch.Tensor], max_logits_rows: int) -> None:
-        self._compute_logits = compute_logits
+    def __init__(self, max_logits_rows: int) -> None:
         self._max_logits_rows = max_logits_rows
         self._asking: dict[str, _Prompt] = {}
 
@@ -53,8 +63,8 @@ class PromptOutputs:
         """Whether anybody is here that asks."""
         return bool(self._asking)
 
-    def add_to(self, output: ModelRunnerOutput, plan: SchedulerOutput, shape: StepShape, hidden: torch.Tensor) -> None:
-        """Put what this step gives to those who ask into its `output`. `hidden` is the step's, [T, hidden]."""
+    def add_to(self, output: ModelRunnerOutput, plan: SchedulerOutput, shape: StepShape, hidden: HiddenStates) -> None:
+        """Put what this step gives to those who ask into its `output`."""
         if not self._asking:
             return
         for place, index in enumerate(shape.order.tolist()):
@@ -65,22 +75,23 @@ class PromptOutputs:
             start = end - int(shape.query_lens[place])
             if start >= len(prompt.token_ids):
                 continue  # it generates
-            rows = hidden[int(shape.query_start_loc[place]) : int(shape.query_start_loc[place + 1])]
+            first = int(shape.query_start_loc[place])
             if prompt.num_logprobs is not None:
-                output.prompt_logprobs[index] = self._logprobs(prompt, rows, start)
+                output.prompt_logprobs[index] = self._logprobs(prompt, hidden, first, start, end)
             if prompt.pooling is not None:
-                _pool(prompt, rows[: len(prompt.token_ids) - start])
+                _pool(prompt, hidden.rows(slice(first, first + min(end, len(prompt.token_ids)) - start)))
                 if end >= len(prompt.token_ids):
                     output.embeddings[index] = _pooled(prompt)
 
-    def _logprobs(self, prompt: _Prompt, rows: torch.Tensor, start: int) -> list[TokenLogprobs]:
-        """The hidden state at a position tells the next token's probability: entries for positions `start` + 1 on."""
-        targets = prompt.token_ids[start + 1 : start + 1 + len(rows)]
+    def _logprobs(self, prompt: _Prompt, hidden: HiddenStates, first: int, start: int, end: int) -> list[TokenLogprobs]:
+        """The hidden state at a position tells the next token's probability: entries for positions `start` + 1 on.
+        The prompt's tokens `start` to `end` are the step's from `first` on."""
+        targets = prompt.token_ids[start + 1 : end + 1]
         entries: list[TokenLogprobs] = []
-        for first in range(0, len(targets), self._max_logits_rows):
-            part = targets[first : first + self._max_logits_rows]
-            logits = self._compute_logits(rows[first : first + len(part)]).float()
-            entries += token_logprobs(logits, part, np.full(len(part), prompt.num_logprobs))
+        for begin in range(0, len(targets), self._max_logits_rows):
+            part = targets[begin : begin + self._max_logits_rows]
+            rows = slice(first + begin, first + begin + len(part))
+            entries += hidden.logprobs(rows, part, prompt.num_logprobs or 0)
         return entries
 
 
@@ -90,15 +101,16 @@ def _prompt(request: NewRequestData) -> _Prompt:
     return _Prompt(token_ids, None if asked is None else how_many(asked), request.pooling)
 
 
-def _pool(prompt: _Prompt, rows: torch.Tensor) -> None:
+def _pool(prompt: _Prompt, rows: NDArray[np.float32]) -> None:
     if prompt.pooling is Pooling.LAST:
-        prompt.total = rows[-1].float()
-    else:
-        total = rows.sum(0, dtype=torch.float32)
-        prompt.total = total if prompt.total is None else prompt.total + total
+        prompt.total = rows[-1]
+        return
+    # Row after row, so that the bits do not depend on how the prompt was cut into chunks.
+    before = [] if prompt.total is None else [prompt.total[None]]
+    prompt.total = np.add.reduce(np.concatenate([*before, rows]), axis=0)
 
 
 def _pooled(prompt: _Prompt) -> bytes:
     assert prompt.total is not None
-    vector = prompt.total / len(prompt.token_ids) if prompt.pooling is Pooling.MEAN else prompt.total
-    return vector.cpu().numpy().tobytes()
+    vector = prompt.total / np.float32(len(prompt.token_ids)) if prompt.pooling is Pooling.MEAN else prompt.total
+    return vector.tobytes()

@@ -7,16 +7,14 @@ device. The worker chooses and makes one, and whoever uses it does not ask which
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.core.executor import StepHandle
 from engine.errors import StepAbandoned
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.attention import AttentionMetadata
 
 
 class Runner(Protocol):
@@ -49,41 +47,43 @@ class FinishedStep:
 
 
 class ModelInputs(NamedTuple):
-    """A step as the model sees it: T tokens, one request after the other."""
+    """A step as a model on the host sees it: B requests, T tokens, one request after the other.
 
-    input_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    metadata: AttentionMetadata
+    The first `num_decodes` requests have exactly one token in this step. Entries of `block_table` past a request's
+    length mean nothing.
+    """
+
+    input_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    query_start_loc: NDArray[np.int32]  # [B + 1]
+    seq_lens: NDArray[np.int32]  # [B], all tokens of a request up to the last one of this step
+    block_table: NDArray[np.int32]  # [B, max_blocks], contiguous
+    num_decodes: int
 
 
 class LanguageModel(Protocol):
-    """What a runner needs of a model. R rows."""
+    """What the host's runner needs of a model, which owns its KV cache. R rows."""
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_caches: list[torch.Tensor],
-        cancellation_check: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
-        """The last hidden states, [T, hidden]; the first three arguments are `ModelInputs`.
+    def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
+        """The last hidden states, [T, hidden].
 
-        Calls `cancellation_check` between layers; what it raises ends the pass.
+        Calls `cancellation_check` between layers, or more seldom; what it raises ends the pass.
         """
         ...
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab], in any float dtype."""
+    def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[R, hidden] -> [R, vocab], which the caller may write to, and the next call may use again."""
         ...
 
+    def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """[R, hidden] -> int64 [R], the token of the largest logit, the lowest of several; and bool [R], False where
+        logits are not finite."""
+        ...
 
-@runtime_checkable
-class PicksTokens(Protocol):
-    """A model that finds the token of the largest logit faster than it computes all logits."""
-
-    def most_likely(self, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """[R, hidden] -> int64 [R], the lowest of several; and bool [R], False where logits are not finite."""
+    def draw(
+        self, logits: NDArray[np.float32], *parameters: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """A `gpu.sampling.sampler.Draw`."""
         ...
 
 

@@ -22,7 +22,7 @@ def export_model(files: ModelFiles, directory: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from gpu.weights import weights_of
+    from gpu.weights.tensors import weights_of
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config(files.config), indent=2))

@@ -5,9 +5,10 @@ pair count u64; the pairs (key, type u32, value); the tensor infos (name, dimens
 `general.alignment`; tensor data. Strings are a u64 length and UTF-8.
 
 The header is read here and not by `gguf.GGUFReader`, because that wraps every element of every array in numpy objects:
-2.4 s for the 98,000 strings of SmolLM2's vocabulary, 0.05 s here. Dequantization is the `gguf` library's. Every length
-in the file is checked against what is left of it, and the header against bounds of its own, because a list of numbers
-takes ten times the memory of its bytes: a damaged or hostile file ends in a `ModelError`, not in garbage.
+2.4 s for the 98,000 strings of SmolLM2's vocabulary, 0.05 s here. Dequantization is the `gguf` library's, which is
+imported for that alone: a model whose weights stay as they are starts without it. Every length in the file is checked
+against what is left of it, and the header against bounds of its own, because a list of numbers takes ten times the
+memory of its bytes: a damaged or hostile file ends in a `ModelError`, not in garbage.
 """
 
 from __future__ import annotations
@@ -18,23 +19,40 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from gguf.quants import dequantize
 
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.header_fields import shown
+from gpu.checkpoint.quantized_rows import QuantizedRows
 
 T = TypeVar("T", str, int, float, bool)
 
-SUPPORTED_TENSOR_TYPES = tuple(
-    GGMLQuantizationType[name]
-    for name in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+
+class TensorType(NamedTuple):
+    """Of the types of github.com/ggml-org/ggml/blob/master/include/ggml.h those that are read."""
+
+    name: str
+    number: int
+    block: int  # weights that lie together
+    block_bytes: int
+
+
+TENSOR_TYPES = (
+    TensorType("F32", 0, 1, 4),
+    TensorType("F16", 1, 1, 2),
+    TensorType("BF16", 30, 1, 2),
+    TensorType("Q4_0", 2, 32, 18),
+    TensorType("Q4_1", 3, 32, 20),
+    TensorType("Q5_0", 6, 32, 22),
+    TensorType("Q5_1", 7, 32, 24),
+    TensorType("Q8_0", 8, 32, 34),
+    TensorType("Q4_K", 12, 256, 144),
+    TensorType("Q5_K", 13, 256, 176),
+    TensorType("Q6_K", 14, 256, 210),
 )
-UNQUANTIZED_TYPES = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 had 32-bit counts and was short-lived
@@ -46,21 +64,9 @@ _MAX_HEADER = 64 * 2**20  # bytes
 _MAX_PAIRS = 2**16
 _MAX_TENSORS = 2**16
 _MAX_ELEMENTS = 2**22  # of all arrays together
-_TENSOR_TYPES = {tensor_type.value: tensor_type for tensor_type in GGMLQuantizationType}
-_VALUE_TYPES = {value_type.value: value_type for value_type in GGUFValueType}
-_SCALARS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
-}
+_TENSOR_TYPES = {tensor_type.number: tensor_type for tensor_type in TENSOR_TYPES}
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # for struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]  # outermost dimension first, as in torch; the file has it the other way round
-    type: GGMLQuantizationType
+    type: TensorType
     offset: int  # from the start of the file, bytes
     nbytes: int
 
@@ -82,7 +88,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelError(f"{path} cannot be read: {error}.") from error
         header = _Header(path, self._map)
@@ -117,7 +123,7 @@ class GGUFFile:
     def packed(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor as they are in the file: [..., bytes of a row], quantization blocks and all.
 
-        A view of the mapped file, read-only.
+        A view of the mapped file: do not write to it.
         """
         tensor = self.tensors[name]
         data = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
@@ -130,8 +136,10 @@ class GGUFFile:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor, dequantized: float32, [shape of the tensor], its own memory."""
-        values = dequantize(self.packed(name), self.tensors[name].type)
-        return values if values.flags.writeable else values.copy()
+        tensor = self.tensors[name]
+        if tensor.type.name == "F32":
+            return self.packed(name).view(np.float32).copy()
+        return QuantizedRows(tensor.type.name, tensor.shape, self.packed(name)).dequantize()
 
 
 class _Header:
@@ -177,7 +185,7 @@ class _Header:
             if name in tensors:
                 self._fail(f"tensor {shown(name)} occurs twice")
             tensor_type = self._tensor_type(name, type_id)
-            block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
+            block_elements, block_bytes = tensor_type.block, tensor_type.block_bytes
             if shape[-1] % block_elements != 0:
                 self._fail(
                     f"tensor {shown(name)} has rows of {shape[-1]} elements, which is no multiple of the "
@@ -211,43 +219,41 @@ class _Header:
             self._fail(f"tensor {shown(name)} has the shape {list(shape)}")
         return name, shape, self._scalar("I"), self._scalar("Q")
 
-    def _tensor_type(self, name: str, type_id: int) -> GGMLQuantizationType:
-        tensor_type = _TENSOR_TYPES.get(type_id)
-        if tensor_type not in SUPPORTED_TENSOR_TYPES:
-            named = f"number {type_id}" if tensor_type is None else tensor_type.name
-            supported = ", ".join(supported.name for supported in SUPPORTED_TENSOR_TYPES)
+    def _tensor_type(self, name: str, number: int) -> TensorType:
+        if number not in _TENSOR_TYPES:
+            supported = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES)
             self._fail(
-                f"tensor {shown(name)} has the type {named}; supported are {supported}. "
+                f"tensor {shown(name)} has the type {_type_name(number)}; supported are {supported}. "
                 f"Fetch the model in another quantization, such as Q8_0 or Q4_K_M"
             )
-        return tensor_type
+        return _TENSOR_TYPES[number]
 
     def _value(self, key: str) -> Any:
         kind = self._value_type(key)
-        if kind is GGUFValueType.STRING:
+        if kind == _STRING:
             return self._string()
-        if kind is not GGUFValueType.ARRAY:
+        if kind != _ARRAY:
             return self._scalar(_SCALARS[kind])
         kind, count = self._value_type(key), self._scalar("Q")
-        if kind is GGUFValueType.ARRAY:
+        if kind == _ARRAY:
             self._fail(f"metadata {shown(key)} is an array of arrays, which is not supported")
         self._elements += count
         if self._elements > _MAX_ELEMENTS:
-            named = "strings" if kind is GGUFValueType.STRING else "numbers"
+            named = "strings" if kind == _STRING else "numbers"
             self._fail(
                 f"metadata {shown(key)} claims {count:,} {named}; all arrays together may have {_MAX_ELEMENTS:,}"
             )
-        if kind is GGUFValueType.STRING:
+        if kind == _STRING:
             return self._strings(count)
         code = _SCALARS[kind]
         start = self._advance(count * struct.calcsize(f"<{code}"))
         return np.frombuffer(self._buffer, np.dtype(code).newbyteorder("<"), count, start).tolist()
 
-    def _value_type(self, key: str) -> GGUFValueType:
-        number = self._scalar("I")
-        if number not in _VALUE_TYPES:
+    def _value_type(self, key: str) -> int:
+        number: int = self._scalar("I")
+        if number not in (*_SCALARS, _STRING, _ARRAY):
             self._fail(f"metadata {shown(key)} has the unknown type {number}")
-        return _VALUE_TYPES[number]
+        return number
 
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize(f"<{code}")
@@ -288,3 +294,9 @@ class _Header:
 
     def _fail(self, what: str) -> NoReturn:
         raise ModelError(f"{self._path} is not a GGUF file that can be read: {what}.")
+
+
+def _type_name(number: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return next((known.name for known in GGMLQuantizationType if known == number), f"number {number}")

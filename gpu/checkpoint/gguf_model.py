@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_config import config_from_gguf
-from gpu.checkpoint.gguf_file import UNQUANTIZED_TYPES, GGUFFile, GGUFTensor
+from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
 from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_from_gguf
 from gpu.checkpoint.header_fields import check_chat_template
 from gpu.checkpoint.model_files import ModelFiles
@@ -23,6 +23,7 @@ from gpu.checkpoint.tensors import check_shapes
 
 T = TypeVar("T", bound=np.generic)
 
+_PLAIN: dict[str, type[np.generic]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _IN_THE_CONFIG = "rope_freqs.weight"  # a tensor that gguf_config reads
 
 
@@ -53,17 +54,15 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[np.float32] | QuantizedRows]]:
-    """Yield the tensors of an opened file, matrices as they are quantized there. Of the file nothing stays in this
-    process's memory after the last one."""
+def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
+    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. Of the
+    file nothing stays in this process's memory after the last one."""
     for name, tensor, num_heads in _named(file, config):
-        if tensor.type not in UNQUANTIZED_TYPES and len(tensor.shape) == 2:
-            packed = file.packed(tensor.name) if not num_heads else unpermute_rows(file.packed(tensor.name), num_heads)
-            rows, columns = tensor.shape
-            yield name, QuantizedRows(tensor.type.name, (rows, columns), packed)
-            continue
-        values = file.read(tensor.name)
-        yield name, values if not num_heads else unpermute_rows(values, num_heads)
+        dtype = _PLAIN.get(tensor.type.name)
+        rows = file.packed(tensor.name) if dtype is None else file.packed(tensor.name).view(dtype)
+        if num_heads:
+            rows = unpermute_rows(rows, num_heads)
+        yield name, QuantizedRows(tensor.type.name, tensor.shape, rows) if dtype is None else rows
     file.release_pages()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gguf.constants import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gpu.checkpoint.errors import ModelError
@@ -18,6 +17,8 @@ from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.header_fields import shown
 from gpu.checkpoint.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
+
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens, as the file numbers them
 
 # The name that templates know a token by, and where GGUF keeps its id.
 _SPECIAL_TOKEN_KEYS = {
@@ -109,9 +110,9 @@ def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
     added = [
-        AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)
-        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        if kind in (_CONTROL, _USER_DEFINED)
     ]
     if len(added) > MAX_ADDED_TOKENS:
         raise ModelError(

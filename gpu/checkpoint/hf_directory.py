@@ -20,7 +20,7 @@ from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template,
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
 from gpu.checkpoint.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
 from gpu.checkpoint.model_files import ModelFiles
-from gpu.checkpoint.safetensors_header import read_shapes
+from gpu.checkpoint.safetensors_header import read_header
 from gpu.checkpoint.tensors import check_shapes
 from gpu.checkpoint.tokenizer_steps import check_steps
 
@@ -55,8 +55,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
     ]
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
     if tensors is not None:
-        shapes = chain.from_iterable(read_shapes(path).items() for path in tensors)
-        check_shapes(shapes, config, source=name)
+        headers = chain.from_iterable(read_header(path).items() for path in tensors)
+        check_shapes(((key, tensor.shape) for key, tensor in headers), config, source=name)
     return ModelFiles(
         name=name,
         config=config,

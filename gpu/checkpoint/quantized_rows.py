@@ -1,4 +1,4 @@
-"""A quantized tensor as its file holds it."""
+"""A tensor of a GGUF type as its file holds it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """A matrix whose rows are blocks of one GGUF type. `data` may be a view of the mapped file: do not write to it."""
+    """Rows that are blocks of one GGUF type. `data` may be a view of the mapped file: do not write to it."""
 
     type: str  # the name of a GGMLQuantizationType: "Q4_1"
-    shape: tuple[int, int]  # rows and columns
-    data: NDArray[np.uint8]  # [rows, bytes of a row]
+    shape: tuple[int, ...]  # columns last
+    data: NDArray[np.uint8]  # [..., bytes of a row]
+
+    def __getitem__(self, rows: slice) -> QuantizedRows:
+        """Some of the rows."""
+        data = self.data[rows]
+        return QuantizedRows(self.type, (len(data), *self.shape[1:]), data)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """float32 [rows, columns], its own memory"""
+        """float32 of this shape, its own memory"""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         values: NDArray[np.float32] = dequantize(self.data, GGMLQuantizationType[self.type])
-        return values
+        return values if values.flags.writeable else values.copy()

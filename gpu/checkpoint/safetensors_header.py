@@ -1,14 +1,15 @@
-"""What a safetensors file says it holds, checked before the library maps it.
+"""What a safetensors file says it holds, checked before anything of it is read.
 
 Layout (github.com/huggingface/safetensors): a u64 with the length of the header, the header as a JSON object of
-name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. The library checks the
-offsets too, but only when weights are drawn; shapes are compared with the configuration before anything is allocated.
+name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. Shapes are compared with the
+configuration before anything is allocated, and `gpu.weights` reads the tensors where they are said to lie.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_DIMENSIONS = 4
 
 
-def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape by its name. Raises `ModelError` for a header that is damaged or cannot be true."""
+@dataclass(frozen=True)
+class SafetensorsTensor:
+    """Where a tensor lies and what it is."""
+
+    shape: tuple[int, ...]
+    dtype: str  # a key of `_ITEM_SIZES`
+    offset: int  # from the start of the file, bytes
+
+
+def read_header(path: Path) -> dict[str, SafetensorsTensor]:
+    """Every tensor by its name. Raises `ModelError` for a header that is damaged or cannot be true."""
     if not path.is_file():
         raise _refused(path, "it is not a file")  # opening a pipe would not end
     try:
@@ -39,7 +49,10 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     header.pop("__metadata__", None)
     places = [_place(path, name, entry) for name, entry in header.items()]
     _check_places(path, sorted(places), data_size=size - 8 - length)
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return {
+        name: SafetensorsTensor(tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 def _place(path: Path, name: str, entry: Any) -> tuple[int, int, str]:

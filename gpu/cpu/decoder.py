@@ -1,4 +1,4 @@
-"""The decoder of `gpu.models.decoder`, computed by the library: same weights, same interface, one call a step.
+"""The decoder of `gpu.models.decoder`, computed by the library: same weights, one call a step.
 
 What differs is where numbers are rounded. Weights keep the 4 and 8 bits of a GGUF file; activations are rounded to 8
 bits where they meet such a matrix, 32 to a scale; everything between matrices is float32. A row's result is the same
@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from gpu.attention import AttentionMetadata
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import (
     AttentionSpec,
@@ -47,8 +44,10 @@ from gpu.cpu.library import (
 )
 from gpu.cpu.matrices import LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
-from gpu.layers.rotary import angles_of, inverse_frequencies
-from gpu.weights import Weight
+from gpu.cpu.sampling import draw
+from gpu.rotary import rotations
+from gpu.runner import ModelInputs
+from gpu.weights import Weight, floats
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 24  # query heads over one KV head: `kMaxRows` of csrc/attention.cpp
@@ -58,7 +57,9 @@ _KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, SwiGLUSpec, RMSNormSpec,
 
 
 class CPUCausalLM:
-    """A `gpu.runner.LanguageModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
+    """A `gpu.model_loader.ServedModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
+
+    element_size = 2  # bytes of a number in the KV cache: bfloat16
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class CPUCausalLM:
         self._library = library
         self._threads = Threads(library, num_threads)
         self._weight_buffer = WeightBuffer()
-        self._tensors: list[torch.Tensor] = []  # what the structs point to
+        self._vectors: list[NDArray[np.float32]] = []  # what the structs point to
         self._matrices: list[PackedMatrix] = []
         spec = spec_of(config)
         self._layers = (LayerStruct * len(spec.layers))()
@@ -100,7 +101,8 @@ class CPUCausalLM:
         self.set_max_model_len(max_model_len)
         self._load(weights, self._groups(spec, quantized))
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
-        self._logits = torch.empty(0)
+        self._logits = np.empty(0, dtype=np.float32)
+        self.draw = partial(draw, self._threads)
         self._stopped_by: BaseException | None = None
 
     @staticmethod
@@ -132,45 +134,34 @@ class CPUCausalLM:
 
     @property
     def forms(self) -> str:
-        """How the weights are kept, for the log: "4-bit, 8-bit"."""
+        """How the weights are kept, for the log: "4-bit, 8-bit weights (AVX-512 VNNI)"."""
         names = {4: "4-bit", 8: "8-bit", 16: "bfloat16"}
-        return ", ".join(names[form] for form in sorted({matrix.form for matrix in self._matrices}))
+        forms = ", ".join(names[form] for form in sorted({matrix.form for matrix in self._matrices}))
+        return f"{forms} weights ({self._library.instructions})"
 
-    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every layer; bfloat16, whatever `dtype` says. csrc/attention.h has its layout."""
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """A zeroed cache for every layer, in place of the one before. csrc/attention.h has its layout."""
         shape = (num_blocks, self.tokens_held // TILE, self.config.num_key_value_heads, 2, TILE * self.config.head_dim)
-        layers = range(self.config.num_hidden_layers)
-        return [zeros(2 * math.prod(shape)).view(torch.bfloat16).view(shape) for _ in layers]
+        self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in self._layers]
+        for layer, cache in zip(self._layers, self.kv_caches, strict=True):
+            layer.kv_cache = cache.ctypes.data
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_caches: Sequence[torch.Tensor],
-        cancellation_check: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
-        """As `gpu.models.decoder.CausalLM.forward`; float32 [T, hidden].
-
-        `cancellation_check` is asked every 20 ms or so.
-        """
-        num_tokens = input_ids.shape[0]
-        hidden = torch.empty(num_tokens, self.config.hidden_size)
-        block_table = metadata.block_table.contiguous()
-        for layer, cache in zip(self._layers, kv_caches, strict=True):
-            layer.kv_cache = cache.data_ptr()
+    def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
+        """As `gpu.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so."""
+        num_tokens = len(inputs.input_ids)
+        hidden = np.empty((num_tokens, self.config.hidden_size), dtype=np.float32)
         step = ForwardStruct(
             step=StepStruct(
                 num_tokens=num_tokens,
-                num_requests=metadata.seq_lens.shape[0],
-                positions=positions.data_ptr(),
-                query_start_loc=metadata.query_start_loc.data_ptr(),
-                seq_lens=metadata.seq_lens.data_ptr(),
-                block_table=block_table.data_ptr(),
-                block_table_stride=block_table.stride(0),
+                num_requests=len(inputs.seq_lens),
+                positions=inputs.positions.ctypes.data,
+                query_start_loc=inputs.query_start_loc.ctypes.data,
+                seq_lens=inputs.seq_lens.ctypes.data,
+                block_table=inputs.block_table.ctypes.data,
+                block_table_stride=inputs.block_table.shape[1],
             ),
-            input_ids=input_ids.data_ptr(),
-            hidden=hidden.data_ptr(),
+            input_ids=inputs.input_ids.ctypes.data,
+            hidden=hidden.ctypes.data,
             stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
             stop_interval=STOP_INTERVAL,
         )
@@ -183,34 +174,32 @@ class CPUCausalLM:
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context that is served, in tokens, where it is not the one that the model was made for."""
         config = self.config
-        inverse = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        self._rotary = torch.empty(2, max_model_len, inverse.shape[0])
-        for positions, angles in angles_of(max_model_len, inverse):
-            torch.cos(angles, out=self._rotary[0, positions])
-            torch.sin(angles, out=self._rotary[1, positions])
-        self._model.cosines, self._model.sines = (table.data_ptr() for table in self._rotary)
+        self._rotary = np.empty((2, max_model_len, config.head_dim // 2), dtype=np.float32)
+        angles = rotations(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
+        for positions, cosines, sines in angles:
+            self._rotary[0, positions], self._rotary[1, positions] = cosines, sines
+        self._model.cosines, self._model.sines = (table.ctypes.data for table in self._rotary)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [R, hidden] -> float32 [R, vocab], in memory that the next call uses again."""
-        rows, width = hidden.shape[0], padded_rows(self._head)
-        if self._logits.numel() < rows * width:
-            self._logits = torch.empty(rows * width)
-        logits = self._logits[: rows * width].view(rows, width)
+    def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[R, hidden] -> [R, vocab], in memory that the next call uses again."""
+        rows, width = len(hidden), padded_rows(self._head)
+        if self._logits.size < rows * width:
+            self._logits = np.empty(rows * width, dtype=np.float32)
+        logits = self._logits[: rows * width].reshape(rows, width)
         self._library.functions.hr_multiply(
-            self._threads.handle, self._head, hidden.data_ptr(), rows, None, logits.data_ptr(), width
+            self._threads.handle, self._head, hidden.ctypes.data, rows, None, logits.ctypes.data, width
         )
         return logits[:, : self.config.vocab_size]
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """float32 [R, hidden] -> int64 [R], the token of the largest logit, the lowest of several; and bool [R], False
-        where logits are not finite. The logits themselves are never written."""
-        token_ids = np.empty(hidden.shape[0], dtype=np.int64)
-        finite = np.empty(hidden.shape[0], dtype=np.bool_)
+    def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """As `gpu.runner.LanguageModel.most_likely`. The logits themselves are never written."""
+        token_ids = np.empty(len(hidden), dtype=np.int64)
+        finite = np.empty(len(hidden), dtype=np.bool_)
         self._library.functions.hr_largest_product(
             self._threads.handle,
             self._head,
-            hidden.data_ptr(),
-            hidden.shape[0],
+            hidden.ctypes.data,
+            len(hidden),
             token_ids.ctypes.data,
             finite.ctypes.data,
         )
@@ -276,14 +265,10 @@ class CPUCausalLM:
         setattr(owner, field, matrix.struct)
 
     def _set_vector(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
-        vectors = [part if isinstance(part, torch.Tensor) else torch.from_numpy(part.dequantize()) for part in parts]
-        padded = F.pad(torch.cat(vectors).float(), (0, LANES))  # read in whole tiles
-        setattr(owner, field, self._keep(padded))
-
-    def _keep(self, tensor: torch.Tensor) -> int:
-        tensor = tensor.float().contiguous()
-        self._tensors.append(tensor)
-        return tensor.data_ptr()
+        padding = np.zeros(LANES, dtype=np.float32)  # read in whole tiles
+        vector = np.concatenate([*(floats(part) for part in parts), padding])
+        self._vectors.append(vector)
+        setattr(owner, field, vector.ctypes.data)
 
 
 @dataclass(frozen=True)

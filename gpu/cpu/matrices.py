@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct
 from gpu.cpu.memory import WeightBuffer
-from gpu.weights import Weight
+from gpu.weights import Weight, floats
 
 U4, U8, BF16 = 4, 8, 16  # `headrace::Form`
 BLOCK = 32  # weights that share a scale, in U4 and U8
 LANES = 16  # outputs of one tile
+ROWS_AT_ONCE = 4096  # whole tiles
 
 # GGUF types whose blocks are taken over as they are: the form, and what hr_pack_blocks calls them. Any other quantized
 # type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer.
@@ -30,7 +31,7 @@ class PackedMatrix:
         self.struct = MatrixStruct(form=form, rows=rows, cols=cols, unused=0, data=None)
         size = library.functions.hr_matrix_bytes(self.struct)
         self.data = buffer.take(size)
-        self.struct.data = self.data.data_ptr()
+        self.struct.data = self.data.ctypes.data
 
     @property
     def form(self) -> int:
@@ -51,31 +52,44 @@ def pack(
     Parts of one GGUF type that can be taken as it is keep their bits. Otherwise, quantized parts become U8 and all
     others bfloat16; `quantized` False makes everything bfloat16.
     """
-    kinds = {part.type if isinstance(part, QuantizedRows) else None for part in parts}
-    rows, cols = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    if quantized and kind in _AS_THEY_ARE and cols % BLOCK == 0:
-        form, code = _AS_THEY_ARE[kind]
-        blocks = _merge([part.data for part in parts if isinstance(part, QuantizedRows)], interleave)
+    merged = _merge(parts, interleave)
+    rows, cols = merged.shape
+    is_in_blocks = quantized and cols % BLOCK == 0
+    if is_in_blocks and isinstance(merged, QuantizedRows) and merged.type in _AS_THEY_ARE:
+        form, code = _AS_THEY_ARE[merged.type]
         matrix = PackedMatrix(library, buffer, form, rows, cols)
-        library.functions.hr_pack_blocks(matrix.struct, code, _pointer(blocks), blocks.shape[1])
+        library.functions.hr_pack_blocks(matrix.struct, code, _pointer(merged.data), merged.data.shape[1])
         return matrix
     is_quantized = all(isinstance(part, QuantizedRows) for part in parts)
-    form = U8 if quantized and is_quantized and cols % BLOCK == 0 else BF16
-    floats = _merge([_floats(part) for part in parts], interleave)
-    matrix = PackedMatrix(library, buffer, form, rows, cols)
-    library.functions.hr_pack_floats(matrix.struct, _pointer(floats))
+    matrix = PackedMatrix(library, buffer, U8 if is_in_blocks and is_quantized else BF16, rows, cols)
+    _pack_floats(library, matrix, merged)
     return matrix
 
 
-def _floats(part: Weight) -> NDArray[np.float32]:
-    if isinstance(part, QuantizedRows):
-        return part.dequantize()
-    array: NDArray[np.float32] = part.detach().float().numpy()
-    return array
+def _pack_floats(library: Library, matrix: PackedMatrix, rows: Weight) -> None:
+    """Some rows at a time, because an embedding in float32 may be larger than the whole model."""
+    for start in range(0, rows.shape[0], ROWS_AT_ONCE):
+        part = np.ascontiguousarray(floats(rows[start : start + ROWS_AT_ONCE]))
+        before = MatrixStruct(form=matrix.form, rows=start, cols=matrix.struct.cols)
+        offset = library.functions.hr_matrix_bytes(before)
+        struct = MatrixStruct(
+            form=matrix.form, rows=len(part), cols=matrix.struct.cols, data=matrix.struct.data + offset
+        )
+        library.functions.hr_pack_floats(struct, _pointer(part))
 
 
-def _merge(parts: Sequence[NDArray], interleave: bool) -> NDArray:
+def _merge(parts: Sequence[Weight], interleave: bool) -> Weight:
+    """As the file has them, if they are all of one type, else in float32."""
+    kinds = {part.type if isinstance(part, QuantizedRows) else part.dtype for part in parts}
+    quantized = [part for part in parts if isinstance(part, QuantizedRows)]
+    if len(kinds) == 1 and quantized:
+        data = _joined([part.data for part in quantized], interleave)
+        return QuantizedRows(quantized[0].type, (len(data), quantized[0].shape[1]), data)
+    plain = [part for part in parts if not isinstance(part, QuantizedRows)]
+    return _joined(plain if len(kinds) == 1 else [floats(part) for part in parts], interleave)
+
+
+def _joined(parts: Sequence[NDArray], interleave: bool) -> NDArray:
     if not interleave:
         return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
     tiles = [part.reshape(-1, 1, LANES, part.shape[1]) for part in parts]

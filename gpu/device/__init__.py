@@ -16,9 +16,10 @@ inputs    a step's inputs, made on the device out of its rows
 sampling  from hidden states to tokens, on the device
 graphs    steps as CUDA graphs
 download  the way of a step's tokens back to the host
+memory    how much of a CUDA device the KV cache may have
 """
 
 from gpu.device.graphs import CudaGraphs
-from gpu.device.runner import DeviceRunner
+from gpu.device.runner import DeviceRunner, make_device_runner
 
-__all__ = ["CudaGraphs", "DeviceRunner"]
+__all__ = ["CudaGraphs", "DeviceRunner", "make_device_runner"]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import ModelRunnerOutput
-from gpu.device.sampling import SamplingFeatures
+from gpu.device.sampling import SamplingFeatures, logprob_entries
 from gpu.device.upload import host_tensor
 from gpu.kernels import LogprobTensors
 from gpu.rows import StepShape
@@ -45,14 +45,9 @@ class DeviceStep:
     def _logprobs(self, token_ids: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
         if self.logprobs is None:
             return {}
-        asking, counts = self.features.asking.tolist(), self.features.num_logprobs.tolist()
-        rows = zip(*(tensor.tolist() for tensor in self.logprobs), strict=True)
-        found = {
-            sample: TokenLogprobs(
-                int(token_ids[sample]), chosen, rank, list(zip(top_ids[:count], top[:count], strict=True))
-            )
-            for sample, count, (chosen, rank, top_ids, top) in zip(asking, counts, rows, strict=True)
-        }
+        asking = self.features.asking.tolist()
+        entries = logprob_entries(token_ids[asking], self.logprobs, self.features.num_logprobs.tolist())
+        found = dict(zip(asking, entries, strict=True))
         if self.every is not None:
             rows_of = self.shape.sampling_rows
             for values, i in zip(self.every.numpy(), self.features.asking_all.tolist(), strict=True):

@@ -13,7 +13,14 @@ from gpu.attention import AttentionMetadata
 from gpu.device.tables import DeviceTables
 from gpu.kernels import step_inputs
 from gpu.rows import StepShape
-from gpu.runner import ModelInputs
+
+
+class ModelInputs(NamedTuple):
+    """The first arguments of `gpu.models.CausalLM.forward`: T tokens, one request after the other."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    metadata: AttentionMetadata
 
 
 class Samples(NamedTuple):

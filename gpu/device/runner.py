@@ -14,16 +14,18 @@ import torch
 from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.download import DeviceStep, start_download
-from gpu.device.graphs import LARGEST, Graphs, Kind, StepGraphs
-from gpu.device.inputs import decode_inputs, mixed_inputs, samples_of
+from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs
+from gpu.device.inputs import ModelInputs, decode_inputs, mixed_inputs, samples_of
 from gpu.device.rows import DeviceRows
-from gpu.device.sampling import DeviceSampler
+from gpu.device.sampling import DeviceHiddenStates, DeviceSampler
 from gpu.device.tables import DeviceTables
 from gpu.device.upload import Upload
 from gpu.kernels import record_step
+from gpu.models import CausalLM
+from gpu.models.served import TorchModel
 from gpu.prompt_outputs import PromptOutputs
 from gpu.rows import BatchSizes, RowTable, StepShape
-from gpu.runner import FinishedStep, LanguageModel, ModelInputs, cancellation_check
+from gpu.runner import FinishedStep, cancellation_check
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class DeviceRunner:
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: CausalLM,
         kv_caches: list[torch.Tensor],
         sizes: BatchSizes,
         device: torch.device,
@@ -56,7 +58,7 @@ class DeviceRunner:
         self.rows = RowTable(sizes)
         self._device_rows = DeviceRows(self.rows, self._tables, self._upload)
         self._sampler = DeviceSampler(self._tables, self.rows, model.compute_logits)
-        self._prompt_outputs = PromptOutputs(model.compute_logits, sizes.max_num_seqs)
+        self._prompt_outputs = PromptOutputs(sizes.max_num_seqs)
         # Where graphs leave what they computed.
         self._packed = torch.zeros(sizes.max_num_seqs, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None
@@ -121,7 +123,8 @@ class DeviceRunner:
             if wants_prompts:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
-                self._prompt_outputs.add_to(prompt_outputs, plan, shape, hidden)
+                states = DeviceHiddenStates(hidden, self._model.compute_logits)
+                self._prompt_outputs.add_to(prompt_outputs, plan, shape, states)
             samples = samples_of(self._tables, len(shape.samples), all_decode=False)
             token_ids, finite, logprobs, every = self._sampler.sample(hidden, samples, features)
             record_step(self._tables, len(shape.rows), token_ids, finite, self._packed)
@@ -156,3 +159,19 @@ class DeviceRunner:
 
     def _forward(self, inputs: ModelInputs, check: Callable[[], None] | None) -> torch.Tensor:
         return self._model.forward(*inputs, self._kv_caches, check)
+
+
+def make_device_runner(
+    served: TorchModel, num_blocks: int, sizes: BatchSizes, max_num_batched_tokens: int
+) -> DeviceRunner:
+    """The runner of a model where it is, with a cache of its own, and with graphs on a CUDA device."""
+    model, device = served.model, served.device
+    return DeviceRunner(
+        model,
+        model.allocate_kv_cache(num_blocks, served.dtype, device),
+        sizes,
+        device,
+        vocab_size=model.config.vocab_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        graphs=CudaGraphs(device) if device.type == "cuda" else None,
+    )

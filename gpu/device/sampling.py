@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.messages import TokenLogprobs
 from engine.scheduler.plan import MasksHandle, SchedulerOutput, TokenMasks
 from gpu.device.inputs import Samples
 from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables
@@ -130,3 +131,34 @@ def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[
     if bits.shape[1] < num_words:  # tokens beyond the bits are not allowed
         bits = np.pad(bits, ((0, 0), (0, num_words - bits.shape[1])))
     apply_bitmask(logits, on_device(bits, logits.device), on_device(mask_rows, logits.device))
+
+
+@dataclass(frozen=True)
+class DeviceHiddenStates:
+    """`gpu.prompt_outputs.HiddenStates` on the device. Whoever asks waits for it."""
+
+    hidden: torch.Tensor  # [T, hidden]
+    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+
+    def rows(self, part: slice) -> NDArray[np.float32]:
+        return self.hidden[part].float().cpu().numpy()
+
+    def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
+        logits = self.compute_logits(self.hidden[part])
+        wants_every = num_logprobs == EVERY
+        num_top = 0 if wants_every else min(num_logprobs, logits.shape[-1])
+        found = compute_logprobs(logits, on_device(token_ids, logits.device), num_top)
+        entries = logprob_entries(token_ids, found, [num_top] * len(token_ids))
+        if wants_every:
+            for entry, values in zip(entries, logits.float().log_softmax(-1).cpu().numpy(), strict=True):
+                entry.every = values.tobytes()
+        return entries
+
+
+def logprob_entries(token_ids: NDArray[np.int64], found: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
+    """Of S tokens, each with so many of the most likely ones: int64 [S], tensors of S rows, and S numbers."""
+    rows = zip(token_ids.tolist(), *(tensor.tolist() for tensor in found), counts, strict=True)
+    return [
+        TokenLogprobs(token_id, chosen, rank, list(zip(top_ids[:count], top[:count], strict=True)))
+        for token_id, chosen, rank, top_ids, top, count in rows
+    ]

@@ -18,7 +18,8 @@ import torch
 
 from gpu.kernels.dispatch import on_triton
 from gpu.kernels.noise import exponential_noise
-from gpu.sampling.filters import FILTERS, cutoffs
+from gpu.sampling.sampler import FILTERS
+from gpu.sampling.torch_draw import cutoffs
 
 
 def sample_tokens(
@@ -72,7 +73,7 @@ def sample_tokens_reference(
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """The lowest logit that each row keeps, float32 [S]: `gpu.sampling.filters` in float64. Greedy rows keep all."""
+    """The lowest logit that each row keeps, float32 [S]: `gpu.sampling.torch_draw` in float64. Greedy rows keep all."""
     temperature = columns["temperature"][rows].double().unsqueeze(1)
     probs = (logits.double() / temperature.clamp(min=1e-30)).softmax(-1)
     filters = (columns[column.name][rows] for column in FILTERS)

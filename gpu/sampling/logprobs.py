@@ -7,7 +7,6 @@ temperature.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.messages import ALL_LOGPROBS, TokenLogprobs
@@ -54,31 +53,42 @@ class NamedTokens:
 
 
 def token_logprobs(
-    raw_logits: torch.Tensor, token_ids: NDArray[np.int64], num_logprobs: NDArray[np.int64]
+    raw_logits: NDArray[np.float32], token_ids: NDArray[np.int64], num_logprobs: NDArray[np.int64]
 ) -> list[TokenLogprobs]:
-    """What each row asked for. `raw_logits` is float32 [A, vocab], the others are [A]; `num_logprobs` may hold zeros.
+    """What each row asked for. `raw_logits` is [A, vocab], the others are [A]; `num_logprobs` may hold zeros.
 
-    The rank is one more than the number of tokens with a strictly greater logit.
+    The rank is one more than the number of tokens with a strictly greater logit. Row by row, so that the bits do not
+    depend on the batch, and a row stays in the processor's cache until it is done.
     """
-    chosen_ids = torch.from_numpy(token_ids).to(raw_logits.device).unsqueeze(1)
-    chosen_logits = raw_logits.gather(1, chosen_ids)
-    # Not logsumexp: log_softmax works through each row on its own, so the bits do not depend on the batch.
-    logprobs = raw_logits.log_softmax(-1)
-    chosen = logprobs.gather(1, chosen_ids).squeeze(1).tolist()
-    ranks = ((raw_logits > chosen_logits).sum(-1) + 1).tolist()
-    counts = num_logprobs.tolist()
-    if EVERY in counts:
-        every = {i: logprobs[i].cpu().numpy().tobytes() for i, count in enumerate(counts) if count == EVERY}
-        counts = [0 if count == EVERY else count for count in counts]
-    else:
-        every = {}
-    top = logprobs.topk(min(max(counts), logprobs.shape[-1]))
-    entries = [
-        TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count], strict=True)))
-        for token_id, logprob, rank, count, top_ids, top_values in zip(
-            token_ids.tolist(), chosen, ranks, counts, top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    ]
-    for i, values in every.items():
-        entries[i].every = values
-    return entries
+    with np.errstate(invalid="ignore", divide="ignore"):  # rows that are not sound are found elsewhere
+        return [
+            _entry(logits, token_id, count)
+            for logits, token_id, count in zip(raw_logits, token_ids.tolist(), num_logprobs.tolist(), strict=True)
+        ]
+
+
+def _entry(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
+    logprobs = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    rank = int(np.count_nonzero(logits > logits[token_id])) + 1
+    if count == EVERY:
+        return TokenLogprobs(token_id, float(logprobs[token_id]), rank, [], every=logprobs.tobytes())
+    top = _largest(logits, count)
+    return TokenLogprobs(
+        token_id, float(logprobs[token_id]), rank, list(zip(top.tolist(), logprobs[top].tolist(), strict=True))
+    )
+
+
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The indices of the `count` largest of float32 [n], or of all, descending; of equal ones the lowest first."""
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    columns = 16 * count
+    if columns * 4 > len(values):
+        return np.argsort(-values, kind="stable")[:count]
+    # The largest of each of many groups: as many as are wanted reach a level, and few others do.
+    level = np.partition(values[: len(values) // columns * columns].reshape(-1, columns).max(0), -count)[-count]
+    candidates = np.flatnonzero(values >= level if level > -np.inf else values > level)
+    if len(candidates) < count:  # -inf is all that is left
+        candidates = np.concatenate([candidates, np.flatnonzero(values == -np.inf)[: count - len(candidates)]])
+    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]

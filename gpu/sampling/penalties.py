@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.scheduler.plan import NewRequestData
@@ -110,20 +109,14 @@ class Penalized:
         )
 
 
-def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Change `logits` (float32 [S, vocab]) in place.
+def apply_penalties(logits: NDArray[np.float32], penalties: Penalties) -> None:
+    """Change `logits` ([S, vocab]) in place.
 
     Repetition divides the positive and multiplies the negative logits of every token in prompt or output (Keskar et
     al., CTRL, 2019, and Hugging Face's processor of that name). Presence and frequency, then, are OpenAI's: over the
     output alone, `logit -= frequency * count + presence * (count > 0)`.
     """
-
-    def on_device(array: NDArray[np.int64] | NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(array).to(logits.device)
-
-    where = (on_device(penalties.rows), on_device(penalties.token_ids))
-    repetition, counts = on_device(penalties.repetition), on_device(penalties.output_counts)
-    seen = logits[where]
-    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
-    seen -= on_device(penalties.frequency) * counts + on_device(penalties.presence) * (counts > 0)
-    logits[where] = seen
+    seen, counts = logits[penalties.rows, penalties.token_ids], penalties.output_counts
+    seen = np.where(seen > 0, seen / penalties.repetition, seen * penalties.repetition)
+    seen -= penalties.frequency * counts + penalties.presence * (counts > 0)
+    logits[penalties.rows, penalties.token_ids] = seen

@@ -17,17 +17,14 @@ The order of operations is vLLM's, because clients tune their parameters to it:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData
-from gpu.columns import Column
-from gpu.cpu.sampling import can_draw, draw
-from gpu.sampling.bias import SparseBias
-from gpu.sampling.filters import FILTERS, cutoffs
+from gpu.columns import Column, parameter
 from gpu.sampling.greedy import largest
 from gpu.sampling.logprobs import token_logprobs
 from gpu.sampling.masks import apply_mask
@@ -46,6 +43,7 @@ def _temperature(request: NewRequestData) -> float:
 
 
 TEMPERATURE = Column("temperature", np.float32, 0.0, _temperature)  # 0 is greedy
+FILTERS = (parameter("top_k", np.int64), parameter("top_p", np.float64), parameter("min_p", np.float64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +56,47 @@ class SamplerOutput:
     logprobs: dict[int, TokenLogprobs]  # by row, only for rows that asked
 
 
-def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """Sample one token for each row of `logits` ([S, vocab] in the model's dtype, may be overwritten)."""
-    if metadata.is_plain_greedy:
-        token_ids, finite = largest(logits)
-        return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
+class Draw(Protocol):
+    """How tokens are drawn: `gpu.cpu.sampling` has it by the library, `gpu.sampling.torch_draw` by torch."""
+
+    def __call__(
+        self, logits: NDArray[np.float32], *parameters: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """One token for each row of `logits`, [S, vocab], which are overwritten.
+
+        The parameters are [S] each: temperature, top_k, top_p and min_p as their columns have them, and float64 numbers
+        below 1, one for each draw. The filters are min-p first, then top-k, then top-p on what is left; what ties with
+        the last one kept is kept.
+
+        int64 [S], and bool [S], False where a row is no distribution and its token means nothing.
+        """
+        ...
+
+
+def sample(logits: NDArray[np.float32], metadata: SamplingMetadata, draw: Draw) -> SamplerOutput:
+    """Sample one token for each row of `logits` ([S, vocab], may be overwritten)."""
     if metadata.mask is not None:
         apply_mask(logits, metadata.mask)
     greedy = metadata["temperature"] == 0.0
-    all_greedy = bool(greedy.all())
     num_logprobs = metadata["num_logprobs"]
     asking = np.flatnonzero(num_logprobs >= 0)
+    raw_logits = logits[asking] if len(asking) else None
 
-    logits = logits.float()
-    raw_logits = logits[torch.from_numpy(asking).to(logits.device)] if len(asking) else None
-
-    if metadata.bias is not None:
-        _add_bias(logits, metadata.bias)
+    if (bias := metadata.bias) is not None:
+        np.add.at(logits, (bias.rows, bias.token_ids), bias.values)  # a stop token may carry a bias too
     if metadata.penalties is not None:
         apply_penalties(logits, metadata.penalties)
 
-    if all_greedy:
+    if greedy.all():
         token_ids, finite = largest(logits)
     elif not greedy.any():
-        token_ids, finite = _draw(logits, metadata)
+        token_ids, finite = _drawn(logits, metadata, draw)
     else:
         token_ids = np.empty(len(greedy), dtype=np.int64)
         finite = np.empty(len(greedy), dtype=bool)
-        for indices, drawn in ((np.flatnonzero(greedy), False), (np.flatnonzero(~greedy), True)):
-            part = logits[torch.from_numpy(indices).to(logits.device)]
-            token_ids[indices], finite[indices] = _draw(part, metadata.drawing(indices)) if drawn else largest(part)
+        chosen, drawn = np.flatnonzero(greedy), np.flatnonzero(~greedy)
+        token_ids[chosen], finite[chosen] = largest(logits[chosen])
+        token_ids[drawn], finite[drawn] = _drawn(logits[drawn], metadata.drawing(drawn), draw)
 
     logprobs: dict[int, TokenLogprobs] = {}
     if raw_logits is not None:
@@ -96,48 +105,8 @@ def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
 
-def _add_bias(logits: torch.Tensor, bias: SparseBias) -> None:
-    device = logits.device
-    where = (torch.from_numpy(bias.rows).to(device), torch.from_numpy(bias.token_ids).to(device))
-    # Accumulating, because a stop token may carry a bias too.
-    logits.index_put_(where, torch.from_numpy(bias.values).to(device), accumulate=True)
-
-
-def _draw(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Draw from each row of `logits` (overwritten)."""
-    if can_draw(logits):
-        parameters = [metadata[column.name] for column in (TEMPERATURE, *FILTERS)]
-        return draw(logits, *parameters, uniform(metadata["seed"], metadata.positions))
-    return draw_with_torch(logits, metadata)
-
-
-def draw_with_torch(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The draw as torch computes it: the definition, and what serves where the library was not built."""
-    device = logits.device
-    # The largest logit becomes 0, so that no temperature can make it overflow.
-    logits -= logits.amax(-1, keepdim=True)
-    logits /= torch.from_numpy(metadata["temperature"]).to(device).unsqueeze(1)
-    probs = logits.softmax(-1)
-
-    filters = [metadata[column.name] for column in FILTERS]
-    filtered = np.flatnonzero(
-        np.any([part != column.default for part, column in zip(filters, FILTERS, strict=True)], 0)
-    )
-    if len(filtered):
-        rows = torch.from_numpy(filtered).to(device)
-        level = torch.zeros(len(probs), dtype=probs.dtype, device=device)
-        level[rows] = cutoffs(
-            probs if len(filtered) == len(probs) else probs[rows],
-            *(torch.from_numpy(part[filtered]).to(device) for part in filters),
-        )
-        probs *= probs >= level.unsqueeze(1)
-
-    # In float64, because sums near 1 have no room in float32 for tokens of probability below 6e-8. The uniform is at
-    # most 1 - 2**-53, so its product with the total rounds below the total, and the first sum above it belongs to a
-    # token that is kept.
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = torch.from_numpy(uniform(metadata["seed"], metadata.positions)).to(device).unsqueeze(1) * total
-    token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    finite = total.squeeze(1).isfinite()  # NaN anywhere in the row has reached the total
-    return token_ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy(), finite.cpu().numpy()
+def _drawn(
+    logits: NDArray[np.float32], metadata: SamplingMetadata, draw: Draw
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    parameters = [metadata[column.name] for column in (TEMPERATURE, *FILTERS)]
+    return draw(logits, *parameters, uniform(metadata["seed"], metadata.positions))

@@ -4,9 +4,10 @@ In reading order:
 
 reading  the weights of a model, one at a time: from GGUF, from safetensors, or random
 dummy    random weights from a configuration alone
+tensors  the same as torch tensors, on a device
 staging  their way to the device, through a little pinned memory
 """
 
-from gpu.weights.reading import Weight, dequantized, packed_weights_of, weights_of
+from gpu.weights.reading import Weight, floats, read_weights
 
-__all__ = ["Weight", "dequantized", "packed_weights_of", "weights_of"]
+__all__ = ["Weight", "floats", "read_weights"]

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 
-_STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
+STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
 
 
-def dummy_weights(config: ModelConfig, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of the model in `config.torch_dtype`: norm weights are 1, all else is N(0, 0.02).
+def dummy_weights(config: ModelConfig) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield every tensor of the model in `config.torch_dtype`, as a `gpu.weights.Weight`: norm weights are 1, all else
+    is N(0, 0.02).
 
     Each tensor has its own generator, seeded by its name, so that its values depend neither on the order in which
-    tensors are drawn nor on which ranks draw them. They are drawn on `device`, where a large model's take a second
-    instead of minutes; another kind of device draws other values.
+    tensors are drawn nor on which ranks draw them.
     """
-    dtype = getattr(torch, config.torch_dtype)
     for name, shape in tensor_shapes(config).items():
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape, dtype=dtype, device=device)
-            continue
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
-        generator = torch.Generator(device).manual_seed(seed)
-        yield (
-            name,
-            torch.empty(shape, dtype=dtype, device=device).normal_(0.0, _STANDARD_DEVIATION, generator=generator),
-        )
+            numbers = np.ones(shape, dtype=np.float32)
+        else:
+            generator = np.random.Generator(np.random.SFC64(dummy_seed(name)))
+            numbers = generator.standard_normal(shape, dtype=np.float32) * np.float32(STANDARD_DEVIATION)
+        if config.torch_dtype == "bfloat16":
+            yield name, (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            yield name, numbers.astype(config.torch_dtype, copy=False)
+
+
+def dummy_seed(name: str) -> int:
+    """Of one tensor, below 2^63."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

@@ -1,68 +1,68 @@
-"""The weights of a model, one at a time: from GGUF, from safetensors, or random. Imported where weights are drawn."""
+"""The weights of a model, one at a time, in numpy: from GGUF, from safetensors, or random. `gpu.weights.tensors` makes
+torch's of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import mmap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+import numpy as np
+from numpy.typing import NDArray
 
-from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
+from gpu.checkpoint import ModelFiles, QuantizedRows
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
+from gpu.checkpoint.safetensors_header import read_header
 from gpu.checkpoint.tensors import checked, tensor_shapes
 from gpu.weights.dummy import dummy_weights
-from gpu.weights.staging import to_device
 
-Weight = torch.Tensor | QuantizedRows
+# uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
+Weight = NDArray[Any] | QuantizedRows
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of safetensors
 
 
-def weights_of(files: ModelFiles, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+def read_weights(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
     """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order.
 
-    Tensors are on `device` and in the dtype of the file, float32 where the file is quantized. `lm_head.weight` is left
-    out where the embedding is tied. On the CPU they may share memory with the mapped file: copy them, do not write to
-    them. On another device they come one at a time (`gpu.weights.staging`), so no more than the largest of them is
-    there beside what the caller keeps. Raises `ModelError` for a tensor that is missing, unknown, misshapen or of an
-    unsupported type.
+    They are as the file has them, quantized or in its type. `lm_head.weight` is left out where the embedding is tied.
+    They may share memory with the mapped file: copy them, do not write to them. Raises `ModelError` for a tensor that
+    is missing, unknown, misshapen or of an unsupported type.
     """
-    plain = dequantized(packed_weights_of(files, device))
-    return plain if device == "cpu" else to_device(plain, torch.device(device))
-
-
-def packed_weights_of(files: ModelFiles, device: str = "cpu") -> Iterator[tuple[str, Weight]]:
-    """As `weights_of`, but what is read stays on the CPU, and what is quantized comes as the file has it."""
     total = len(tensor_shapes(files.config))
-    for done, weight in enumerate(checked(_read(files, device), files.config, source=files.name), start=1):
+    for done, weight in enumerate(checked(_read(files), files.config, source=files.name), start=1):
         yield weight
         files.progress("Loading weights", done, total)
 
 
-def dequantized(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights, each a tensor: float32 where it was quantized."""
-    for name, weight in weights:
-        yield name, torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedRows) else weight
+def floats(weight: Weight) -> NDArray[np.float32]:
+    """The numbers, in memory that may be the weight's."""
+    if isinstance(weight, QuantizedRows):
+        return weight.dequantize()
+    if weight.dtype == np.uint16:
+        return (weight.astype(np.uint32) << 16).view(np.float32)
+    return weight.astype(np.float32, copy=False)
 
 
-def _read(files: ModelFiles, device: str) -> Iterator[tuple[str, Weight]]:
-    """What is made, and not read, is made on `device`."""
+def _read(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
     if files.tensors is None:
-        yield from dummy_weights(files.config, device)
+        yield from dummy_weights(files.config)
     elif isinstance(files.tensors, GGUFFile):
-        for name, values in read_tensors(files.tensors, files.config):
-            yield name, values if isinstance(values, QuantizedRows) else torch.from_numpy(values)
+        yield from read_tensors(files.tensors, files.config)
     else:
         for path in files.tensors:
             yield from _read_safetensors(path)
 
 
-def _read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_safetensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """Views of the mapped file, which stays mapped as long as they live, in the order in which they lie, so that a disk
     reads on."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.offset_keys():
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise ModelError(f"{path} cannot be read: {error}. The download may be incomplete; fetch it anew.") from error
+    tensors = read_header(path)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+        values = np.frombuffer(mapped, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset)
+        yield name, values.reshape(tensor.shape)

@@ -18,7 +18,7 @@ from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
 from gpu.checkpoint import ModelConfig
 from gpu.executor import UniProcExecutor
 from gpu.model_loader import WorkerOptions
-from gpu.weights.dummy import dummy_weights
+from gpu.weights.tensors import drawn_on
 from gpu.worker import Worker
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card, ModelWork
@@ -85,7 +85,7 @@ def loaded(name: str, config: ModelConfig, device: torch.device, sizes: Sizes) -
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         kv_cache_memory=None if device.type == "cuda" else 2**25,
     )
-    executor = UniProcExecutor(Worker(config, dummy_weights(config, str(device)), options), config.vocab_size)
+    executor = UniProcExecutor(Worker(config, drawn_on(config, str(device)), options), config.vocab_size)
     # The target latency is for prompts beside streams; here whole steps are wanted.
     engine_config = EngineConfig(
         max_model_len=sizes.max_model_len,

@@ -55,7 +55,7 @@ def test_the_engines_process_gets_the_same_settings() -> None:
 
 def test_the_executor_gets_what_the_settings_say_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[WorkerOptions] = []
-    monkeypatch.setattr("gpu.executor.load_executor", lambda files, options, num_threads: given.append(options))
+    monkeypatch.setattr("gpu.executor.load_executor", lambda files, options: given.append(options))
     loading.make_executor(Settings(gpu_memory_utilization=0.4), cast(ModelFiles, None), 0.5)
     assert (given[0].gpu_memory_utilization, given[0].kv_cache_share) == (0.4, 0.5)
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 
-import torch
-
 from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from gpu.device import DeviceRunner
 from gpu.executor import UniProcExecutor
 from gpu.model_runner import ModelRunner
+from gpu.models.served import TorchModel
 from gpu.rows import BatchSizes
 from tests.golden.driving import RecordedExecutor, plans_of
 from tests.golden.prompts import PROMPTS
@@ -29,12 +28,14 @@ class DeviceExecutor:
         assert loaded._worker is not None
         runner = loaded._worker.runner
         assert isinstance(runner, ModelRunner)
+        served = runner._model
+        assert isinstance(served, TorchModel)
         self.block_size, self.vocab_size = loaded.block_size, loaded.vocab_size
         self.runner = DeviceRunner(
-            runner._model,
-            [torch.zeros_like(cache[:NUM_BLOCKS]) for cache in runner._kv_caches],
+            served.model,
+            served.model.allocate_kv_cache(NUM_BLOCKS, served.dtype, served.device),
             BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, self.block_size),
-            torch.device("cpu"),
+            served.device,
             vocab_size=self.vocab_size,
         )
         self.submit = self.runner.submit

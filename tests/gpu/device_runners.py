@@ -21,6 +21,7 @@ from gpu.device import DeviceRunner
 from gpu.device.graphs import Replay
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
+from gpu.models.served import TorchModel
 from gpu.rows import BatchSizes
 from tests.gpu.test_executor import CONFIG, random_weights
 
@@ -69,10 +70,12 @@ def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
     attention = partial(backend, block_size=BLOCK_SIZE)
     model = CausalLM(CONFIG, dtype=torch.float32, device=CPU, max_model_len=MAX_MODEL_LEN, attention=attention)
     model.load_weights(random_weights())
-    kv_caches = model.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
     sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     if kind == "host":
-        return RunnerExecutor(ModelRunner(model, kv_caches, sizes, CPU))
+        served = TorchModel(model, torch.float32, CPU, block_size=BLOCK_SIZE)
+        served.allocate_kv_cache(NUM_BLOCKS)
+        return RunnerExecutor(ModelRunner(served, sizes))
+    kv_caches = model.allocate_kv_cache(NUM_BLOCKS, torch.float32, CPU)
     runner = DeviceRunner(
         model, kv_caches, sizes, CPU, vocab_size=VOCAB_SIZE, max_num_batched_tokens=MAX_TOKENS, graphs=graphs
     )

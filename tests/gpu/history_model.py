@@ -8,47 +8,44 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from gpu.attention import AttentionMetadata
+from gpu.runner import ModelInputs
+from gpu.sampling.greedy import largest
+from tests.gpu.sampling_helpers import fastest_draw
 
 
 class HistoryModel:
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
         self.vocab_size = vocab_size
         self.block_size = block_size
-        self.kv_caches = [torch.full((num_blocks * block_size,), -1)]
+        self.slots = np.full(num_blocks * block_size, -1)
         self.num_logit_rows: list[int] = []
-        self.steps: list[AttentionMetadata] = []
+        self.steps: list[ModelInputs] = []
+        self.draw = fastest_draw()
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        kv_caches: list[torch.Tensor],
-        cancellation_check: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
         if cancellation_check is not None:
             cancellation_check()
-        self.steps.append(metadata)
-        slots = kv_caches[0]
-        slots[metadata.slot_mapping] = input_ids
-        hidden = torch.zeros(len(input_ids), 1, dtype=torch.int64)
-        starts = metadata.query_start_loc.tolist()
-        for i, (start, end) in enumerate(itertools.pairwise(starts)):
-            length = int(metadata.seq_lens[i])
-            assert positions[start:end].tolist() == list(range(length - (end - start), length))
-            blocks = metadata.block_table[i, : -(-length // self.block_size)].long()
-            own_slots = (blocks[:, None] * self.block_size + torch.arange(self.block_size)).flatten()[:length]
-            history = slots[own_slots]
+        self.steps.append(inputs)
+        hidden = np.zeros((len(inputs.input_ids), 1), dtype=np.float32)
+        for i, (start, end) in enumerate(itertools.pairwise(inputs.query_start_loc.tolist())):
+            length = int(inputs.seq_lens[i])
+            assert inputs.positions[start:end].tolist() == list(range(length - (end - start), length))
+            blocks = inputs.block_table[i, : -(-length // self.block_size)].astype(np.int64)
+            own_slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).flatten()[:length]
+            self.slots[own_slots[length - (end - start) :]] = inputs.input_ids[start:end]
+            history = self.slots[own_slots]
             assert (history >= 0).all(), "attends to a slot that was never written"
-            weights = torch.arange(1, length + 1) * 7919
-            sums = ((history + 1) * weights).cumsum(0) % 1_000_003
-            hidden[start:end, 0] = sums[length - (end - start) :]
+            sums = ((history + 1) * np.arange(1, length + 1) * 7919).cumsum() % 1_000_003
+            hidden[start:end, 0] = sums[length - (end - start) :]  # below 2^24: float32 has them exactly
         return hidden
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         self.num_logit_rows.append(len(hidden))
-        waves = torch.arange(1, self.vocab_size + 1, dtype=torch.float64) * 0.618
-        return (torch.sin(hidden.double() * waves) * 4).float()
+        waves = np.arange(1, self.vocab_size + 1, dtype=np.float64) * 0.618
+        return (np.sin(hidden.astype(np.float64) * waves) * 4).astype(np.float32)
+
+    def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        return largest(self.compute_logits(hidden))

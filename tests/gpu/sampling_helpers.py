@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from engine.messages import SamplingParams
 from engine.scheduler.plan import NewRequestData
+from gpu import sampling
 from gpu.columns import make_columns
+from gpu.cpu.library import Threads, load_library
+from gpu.cpu.sampling import draw
 from gpu.rows import COLUMNS
-from gpu.sampling import Biases, Penalized, SamplingMetadata
+from gpu.sampling import Biases, Penalized, SamplerOutput, SamplingMetadata, torch_draw
+from gpu.sampling.sampler import Draw
 
 
 def new_request(
@@ -64,3 +70,15 @@ def metadata_of(requests: list[NewRequestData]) -> SamplingMetadata:
     for row, request in enumerate(requests):
         rows.add(row, request)
     return rows.select(list(range(len(requests))), [len(request.token_ids) for request in requests])
+
+
+@cache
+def fastest_draw() -> Draw:
+    """What draws on this machine."""
+    library = load_library()
+    return torch_draw.draw if library is None else partial(draw, Threads(library, 2))
+
+
+def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """`gpu.sampling.sample` of a tensor, which may be overwritten."""
+    return sampling.sample(logits.float().numpy(), metadata, fastest_draw())

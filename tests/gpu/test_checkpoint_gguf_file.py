@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gpu.checkpoint import ModelError, open_model
-from gpu.checkpoint.gguf_file import SUPPORTED_TENSOR_TYPES, GGUFFile
+from gpu.checkpoint.gguf_file import TENSOR_TYPES, GGUFFile
 from tests.gpu.checkpoint_files import ALPHABET, TINY, TinyGGUF, random_weights
 
 # The largest error of one element, as a share of its block's largest magnitude (F16, BF16: of its own): half a step,
@@ -116,7 +116,7 @@ def test_a_k_quant_is_read_as_its_definition_says(tmp_path, name, reference):
 
 
 def test_every_supported_type_is_tested():
-    assert {kind.name for kind in SUPPORTED_TENSOR_TYPES} == {*ERROR_BOUNDS, "Q4_K", "Q5_K", "Q6_K"}
+    assert {kind.name for kind in TENSOR_TYPES} == {*ERROR_BOUNDS, "Q4_K", "Q5_K", "Q6_K"}
 
 
 def test_metadata_reads_as_the_gguf_library_reads_it(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.checkpoint import ModelError, RopeScaling, open_model
-from gpu.weights import weights_of
+from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 

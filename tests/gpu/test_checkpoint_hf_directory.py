@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpu.checkpoint import ModelError, RopeScaling, model_digest, open_model
-from gpu.weights import weights_of
+from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, random_weights
 

@@ -13,7 +13,7 @@ import torch
 
 from gpu.checkpoint import EMBEDDED_MODEL, ModelError, default_cache_dir, open_model
 from gpu.checkpoint.embedded import fetch_embedded_model
-from gpu.weights import weights_of
+from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from engine.errors import StepAbandoned
-from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, is_for_this_processor, load_library, usable
 from gpu.models import CausalLM
+from gpu.runner import ModelInputs
 from gpu.weights.dummy import dummy_weights
+from gpu.weights.tensors import as_tensors
 from tests.gpu.paging import Span, make_metadata, positions_of
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
 
@@ -52,7 +54,7 @@ class Model:
     def __init__(self, oracle: PreTrainedConfig, block_size: int, library: Library | None = None) -> None:
         self.config: ModelConfig = model_config(oracle)
         self.block_size = block_size
-        weights = [(name, self._spread(name, tensor)) for name, tensor in dummy_weights(self.config)]
+        weights = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
         library = library or load_library()
         assert library is not None
         self.fast = CPUCausalLM(
@@ -60,20 +62,23 @@ class Model:
         )
         attention = partial(TorchAttention, block_size=block_size)
         self.slow = CausalLM(self.config, dtype=torch.float32, device="cpu", max_model_len=600, attention=attention)
-        self.slow.load_weights(weights)
+        self.slow.load_weights(as_tensors(weights))
         self.new_cache()
 
     @staticmethod
-    def _spread(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _spread(name: str, array: np.ndarray) -> np.ndarray:
         # bfloat16 numbers, so that both models hold the same; large, so that attention is far from uniform.
         if name.endswith("norm.weight"):
-            return tensor
-        return (tensor * (5.0 if "proj" in name else 20.0)).bfloat16().float()
+            return array
+        return (torch.from_numpy(array) * (5.0 if "proj" in name else 20.0)).bfloat16().float().numpy()
 
     def new_cache(self) -> None:
-        device = torch.device("cpu")
-        self.fast_cache = self.fast.allocate_kv_cache(NUM_BLOCKS, torch.bfloat16, device)
-        self.slow_cache = self.slow.allocate_kv_cache(NUM_BLOCKS, torch.float32, device)
+        self.fast.allocate_kv_cache(NUM_BLOCKS)
+        self.slow_cache = self.slow.allocate_kv_cache(NUM_BLOCKS, torch.float32, torch.device("cpu"))
+
+    @property
+    def fast_cache(self) -> list[torch.Tensor]:
+        return [torch.from_numpy(cache).view(torch.bfloat16) for cache in self.fast.kv_caches]
 
     def spans(self, lengths: list[tuple[int, int]]) -> list[Span]:
         """(query_len, seq_len) of each request, on blocks of its own that lie about."""
@@ -86,10 +91,21 @@ class Model:
         return spans
 
     def run(self, spans: list[Span], ids: torch.Tensor, *, slow: bool = False) -> torch.Tensor:
-        metadata: AttentionMetadata = make_metadata(spans, self.block_size)
-        model, cache = (self.slow, self.slow_cache) if slow else (self.fast, self.fast_cache)
+        if not slow:
+            return torch.from_numpy(self.fast.forward(self.inputs(spans, ids)))
         with torch.inference_mode():
-            return model.forward(ids, positions_of(spans), metadata, cache)
+            return self.slow.forward(ids, positions_of(spans), make_metadata(spans, self.block_size), self.slow_cache)
+
+    def inputs(self, spans: list[Span], ids: torch.Tensor) -> ModelInputs:
+        metadata = make_metadata(spans, self.block_size)
+        return ModelInputs(
+            input_ids=ids.numpy(),
+            positions=positions_of(spans).numpy(),
+            query_start_loc=metadata.query_start_loc.numpy(),
+            seq_lens=metadata.seq_lens.numpy(),
+            block_table=metadata.block_table.numpy(),
+            num_decodes=metadata.num_decodes,
+        )
 
 
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -108,9 +124,9 @@ def test_hidden_states_and_logits_are_the_torch_models(name: str):
     seen, expected = model.run(spans, ids), model.run(spans, ids, slow=True)
     assert relative_error(seen, expected) < 0.02  # bfloat16 activations through three layers
     rows = seen[[149, 189]]
-    logits = model.fast.compute_logits(rows).clone()
+    logits = torch.from_numpy(model.fast.compute_logits(rows.numpy()).copy())
     assert relative_error(logits, model.slow.compute_logits(expected[[149, 189]])) < 0.03
-    token_ids, finite = model.fast.most_likely(rows)
+    token_ids, finite = model.fast.most_likely(rows.numpy())
     assert token_ids.tolist() == logits.argmax(-1).tolist()
     assert finite.all()
 
@@ -181,7 +197,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row():
     cache = model.fast_cache[0].view(NUM_BLOCKS, -1)
     cache[spans[0].blocks[0]] = float("nan")
     after = model.run([Span(1, 5, spans[0].blocks), Span(1, 5, spans[1].blocks)], ids[[4, 9]])
-    _, finite = model.fast.most_likely(after)
+    _, finite = model.fast.most_likely(after.numpy())
     assert finite.tolist() == [False, True]
     assert torch.equal(after[1], clean[9])
 
@@ -189,8 +205,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row():
 def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpu.cpu.decoder.STOP_INTERVAL", 0.0)
     model = Model(MODELS["llama"], block_size=16)
-    spans = model.spans([(30, 30)])
-    metadata = make_metadata(spans, 16)
+    inputs = model.inputs(model.spans([(30, 30)]), tokens(30))
     asked = []
 
     def cancellation_check(after: int) -> Callable[[], None]:
@@ -201,13 +216,11 @@ def test_a_pass_ends_where_nobody_wants_it_any_more(monkeypatch: pytest.MonkeyPa
 
         return ask
 
-    with torch.inference_mode():
-        arguments = (tokens(30), positions_of(spans), metadata, model.fast_cache)
-        with pytest.raises(StepAbandoned, match="nobody"):
-            model.fast.forward(*arguments, cancellation_check(1))
-        assert len(asked) == 2
-        asked.clear()
-        model.fast.forward(*arguments, cancellation_check(99))
+    with pytest.raises(StepAbandoned, match="nobody"):
+        model.fast.forward(inputs, cancellation_check(1))
+    assert len(asked) == 2
+    asked.clear()
+    model.fast.forward(inputs, cancellation_check(99))
     assert len(asked) == SHAPE["num_hidden_layers"]
 
 
@@ -220,6 +233,6 @@ def test_weights_of_another_model_are_refused_by_name():
     rest = [item for item in weights.items() if item[0] != "model.norm.weight"]
     with pytest.raises(ModelError, match=r"1 missing: model\.norm\.weight\. Fetch"):
         CPUCausalLM(library, config, rest, **options)
-    odd = [("model.layers.9.mlp.up_proj.weight", torch.zeros(128, 96)), *weights.items()]
+    odd = [("model.layers.9.mlp.up_proj.weight", np.zeros((128, 96), np.float32)), *weights.items()]
     with pytest.raises(ModelError, match=r"1 with no place: .model\.layers\.9\.mlp\.up_proj\.weight.\. Fetch"):
         CPUCausalLM(library, config, odd, **options)

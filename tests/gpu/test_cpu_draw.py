@@ -1,5 +1,7 @@
 """The library's draw against the torch one, which is its definition."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu.columns import make_columns
-from gpu.cpu.library import is_for_this_processor
+from gpu.cpu.library import Threads, is_for_this_processor, load_library
 from gpu.cpu.sampling import draw
-from gpu.sampling import SAMPLING_COLUMNS, SamplingMetadata
+from gpu.sampling import SAMPLING_COLUMNS, SamplingMetadata, torch_draw
 from gpu.sampling.noise import uniform
-from gpu.sampling.sampler import draw_with_torch
+from gpu.sampling.sampler import Draw
+from tests.gpu.sampling_helpers import fastest_draw
 
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
 
@@ -24,9 +27,13 @@ def metadata_of(rows: int, *, seed: int, **parameters: float) -> SamplingMetadat
     return SamplingMetadata(columns=columns, rows=np.arange(rows), positions=np.arange(rows))
 
 
-def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, np.ndarray]:
+def drawn(draw: Draw, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, np.ndarray]:
     parameters = [metadata[name] for name in ("temperature", "top_k", "top_p", "min_p")]
-    return draw(logits.clone(), *parameters, uniform(metadata["seed"], metadata.positions))
+    return draw(logits.numpy().copy(), *parameters, uniform(metadata["seed"], metadata.positions))
+
+
+def fast(logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[np.ndarray, np.ndarray]:
+    return drawn(fastest_draw(), logits, metadata)
 
 
 @settings(max_examples=150, deadline=None)
@@ -47,7 +54,7 @@ def test_every_token_is_the_one_that_torch_draws(vocab_size, spread, temperature
     logits = torch.randn(6, vocab_size, generator=generator) * spread
     metadata = metadata_of(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     seen, finite = fast(logits, metadata)
-    expected, _ = draw_with_torch(logits.clone(), metadata)
+    expected, _ = drawn(torch_draw.draw, logits, metadata)
     assert finite.all()
     # Both round, so a draw that falls on the border of two tokens, or a filter's on that of two weights, may go either
     # way; the border is then next to the token that was drawn.
@@ -79,12 +86,11 @@ def test_rows_are_drawn_alike_alone_and_together_on_any_number_of_threads():
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(1)) * 3
     metadata = metadata_of(40, temperature=0.9, top_k=0, top_p=0.95, min_p=0.0, seed=5)
     together, _ = fast(logits, metadata)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert fast(logits, metadata)[0].tolist() == together.tolist()
-    finally:
-        torch.set_num_threads(threads)
+    library = load_library()
+    assert library is not None
+    for num_threads in (1, 3):
+        other = partial(draw, Threads(library, num_threads))
+        assert drawn(other, logits, metadata)[0].tolist() == together.tolist()
     for row in (0, 7, 39):
         part = metadata.drawing(np.array([row]))
         assert fast(logits[row : row + 1], part)[0].tolist() == [together[row]]

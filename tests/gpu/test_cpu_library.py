@@ -19,7 +19,7 @@ from gpu.cpu.library import Threads, load_library
 from gpu.cpu.matrices import pack
 from gpu.cpu.memory import WeightBuffer
 library = load_library()
-matrix = pack(library, WeightBuffer(), [torch.ones(16, 96)])
+matrix = pack(library, WeightBuffer(), [np.ones((16, 96), np.float32)])
 """
 OUT_OF_MEMORY = """
 threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)

@@ -12,7 +12,8 @@ from engine.scheduler.plan import ModelRunnerOutput, NewRequestData
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
-from gpu.model_loader import WorkerOptions, resolve_device, resolve_dtype
+from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.models.served import resolve_dtype
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
 from tests.gpu.sampling_helpers import new_request
@@ -143,7 +144,7 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
     outputs: list[ModelRunnerOutput | int] = []
 
     def engine_thread() -> None:
-        executor = load_executor(files, OPTIONS, num_threads=1)
+        executor = load_executor(files, replace(OPTIONS, num_threads=1))
         outputs.append(torch.get_num_threads())
         request = new_request("a", [1, 2, 3], block_ids=[0], temperature=0.0)
         outputs.append(executor.submit(plan_of({"a": 3}, new=[request])).result())
@@ -191,13 +192,13 @@ def test_a_device_that_is_not_there_is_named(device: str):
 
 def test_dtype_auto_suits_the_device():
     half = ModelConfig(**{f: getattr(CONFIG, f) for f in CONFIG.__dataclass_fields__} | {"torch_dtype": "float16"})
-    assert resolve_dtype("auto", half, torch.device("cuda")) == torch.float16
-    assert resolve_dtype("auto", half, torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    assert resolve_dtype("float32", half, torch.device("cuda")) == torch.float32
+    assert resolve_dtype("auto", half, "cuda") == torch.float16
+    assert resolve_dtype("auto", half, "cpu") in (torch.bfloat16, torch.float32)
+    assert resolve_dtype("float32", half, "cuda") == torch.float32
     gguf = open_model(str(embedded_gguf())).config  # whose file names no type
-    assert resolve_dtype("auto", gguf, torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("auto", gguf, "cuda") == torch.bfloat16
     with pytest.raises(ConfigError, match=r"dtype is int8.*dtype=auto works"):
-        resolve_dtype("int8", half, torch.device("cpu"))
+        resolve_dtype("int8", half, "cpu")
 
 
 def test_bfloat16_and_float16_run_on_a_cpu():

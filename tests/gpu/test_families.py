@@ -30,8 +30,8 @@ from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.layers.weights import weight_slots
 from gpu.model_loader import WorkerOptions, load_model
-from gpu.weights import weights_of
 from gpu.weights.dummy import dummy_weights
+from gpu.weights.tensors import weights_of
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.test_models import SMALL, Runner, assert_logits, build, expected, model_config, prompt
 
@@ -184,7 +184,7 @@ def test_a_kind_of_layer_that_nobody_computes_is_refused_by_its_name(new_family,
     new_family(change)
     config = config_of()
     with pytest.raises(ModelError, match=r"kind (Experts|OtherAttention)Spec is not implemented"):
-        load_model(config, dummy_weights(config), WorkerOptions(max_model_len=16), torch.device("cpu"))
+        load_model(config, dummy_weights(config), WorkerOptions(max_model_len=16), "cpu")
 
 
 @pytest.mark.parametrize(

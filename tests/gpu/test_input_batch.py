@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +43,7 @@ def plan_of(
 def make_rows(max_num_seqs: int, max_model_len: int, block_size: int) -> tuple[RowTable, InputBatch]:
     sizes = BatchSizes(max_num_seqs, max_model_len, block_size)
     rows = RowTable(sizes)
-    return rows, InputBatch(rows, sizes, torch.device("cpu"))
+    return rows, InputBatch(rows, sizes)
 
 
 def token_ids_of(rows: RowTable, batch: InputBatch, request_id: str) -> list[int]:
@@ -69,29 +68,27 @@ def check_inputs(
     ids = list(scheduled)
     in_order = [r for r in ids if scheduled[r] == 1] + [r for r in ids if scheduled[r] != 1]
     assert [ids[i] for i in shape.order] == in_order
-    assert shape.num_decodes == inputs.metadata.num_decodes == sum(n == 1 for n in scheduled.values())
+    assert shape.num_decodes == inputs.num_decodes == sum(n == 1 for n in scheduled.values())
 
-    input_ids, positions, slots, starts, sampling, logits_indices = [], [], [], [0], [], []
+    input_ids, positions, starts, sampling, logits_indices = [], [], [0], [], []
     for place, r in enumerate(in_order):
         k = known[r]
         end = k.num_computed + scheduled[r]
         for position in range(k.num_computed, end):
             input_ids.append(k.tokens[position])
             positions.append(position)
-            slots.append(k.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         starts.append(len(input_ids))
         needed = -(-end // BLOCK_SIZE)
-        assert inputs.metadata.block_table[place, :needed].tolist() == k.blocks[:needed]
+        assert inputs.block_table[place, :needed].tolist() == k.blocks[:needed]
         assert shape.seq_lens[place] == end
         if end == len(k.tokens):
             sampling.append(r)
             logits_indices.append(len(input_ids) - 1)
     assert inputs.input_ids.tolist() == input_ids
     assert inputs.positions.tolist() == positions
-    assert inputs.metadata.slot_mapping.tolist() == slots
-    assert inputs.metadata.query_start_loc.tolist() == shape.query_start_loc.tolist() == starts
-    assert inputs.metadata.query_lens_list == shape.query_lens.tolist() == [scheduled[r] for r in in_order]
-    assert inputs.metadata.seq_lens_list == inputs.metadata.seq_lens.tolist() == shape.seq_lens.tolist()
+    assert inputs.query_start_loc.tolist() == shape.query_start_loc.tolist() == starts
+    assert shape.query_lens.tolist() == [scheduled[r] for r in in_order]
+    assert inputs.seq_lens.tolist() == shape.seq_lens.tolist()
     assert [in_order[place] for place in shape.samples] == sampling
     assert shape.logits_indices.tolist() == logits_indices
     assert shape.positions.tolist() == [len(known[r].tokens) for r in sampling]

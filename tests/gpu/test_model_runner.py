@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
@@ -19,7 +19,7 @@ MAX_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE
 
 def make_runner() -> tuple[ModelRunner, HistoryModel]:
     model = HistoryModel(VOCAB, NUM_BLOCKS, BLOCK_SIZE)
-    return ModelRunner(model, model.kv_caches, BatchSizes(6, MAX_MODEL_LEN, BLOCK_SIZE), torch.device("cpu")), model
+    return ModelRunner(model, BatchSizes(6, MAX_MODEL_LEN, BLOCK_SIZE)), model
 
 
 def requests() -> list[NewRequestData]:
@@ -121,7 +121,7 @@ def test_a_prefix_hit_computes_only_the_rest():
     ).result()
     hit = new_request("b", prompt, num_computed_tokens=8, block_ids=[3, 1, 9], temperature=0.0)
     second = runner.submit(plan_of({"b": 2}, new=[hit])).result()
-    assert model.steps[-1].query_lens_list == [2]
+    assert model.steps[-1].query_start_loc.tolist() == [0, 2]
     assert second.sampled_token_ids == first.sampled_token_ids
 
 
@@ -135,8 +135,8 @@ def test_output_is_parallel_to_the_plan_though_decodes_run_first():
     plan = plan_of({"ends": 3, "d1": 1, "goes on": 7, "d0": 1}, new=[ends, goes_on], going_on=["goes on"])
     output = runner.submit(plan).result()
 
-    metadata = model.steps[-1]
-    assert (metadata.num_decodes, metadata.query_lens_list) == (2, [1, 1, 3, 7])
+    inputs = model.steps[-1]
+    assert (inputs.num_decodes, np.diff(inputs.query_start_loc).tolist()) == (2, [1, 1, 3, 7])
     assert model.num_logit_rows[-1] == 3
     assert output.sampled_token_ids[2] == []
     assert sorted(output.logprobs) == [0, 1, 3]

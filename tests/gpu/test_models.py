@@ -13,8 +13,8 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
 from gpu.checkpoint.architecture import Part
 from gpu.layers.linear import Linear
-from gpu.layers.rotary import inverse_frequencies
 from gpu.models import CausalLM
+from gpu.rotary import inverse_frequencies
 from tests.gpu.paging import Span, make_metadata, positions_of
 
 SMALL: dict[str, Any] = {
@@ -275,7 +275,8 @@ def test_llama3_frequencies_are_those_of_transformers():
         hidden_size=2048, num_attention_heads=32, head_dim=64, rope_parameters=scaling | {"rope_theta": 500000.0}
     )
     wanted, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    torch.testing.assert_close(inverse_frequencies(64, 500000.0, RopeScaling(**scaling)), wanted, rtol=1e-6, atol=0)
+    found = torch.from_numpy(inverse_frequencies(64, 500000.0, RopeScaling(**scaling)))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 def test_rotary_memory_follows_the_served_length_not_the_checkpoints():

@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from gpu.sampling import sample
 from gpu.sampling.greedy import largest
 from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.penalties import apply_penalties
-from tests.gpu.sampling_helpers import SamplingRows, metadata_of, new_request
+from tests.gpu.sampling_helpers import SamplingRows, metadata_of, new_request, sample
 
 VOCAB = 1003  # no multiple of a vector's width
 
@@ -39,7 +38,7 @@ def test_the_largest_logit_is_torchs_whatever_its_sign_and_dtype(dtype):
     logits[152, :] = float("-inf")
     logits[152, 7] = -3e4
     logits = logits.to(dtype)
-    token_ids, finite = largest(logits)
+    token_ids, finite = largest(logits.float().numpy())
     assert finite.all()
     reference = logits.float()
     assert (reference.gather(1, torch.from_numpy(token_ids).unsqueeze(1)).squeeze(1) == reference.amax(-1)).all()
@@ -58,7 +57,7 @@ def test_rows_that_are_not_sound_are_found_among_those_that_are(dtype, others):
     logits[3, 7] = float("inf")
     logits[4, :] = float("-inf")
     logits[5, :9] = float("-inf")
-    assert largest(logits)[1].tolist() == [True, False, False, False, False, True]
+    assert largest(logits.float().numpy())[1].tolist() == [True, False, False, False, False, True]
 
 
 def test_top_k_1_is_greedy_even_where_logits_tie():
@@ -115,7 +114,7 @@ def test_a_seed_draws_anew_at_every_position():
 
 def penalize(logits: torch.Tensor, metadata: SamplingMetadata) -> None:
     assert metadata.penalties is not None
-    apply_penalties(logits, metadata.penalties)
+    apply_penalties(logits.numpy(), metadata.penalties)
 
 
 def test_repetition_penalty_is_that_of_transformers():

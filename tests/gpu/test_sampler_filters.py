@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.sampling import filters, sample
-from gpu.sampling.filters import cutoffs
-from tests.gpu.sampling_helpers import metadata_of, new_request
+from gpu.sampling import torch_draw
+from gpu.sampling.torch_draw import cutoffs
+from tests.gpu.sampling_helpers import metadata_of, new_request, sample
 
 CASES = [
     (top_k, top_p, min_p)
@@ -69,13 +69,13 @@ def test_cutoff_does_not_depend_on_how_many_candidates_found_it(kind: str):
 
 def test_rows_whose_cut_lies_outside_the_candidates_fall_back_to_a_full_sort(monkeypatch: pytest.MonkeyPatch):
     widths = []
-    within = filters._cutoffs_within
+    within = torch_draw._cutoffs_within
 
     def spy(probs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         widths.append((len(probs), args[-1]))
         return within(probs, *args)
 
-    monkeypatch.setattr(filters, "_cutoffs_within", spy)
+    monkeypatch.setattr(torch_draw, "_cutoffs_within", spy)
     probs = torch.stack([distribution("peaked", 1)[0], distribution("flat", 1)[0]])
     cutoffs(probs, *columns([(0, 0.9, 0.0), (0, 0.9, 0.0)]), candidates=(64, 512))
     assert widths == [(2, 64), (1, 512), (1, 1003)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.sampling import sample, sampler
+from gpu.sampling import sampler
 from gpu.sampling.noise import uniform
-from tests.gpu.sampling_helpers import metadata_of, new_request
+from tests.gpu.sampling_helpers import metadata_of, new_request, sample
 
 
 def test_seed_zero_gives_the_published_splitmix64_sequence():

@@ -9,9 +9,9 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.models import CausalLM
-from gpu.weights import weights_of
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.staging import _Buffers, to_device
+from gpu.weights.tensors import as_tensors, weights_of
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.test_executor import CONFIG
 
@@ -72,7 +72,7 @@ def test_a_model_loads_what_was_staged() -> None:
 
     buffers = _Buffers(CPU, 100)
     plain, staged = model(), model()
-    plain.load_weights(dummy_weights(CONFIG))
-    staged.load_weights((name, buffers.copy(tensor)) for name, tensor in dummy_weights(CONFIG, "cpu"))
+    plain.load_weights(as_tensors(dummy_weights(CONFIG)))
+    staged.load_weights((name, buffers.copy(tensor)) for name, tensor in as_tensors(dummy_weights(CONFIG)))
     for (name, expected), (_, found) in zip(plain.named_parameters(), staged.named_parameters(), strict=True):
         assert torch.equal(found, expected), name

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu.checkpoint import ModelFiles, open_model
-from gpu.weights import weights_of
+from gpu.weights.tensors import weights_of
 from loadtest.compare import RATIOS, Comparison, Record, figures_table, ratio_table
 from loadtest.export_model import export_model
 from loadtest.peers import HEADRACE, LLAMA, VLLM

@@ -65,7 +65,7 @@ def test_penalties_are_those_of_the_cpu_and_leave_the_scratch_clean():
             return np.full(count, column[place].item(), dtype=np.float32)
 
         apply_penalties_by_list(
-            wanted,
+            wanted.numpy(),
             Penalties(
                 rows=np.full(len(seen.token_ids), row),
                 token_ids=seen.token_ids,

@@ -1,22 +1,57 @@
-"""min-p, top-k and top-p as one number per row: the smallest probability that may still be drawn.
+"""The draw in torch: what serves where the library of `gpu.cpu` was not built, and what tests hold the library to.
 
-The samplers of either kind of device import it. All three filters keep the most probable tokens down to some level, so
-the strictest level is their intersection, and neither a sorted copy of the vocabulary nor a scatter back is needed.
-Tokens that tie with the last one kept are kept too: which of them goes would otherwise depend on the sorting.
+Imported where it is needed, because torch is. min-p, top-k and top-p are one number per row: the smallest probability
+that may still be drawn. All three filters keep the most probable tokens down to some level, so the strictest level is
+their intersection, and neither a sorted copy of the vocabulary nor a scatter back is needed. Tokens that tie with the
+last one kept are kept too: which of them goes would otherwise depend on the sorting.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from gpu.columns import parameter
-
-FILTERS = (parameter("top_k", np.int64), parameter("top_p", np.float64), parameter("min_p", np.float64))
+from gpu.sampling.sampler import FILTERS
 
 # How many of the most probable tokens are looked at before the next, wider try. At 32 rows of 49,152 on two cores the
 # three cost 2.8, 11 and 57 ms; a nucleus of more than 256 tokens is rare and one of more than 4,096 rarer still.
 CANDIDATES = (256, 4096)
+
+
+@torch.inference_mode()
+def draw(logits: NDArray[np.float32], *parameters: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """A `gpu.sampling.sampler.Draw`."""
+    temperature, *filters, uniform = parameters
+    # The largest logit becomes 0, so that no temperature can make it overflow.
+    scores = torch.from_numpy(logits)
+    scores -= scores.amax(-1, keepdim=True)
+    scores /= torch.from_numpy(temperature).unsqueeze(1)
+    probs = scores.softmax(-1)
+
+    filtered = np.flatnonzero(
+        np.any([part != column.default for part, column in zip(filters, FILTERS, strict=True)], 0)
+    )
+    if len(filtered):
+        rows = torch.from_numpy(filtered)
+        level = torch.zeros(len(probs), dtype=probs.dtype)
+        level[rows] = cutoffs(
+            probs if len(filtered) == len(probs) else probs[rows],
+            *(torch.from_numpy(part[filtered]) for part in filters),
+        )
+        probs *= probs >= level.unsqueeze(1)
+
+    # In float64, because sums near 1 have no room in float32 for tokens of probability below 6e-8. The uniform is at
+    # most 1 - 2**-53, so its product with the total rounds below the total, and the first sum above it belongs to a
+    # token that is kept.
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = torch.from_numpy(uniform).unsqueeze(1) * total
+    token_ids = torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    finite = total.squeeze(1).isfinite()  # NaN anywhere in the row has reached the total
+    return token_ids.clamp_(max=logits.shape[-1] - 1).numpy(), finite.numpy()
 
 
 def cutoffs(

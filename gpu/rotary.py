@@ -1,0 +1,69 @@
+"""The angles of rotary position embedding (Su et al., arXiv:2104.09864), with the scalings of long-context checkpoints.
+
+Whoever computes a model makes its table of them: the library (`gpu.cpu.decoder`) and torch (`gpu.layers.rotary`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.checkpoint import ModelError, RopeScaling
+
+_POSITIONS_AT_ONCE = 2**16
+
+Floats = NDArray[np.float32]
+
+
+def rotations(
+    max_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Iterator[tuple[slice, Floats, Floats]]:
+    """Positions with the cosines and the sines of their angles, [positions, head_dim / 2] each, some at a time: beside
+    a long table is no room for more.
+
+    Computed in float32, to be rounded once: bfloat16 cannot tell positions above 256 apart.
+    """
+    inverse = inverse_frequencies(head_dim, theta, scaling)
+    for start in range(0, max_positions, _POSITIONS_AT_ONCE):
+        positions = slice(start, min(start + _POSITIONS_AT_ONCE, max_positions))
+        angles = np.outer(np.arange(positions.start, positions.stop, dtype=np.float32), inverse)
+        yield positions, np.cos(angles), np.sin(angles)
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Floats:
+    """Radians per position of each pair, float32 [head_dim / 2].
+
+    Raises ModelError for a `rope_type` that is not implemented.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inverse: Floats = np.float32(1) / np.float32(theta) ** exponents
+    if scaling is None:
+        return inverse
+    if scaling.rope_type not in _SCALINGS:
+        supported = ", ".join(_SCALINGS)
+        raise ModelError(f"RoPE scaling {scaling.rope_type!r} is not supported; supported are {supported}, or none.")
+    return _SCALINGS[scaling.rope_type](inverse, scaling)
+
+
+def _scale_linear(inverse: Floats, scaling: RopeScaling) -> Floats:
+    """Position interpolation (Chen et al., arXiv:2306.15595)."""
+    return inverse / np.float32(scaling.factor)
+
+
+def _scale_llama3(inverse: Floats, scaling: RopeScaling) -> Floats:
+    """Llama 3.1: slow down what turns less than `low_freq_factor` times in the original context, leave alone what
+    turns more than `high_freq_factor` times, and blend between. The formula of Meta's `apply_scaling`, as
+    `rope_type: llama3` has it in Hugging Face."""
+    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clip(0, 1)
+    return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
+
+
+_SCALINGS: dict[str, Callable[[Floats, RopeScaling], Floats]] = {
+    "linear": _scale_linear,
+    "llama3": _scale_llama3,
+}

@@ -70,13 +70,15 @@ class Worker:
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
+        if self._on_cuda:
+            from gpu.device.memory import kv_cache_budget
+            from gpu.models.served import TorchModel
+
+            assert isinstance(model, TorchModel)
+            budget = kv_cache_budget(model, options)  # a rehearsal, which is wanted in any case
+        else:
+            budget = int(min(CPU_MEMORY_SHARE * free_memory("cpu"), CPU_MEMORY_LIMIT) * options.kv_cache_share)
         if options.kv_cache_memory is not None:
             check_memory(options.kv_cache_memory, free_memory(self.device))
             return options.kv_cache_memory
-        if not self._on_cuda:
-            return int(min(CPU_MEMORY_SHARE * free_memory(self.device), CPU_MEMORY_LIMIT) * options.kv_cache_share)
-        from gpu.device.memory import kv_cache_budget
-        from gpu.models.served import TorchModel
-
-        assert isinstance(model, TorchModel)
-        return kv_cache_budget(model, options)
+        return budget

@@ -8,15 +8,16 @@ on a CPU too, without graphs and pinned memory, which is how it is tested agains
 
 In reading order:
 
-runner    all of it together: one plan in, one step started
-tables    the row table on the device
-rows      what of the row table goes to them
-upload    the way of a step's diffs to the device: one copy, one scatter
-inputs    a step's inputs, made on the device out of its rows
-sampling  from hidden states to tokens, on the device
-graphs    steps as CUDA graphs
-download  the way of a step's tokens back to the host
-memory    how much of a CUDA device the KV cache may have
+runner     all of it together: one plan in, one step started
+tables     the row table on the device
+rows       what of the row table goes to them
+upload     the way of a step's diffs to the device: one copy, one scatter
+inputs     a step's inputs, made on the device out of its rows
+sampling   from hidden states to tokens, on the device
+graphs     steps as CUDA graphs
+download   the way of a step's tokens back to the host
+rehearsal  what a runner does before it serves: what takes the most memory, and every kernel
+memory     how much of a CUDA device the KV cache may have
 """
 
 from gpu.device.graphs import CudaGraphs

@@ -72,7 +72,8 @@ class StepGraphs:
         self._run = run
         self._sizes: dict[Kind, list[int]] = {"step": ladder(max_num_seqs), "hidden": ladder(max_num_batched_tokens)}
         self._captured: dict[tuple[Kind, int], Replay] = {}
-        self._missing = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
+        steps, hidden = ([(kind, size) for size in reversed(sizes)] for kind, sizes in self._sizes.items())
+        self._missing = [hidden[0], *steps, *hidden[1:]]
 
     @property
     def num_missing(self) -> int:

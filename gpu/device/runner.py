@@ -68,6 +68,10 @@ class DeviceRunner:
         self._max_num_seqs = sizes.max_num_seqs
         self._steps_until_capture = STEPS_BETWEEN_CAPTURES
 
+    @property
+    def num_missing_graphs(self) -> int:
+        return 0 if self._graphs is None else self._graphs.num_missing
+
     @torch.inference_mode()
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         self._capture_in_passing()
@@ -88,7 +92,7 @@ class DeviceRunner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Capture one graph, if any is missing. Returns whether more are."""
-        if self._graphs is None or not self._graphs.num_missing:
+        if self._graphs is None or not self.num_missing_graphs:
             return False
         # It runs for once, and must do so for nobody.
         self._device_rows.send_nobody()

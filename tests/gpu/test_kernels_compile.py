@@ -38,3 +38,19 @@ def launched_kernels() -> set[str]:
         if line.startswith("def ") and (before.startswith("@triton.jit") or before == ")")
     }
     return {name for name in defined if any(f"{name}[" in source for source in sources)}
+
+
+def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.compile_census"],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    rehearsed, later = (json.loads(line) for line in run.stdout.splitlines())
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - {"_store_kv"}  # for no fused backend
+    assert later == []

@@ -1,0 +1,94 @@
+"""What a runner on a device does before it serves, on a cache of one block: steps that no later one exceeds.
+
+Used by `memory`.
+They take the most memory, so that what is left can be given to the KV cache; and they start every kernel in every form
+in which a step may want it, so that none is compiled while streams wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engine.messages import SamplingParams
+from engine.scheduler.plan import NewRequestData, SchedulerOutput, TokenMasks
+from gpu.device.runner import DeviceRunner
+from gpu.rows import BatchSizes
+from gpu.runner import Runner
+
+PLAIN = SamplingParams(temperature=1.0, top_p=0.999, seed=0)
+# All that a request may want of the logits. They become float32 for it, so these are other kernels than the plain ones.
+EVERYTHING = SamplingParams(
+    temperature=1.0, top_p=0.999, seed=0, logit_bias={0: 1.0}, presence_penalty=1.0, logprobs=20, max_tokens=1
+)
+
+
+class _EveryToken:
+    """The masks of a step in which the first request has a grammar that allows everything."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+
+    def result(self) -> TokenMasks:
+        bits = np.full((1, self._num_words), 2**32 - 1, dtype=np.uint32)
+        return TokenMasks(indices=np.zeros(1, dtype=np.int64), bits=bits)
+
+
+def rehearse(runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, vocab_size: int) -> None:
+    """A plain draw; a short chunk of a prompt; the longest there is; then the whole token budget for as many requests
+    as run at once, all of which want everything."""
+    left, lengths = max_num_batched_tokens, []
+    for others in reversed(range(min(sizes.max_num_seqs, max_num_batched_tokens))):
+        lengths.append(max(1, min(left - others, sizes.max_model_len)))
+        left -= lengths[-1]
+    longest = min(max_num_batched_tokens, sizes.max_model_len)
+    chunks = [min(2, longest), longest - min(2, longest)]
+    names = [f"r{number}" for number in range(len(lengths))]
+    everyone = [_request(*pair, sizes, EVERYTHING) for pair in zip(names, lengths, strict=True)]
+    plans = [_plan([], [_request("plain", 1, sizes, PLAIN)], ["plain"], [1], [1])]
+    plans.append(_plan(["plain"], [_request("long", longest, sizes, PLAIN)], ["long"], chunks[:1], [0]))
+    if chunks[1]:
+        plans.append(_plan([], [], ["long"], chunks[1:], [0]))
+    plans.append(_plan(["long"], everyone, names, lengths, [1] * len(names)))
+    plans[-1].masks = _EveryToken(vocab_size)
+    plans.append(_plan(names, [], [], [], []))
+    for plan in plans:
+        runner.submit(plan).result()
+
+
+def graph_memory(runner: DeviceRunner, free: Callable[[], int]) -> int:
+    """Bytes that all graphs of a runner that has none will take, estimated from two: the first, which is the largest,
+    brings the memory that all share, the second what each takes besides. `free` says how many bytes are."""
+    before = free()
+    runner.prepare()
+    after_one = free()
+    runner.prepare()
+    return max(0, before - after_one) + max(0, after_one - free()) * (runner.num_missing_graphs + 1)
+
+
+def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams) -> NewRequestData:
+    return NewRequestData(
+        request_id=name,
+        token_ids=[0] * length,
+        num_prompt_tokens=length,
+        num_computed_tokens=0,
+        block_ids=[0] * -(-length // sizes.block_size),
+        sampling=sampling,
+        stop_token_ids=[],
+    )
+
+
+def _plan(
+    removed: list[str], new: list[NewRequestData], names: list[str], lengths: list[int], sampled: list[int]
+) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=0,
+        removed_request_ids=removed,
+        new_requests=new,
+        new_block_ids={},
+        request_ids=names,
+        num_scheduled_tokens=lengths,
+        num_sampled_tokens=sampled,
+        total_num_scheduled_tokens=sum(lengths),
+    )

@@ -1,0 +1,117 @@
+"""What a runner compiles before it serves, and what more it would while it does: `python -m tests.gpu.compile_census`.
+
+A launch of a kernel is noted by what Triton would compile it for (types, constants, alignment, ones), and nothing
+runs. First a rehearsal, then graphs, then steps of every kind. Prints what is compiled in the rehearsal, and what is
+first launched later, each as JSON. Runs in a process of its own, because Triton decides once whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from gpu.device import DeviceRunner
+from gpu.device.rehearsal import graph_memory, rehearse
+from gpu.kernels.dispatch import interpreted
+from gpu.rows import BatchSizes
+from tests.gpu.device_runners import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    VOCAB_SIZE,
+    Again,
+    make_executor,
+)
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_input_batch import plan_of
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 3, "logprobs": 5},
+    {"logit_bias": {3: 1.0}},
+    {"repetition_penalty": 1.3},
+    {"logprobs": -1},
+]
+
+
+def form_of(kernel: JITFunction, args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+    """As specific as Triton is: a type for each argument, and what is known of its value."""
+    given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+    parts = [kernel.fn.__name__]
+    for parameter in kernel.params:
+        value = given[parameter.name]
+        if isinstance(value, torch.Tensor):
+            aligned = value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
+            parts.append(f"{parameter.name}: {value.dtype}{' aligned' if aligned else ''}")
+        elif parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            parts.append(f"{parameter.name}={value}")
+        elif isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+            parts.append(f"{parameter.name}: % 16")
+    return ", ".join([*parts, *(f"{name}={keywords.get(name)}" for name in ("num_warps", "num_stages"))])
+
+
+def main() -> None:
+    forms: dict[str, None] = {}
+
+    def note(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        forms[form_of(kernel, args, keywords)] = None
+
+    JITFunction.run = note
+    sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
+    with interpreted(), torch.inference_mode():  # CPU tensors to the launchers
+        runner = make_runner()
+        rehearse(runner, sizes, MAX_TOKENS, VOCAB_SIZE)
+        graph_memory(runner, lambda: 0)
+        rehearsed = list(forms)
+        runner = make_runner()
+        serve(runner, 3)
+        while runner.prepare():
+            pass
+        serve(runner, 4)
+    print(json.dumps(rehearsed))
+    print(json.dumps([form for form in forms if form not in rehearsed]))
+
+
+def make_runner() -> DeviceRunner:
+    runner = make_executor("device", Again()).runner
+    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner._model, torch.nn.Module)
+    runner._model.to(torch.bfloat16)  # float32 logits are another form then
+    return runner
+
+
+def serve(runner: DeviceRunner, seed: int) -> None:
+    """Steps of up to `MAX_NUM_SEQS` requests with any number of tokens each, wanting anything."""
+    draw = random.Random(seed)
+    for number in range(60):
+        lengths = [draw.randint(1, 3) for _ in range(draw.randint(1, MAX_NUM_SEQS - 1))]
+        lengths.append(draw.choice([1, 1, max(1, MAX_TOKENS - sum(lengths))]))
+        requests = [
+            new_request(
+                f"{number}-{i}",
+                [0] * (length + draw.randint(0, 40)),
+                block_ids=[draw.randrange(NUM_BLOCKS) for _ in range(14)],
+                **draw.choice(OPTIONS),
+            )
+            for i, length in enumerate(lengths)
+        ]
+        scheduled = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
+        going_on = [request.request_id for request in requests if draw.random() < 0.3]
+        runner.submit(plan_of(scheduled, new=requests, going_on=going_on)).result()
+        runner.submit(plan_of(dict.fromkeys(scheduled, 1))).result()
+        runner.submit(plan_of({}, removed=list(scheduled))).result()
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET"):
+        sys.exit("Triton would interpret: unset TRITON_INTERPRET")
+    main()

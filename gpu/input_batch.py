@@ -22,6 +22,7 @@ class InputBatch:
         self.block_size = sizes.block_size
         self.penalized = Penalized(table.columns)
         self._num_computed_tokens = table.columns["num_computed_tokens"]
+        self._num_prompt_tokens = table.columns["num_prompt_tokens"]
         self.token_ids = np.zeros((sizes.max_num_seqs, sizes.row_len), dtype=np.int32)  # prompt and output
         self.block_table = np.zeros((sizes.max_num_seqs, sizes.row_blocks), dtype=np.int32)
 
@@ -49,6 +50,7 @@ class InputBatch:
             seq_lens=shape.seq_lens,
             block_table=np.ascontiguousarray(self.block_table[shape.rows, :num_blocks]),
             num_decodes=shape.num_decodes,
+            num_prompt_tokens=self._num_prompt_tokens[shape.rows],
         )
 
     def append(self, shape: StepShape, token_ids: NDArray[np.int64]) -> None:

@@ -59,6 +59,7 @@ class ModelInputs(NamedTuple):
     seq_lens: NDArray[np.int32]  # [B], all tokens of a request up to the last one of this step
     block_table: NDArray[np.int32]  # [B, max_blocks], contiguous
     num_decodes: int
+    num_prompt_tokens: NDArray[np.int32]  # [B], how many of a request's tokens are its prompt
 
 
 class LanguageModel(Protocol):

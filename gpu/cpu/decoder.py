@@ -42,7 +42,7 @@ from gpu.cpu.library import (
     StopFunction,
     Threads,
 )
-from gpu.cpu.matrices import LANES, PackedMatrix, pack, padded_rows
+from gpu.cpu.matrices import FORMS, LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.cpu.sampling import draw
 from gpu.rotary import rotations
@@ -135,9 +135,8 @@ class CPUCausalLM:
     @property
     def forms(self) -> str:
         """How the weights are kept, for the log: "4-bit, 8-bit weights (AVX-512 VNNI)"."""
-        names = {4: "4-bit", 8: "8-bit", 16: "bfloat16"}
-        forms = ", ".join(names[form] for form in sorted({matrix.form for matrix in self._matrices}))
-        return f"{forms} weights ({self._library.instructions})"
+        forms = set[int]().union(*(matrix.forms for matrix in self._matrices))
+        return f"{', '.join(FORMS[form] for form in sorted(forms))} weights ({self._library.instructions})"
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A zeroed cache for every layer, in place of the one before. csrc/attention.h has its layout."""
@@ -161,6 +160,7 @@ class CPUCausalLM:
                 block_table_stride=inputs.block_table.shape[1],
             ),
             input_ids=inputs.input_ids.ctypes.data,
+            num_prompt_tokens=inputs.num_prompt_tokens.ctypes.data,
             hidden=hidden.ctypes.data,
             stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
             stop_interval=STOP_INTERVAL,
@@ -187,7 +187,7 @@ class CPUCausalLM:
             self._logits = np.empty(rows * width, dtype=np.float32)
         logits = self._logits[: rows * width].reshape(rows, width)
         self._library.functions.hr_multiply(
-            self._threads.handle, self._head, hidden.ctypes.data, rows, None, logits.ctypes.data, width
+            self._threads.handle, self._head, hidden.ctypes.data, rows, 0, None, logits.ctypes.data, width
         )
         return logits[:, : self.config.vocab_size]
 

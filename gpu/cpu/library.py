@@ -27,10 +27,16 @@ STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still want
 StopFunction = ctypes.CFUNCTYPE(c_int32)
 
 
+class PartStruct(ctypes.Structure):
+    """`headrace::Part`"""
+
+    _fields_ = (("form", c_int32), ("tiles", c_int32), ("data", c_void_p))
+
+
 class MatrixStruct(ctypes.Structure):
     """`headrace::Matrix`"""
 
-    _fields_ = (("form", c_int32), ("rows", c_int32), ("cols", c_int32), ("unused", c_int32), ("data", c_void_p))
+    _fields_ = (("rows", c_int32), ("cols", c_int32), ("parts", PartStruct * 3))
 
 
 class HeadsStruct(ctypes.Structure):
@@ -101,6 +107,7 @@ class ForwardStruct(ctypes.Structure):
     _fields_ = (
         ("step", StepStruct),
         ("input_ids", c_void_p),
+        ("num_prompt_tokens", c_void_p),
         ("hidden", c_void_p),
         ("stop", StopFunction),
         ("stop_interval", c_double),
@@ -112,12 +119,15 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_create": (c_void_p, (c_int32,)),
     "hr_destroy": (None, (c_void_p,)),
     "hr_forward": (c_int32, (c_void_p, POINTER(ModelStruct), POINTER(ForwardStruct))),
-    "hr_multiply": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p, c_int64)),
+    "hr_multiply": (
+        c_int32,
+        (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int64),
+    ),
     "hr_largest_product": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
     "hr_matrix_row": (None, (POINTER(MatrixStruct), c_int32, c_void_p)),
-    "hr_matrix_bytes": (c_int64, (POINTER(MatrixStruct),)),
-    "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64)),
-    "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p)),
+    "hr_tile_bytes": (c_int64, (POINTER(MatrixStruct), c_int32)),
+    "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64, c_int32, c_int32)),
+    "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p, c_int32, c_int32)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`

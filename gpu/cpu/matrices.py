@@ -6,36 +6,51 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from gpu.checkpoint import QuantizedRows
-from gpu.cpu.library import Library, MatrixStruct
+from gpu.cpu.library import Library, MatrixStruct, PartStruct
 from gpu.cpu.memory import WeightBuffer
 from gpu.weights import Weight, floats
 
-U4, U8, BF16 = 4, 8, 16  # `headrace::Form`
-BLOCK = 32  # weights that share a scale, in U4 and U8
+U4, U5, U8, BF16, K4, K5, K6 = 4, 5, 8, 16, 44, 45, 46  # `headrace::Form`
+FORMS = {  # for the log
+    U4: "4-bit",
+    U5: "5-bit",
+    U8: "8-bit",
+    BF16: "bfloat16",
+    K4: "4-bit K",
+    K5: "5-bit K",
+    K6: "6-bit K",
+}
 LANES = 16  # outputs of one tile
-ROWS_AT_ONCE = 4096  # whole tiles
+ROWS_AT_ONCE = 4096  # that are widened to float32, and packed
 
-# GGUF types whose blocks are taken over as they are: the form, and what hr_pack_blocks calls them. Any other quantized
-# type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer.
-# Steps are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
-_AS_THEY_ARE = {"Q4_0": (U4, 40), "Q4_1": (U4, 41), "Q8_0": (U8, 80)}
+# GGUF types whose blocks are taken over as they are, and their forms. Any other quantized type is rounded to U8, whose
+# steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer. Steps are float16, so 6e-8 at
+# least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
+_AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
+_BLOCK = 32  # weights that share a scale in U8
 
 
 class PackedMatrix:
     """One [rows, cols] matrix. `struct` points into `data`, which must outlive every use of it."""
 
-    def __init__(self, library: Library, buffer: WeightBuffer, form: int, rows: int, cols: int) -> None:
-        self.struct = MatrixStruct(form=form, rows=rows, cols=cols, unused=0, data=None)
-        size = library.functions.hr_matrix_bytes(self.struct)
-        self.data = buffer.take(size)
-        self.struct.data = self.data.ctypes.data
-
-    @property
-    def form(self) -> int:
-        return self.struct.form
+    def __init__(self, library: Library, buffer: WeightBuffer, parts: Sequence[tuple[int, int]], cols: int) -> None:
+        """`parts` are forms and how many rows each has: a multiple of LANES, but for the last."""
+        self.forms = {form for form, _ in parts}
+        self.struct = MatrixStruct(rows=sum(rows for _, rows in parts), cols=cols)
+        tiles = [-(-rows // LANES) for _, rows in parts]
+        sizes = [
+            count * library.functions.hr_tile_bytes(self.struct, form)
+            for (form, _), count in zip(parts, tiles, strict=True)
+        ]
+        self.data = buffer.take(sum(sizes))
+        at = self.data.ctypes.data
+        for index, ((form, _), count, size) in enumerate(zip(parts, tiles, sizes, strict=True)):
+            self.struct.parts[index] = PartStruct(form=form, tiles=count, data=at)
+            at += size
 
 
 def padded_rows(struct: MatrixStruct) -> int:
@@ -45,55 +60,56 @@ def padded_rows(struct: MatrixStruct) -> int:
 
 
 def pack(
-    library: Library, buffer: WeightBuffer, parts: Sequence[Weight], *, interleave: bool = False, quantized: bool = True
+    library: Library,
+    buffer: WeightBuffer,
+    weights: Sequence[Weight],
+    *,
+    interleave: bool = False,
+    quantized: bool = True,
 ) -> PackedMatrix:
-    """One matrix of several parts, one below the other; with `interleave` of two parts, tile by tile in turns.
+    """One matrix of up to three, one below the other; with `interleave` of two, tile by tile in turns.
 
-    Parts of one GGUF type that can be taken as it is keep their bits. Otherwise, quantized parts become U8 and all
-    others bfloat16; `quantized` False makes everything bfloat16.
+    Each keeps the bits that a GGUF file has for it, where the library has a form for its type; other quantized types
+    become U8, and all else bfloat16. `quantized` False makes everything bfloat16. What takes turns, or does not fill
+    whole tiles, gets one form: its own if it is the same, else U8 if all are quantized.
     """
-    merged = _merge(parts, interleave)
-    rows, cols = merged.shape
-    is_in_blocks = quantized and cols % BLOCK == 0
-    if is_in_blocks and isinstance(merged, QuantizedRows) and merged.type in _AS_THEY_ARE:
-        form, code = _AS_THEY_ARE[merged.type]
-        matrix = PackedMatrix(library, buffer, form, rows, cols)
-        library.functions.hr_pack_blocks(matrix.struct, code, _pointer(merged.data), merged.data.shape[1])
-        return matrix
-    is_quantized = all(isinstance(part, QuantizedRows) for part in parts)
-    matrix = PackedMatrix(library, buffer, U8 if is_in_blocks and is_quantized else BF16, rows, cols)
-    _pack_floats(library, matrix, merged)
+    forms = [_form(weight) if quantized else BF16 for weight in weights]
+    rows, cols = [weight.shape[0] for weight in weights], weights[0].shape[1]
+    if interleave or any(count % LANES for count in rows[:-1]):
+        common = forms[0] if len(set(forms)) == 1 else BF16 if BF16 in forms else U8
+        matrix = PackedMatrix(library, buffer, [(common, sum(rows))], cols)
+        forms = [common] * len(forms)
+    else:
+        matrix = PackedMatrix(library, buffer, list(zip(forms, rows, strict=True)), cols)
+    step = LANES if interleave else max(rows)
+    first = 0
+    for start in range(0, max(rows), step):
+        for weight, form in zip(weights, forms, strict=True):
+            count = min(step, weight.shape[0] - start)
+            _pack_rows(library, matrix, weight, form, start, count, first)
+            first += count
     return matrix
 
 
-def _pack_floats(library: Library, matrix: PackedMatrix, rows: Weight) -> None:
-    """Some rows at a time, because an embedding in float32 may be larger than the whole model."""
-    for start in range(0, rows.shape[0], ROWS_AT_ONCE):
-        part = np.ascontiguousarray(floats(rows[start : start + ROWS_AT_ONCE]))
-        before = MatrixStruct(form=matrix.form, rows=start, cols=matrix.struct.cols)
-        offset = library.functions.hr_matrix_bytes(before)
-        struct = MatrixStruct(
-            form=matrix.form, rows=len(part), cols=matrix.struct.cols, data=matrix.struct.data + offset
-        )
-        library.functions.hr_pack_floats(struct, _pointer(part))
+def _form(weight: Weight) -> int:
+    if not isinstance(weight, QuantizedRows) or weight.shape[1] % _BLOCK:
+        return BF16
+    return _AS_THEY_ARE.get(weight.type, U8)
 
 
-def _merge(parts: Sequence[Weight], interleave: bool) -> Weight:
-    """As the file has them, if they are all of one type, else in float32."""
-    kinds = {part.type if isinstance(part, QuantizedRows) else part.dtype for part in parts}
-    quantized = [part for part in parts if isinstance(part, QuantizedRows)]
-    if len(kinds) == 1 and quantized:
-        data = _joined([part.data for part in quantized], interleave)
-        return QuantizedRows(quantized[0].type, (len(data), quantized[0].shape[1]), data)
-    plain = [part for part in parts if not isinstance(part, QuantizedRows)]
-    return _joined(plain if len(kinds) == 1 else [floats(part) for part in parts], interleave)
-
-
-def _joined(parts: Sequence[NDArray], interleave: bool) -> NDArray:
-    if not interleave:
-        return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
-    tiles = [part.reshape(-1, 1, LANES, part.shape[1]) for part in parts]
-    return np.ascontiguousarray(np.concatenate(tiles, axis=1).reshape(-1, parts[0].shape[1]))
+def _pack_rows(
+    library: Library, matrix: PackedMatrix, weight: Weight, form: int, start: int, count: int, first: int
+) -> None:
+    """Rows [start, start + count) of a weight become rows of the matrix, from row `first` on."""
+    if isinstance(weight, QuantizedRows) and _form(weight) == form and weight.type in _AS_THEY_ARE:
+        rows = np.ascontiguousarray(weight.data[start : start + count])
+        code = GGMLQuantizationType[weight.type].value
+        library.functions.hr_pack_blocks(matrix.struct, code, _pointer(rows), rows.shape[1], first, count)
+        return
+    # Some rows at a time, because an embedding in float32 may be larger than the whole model.
+    for done in range(0, count, ROWS_AT_ONCE):
+        part = np.ascontiguousarray(floats(weight[start + done : start + min(done + ROWS_AT_ONCE, count)]))
+        library.functions.hr_pack_floats(matrix.struct, _pointer(part), first + done, len(part))
 
 
 def _pointer(array: NDArray) -> ctypes.c_void_p:

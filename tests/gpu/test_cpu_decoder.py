@@ -7,17 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from engine.errors import StepAbandoned
 from gpu.attention.torch_backend import TorchAttention
-from gpu.checkpoint import ModelConfig, ModelError
+from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, is_for_this_processor, load_library, usable
 from gpu.models import CausalLM
 from gpu.runner import ModelInputs
+from gpu.weights import Weight
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import as_tensors
 from tests.gpu.paging import Span, make_metadata, positions_of
@@ -46,19 +49,23 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 32}),
 }
 NUM_BLOCKS = 64
+PROMPT = 45  # tokens of every request; those behind are generated ones
 
 
 class Model:
     """A decoder of the library with its cache, and the torch model of the same weights in float32."""
 
-    def __init__(self, oracle: PreTrainedConfig, block_size: int, library: Library | None = None) -> None:
+    def __init__(
+        self, oracle: PreTrainedConfig, block_size: int, library: Library | None = None, *, quantized: bool = False
+    ) -> None:
         self.config: ModelConfig = model_config(oracle)
         self.block_size = block_size
-        weights = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
+        plain = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
+        weights = [(name, self._quantized(name, array)) for name, array in plain] if quantized else plain
         library = library or load_library()
         assert library is not None
         self.fast = CPUCausalLM(
-            library, self.config, weights, block_size=block_size, max_model_len=600, num_threads=2, quantized=False
+            library, self.config, weights, block_size=block_size, max_model_len=600, num_threads=2, quantized=quantized
         )
         attention = partial(TorchAttention, block_size=block_size)
         self.slow = CausalLM(self.config, dtype=torch.float32, device="cpu", max_model_len=600, attention=attention)
@@ -71,6 +78,13 @@ class Model:
         if name.endswith("norm.weight"):
             return array
         return (torch.from_numpy(array) * (5.0 if "proj" in name else 20.0)).bfloat16().float().numpy()
+
+    @staticmethod
+    def _quantized(name: str, array: np.ndarray) -> Weight:
+        if array.ndim == 1:
+            return array
+        kind = "Q8_0" if "embed" in name or "v_proj" in name else "Q4_1"
+        return QuantizedRows(kind, array.shape, quantize(array, GGMLQuantizationType[kind]))
 
     def new_cache(self) -> None:
         self.fast.allocate_kv_cache(NUM_BLOCKS)
@@ -105,6 +119,7 @@ class Model:
             seq_lens=metadata.seq_lens.numpy(),
             block_table=metadata.block_table.numpy(),
             num_decodes=metadata.num_decodes,
+            num_prompt_tokens=np.full(len(spans), PROMPT, dtype=np.int32),
         )
 
 
@@ -131,17 +146,19 @@ def test_hidden_states_and_logits_are_the_torch_models(name: str):
     assert finite.all()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("library", list(usable()), ids=lambda library: library.name)
-def test_every_build_computes_the_same_model(library: Library):
-    model = Model(MODELS["llama"], 16, library)
+def test_every_build_computes_the_same_model(library: Library, quantized: bool):
+    model = Model(MODELS["llama"], 16, library, quantized=quantized)
     spans, ids = model.spans([(70, 70)]), tokens(70)
     assert relative_error(model.run(spans, ids), model.run(spans, ids, slow=True)) < 0.02
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16, 24, 48])
-def test_chunks_decodes_and_neighbours_change_no_bit(name: str, block_size: int):
-    model = Model(MODELS[name], block_size)
+def test_chunks_decodes_and_neighbours_change_no_bit(name: str, block_size: int, quantized: bool):
+    model = Model(MODELS[name], block_size, quantized=quantized)
     length = min(300, NUM_BLOCKS * block_size // 2)
     ids = tokens(length, seed=block_size)
     spans = model.spans([(length, length), (9, 9)])
@@ -176,7 +193,7 @@ def test_a_request_in_a_mixture_gets_what_it_gets_alone(mixture_model: Model, le
 
 @pytest.fixture(scope="module")
 def mixture_model() -> Model:
-    return Model(MODELS["llama"], block_size=16)
+    return Model(MODELS["llama"], block_size=16, quantized=True)
 
 
 def test_what_others_left_in_the_cache_is_never_read():

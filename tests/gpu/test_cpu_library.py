@@ -24,12 +24,12 @@ matrix = pack(library, WeightBuffer(), [np.ones((16, 96), np.float32)])
 OUT_OF_MEMORY = """
 threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
 def multiply(rows):
-    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), rows, None, out.data_ptr(), 16)
+    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), rows, 0, None, out.data_ptr(), 16)
 multiply(10)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
 try:
-    multiply(2**24)  # 3 GiB of rows to keep, before the first is read
+    multiply(2**22)  # 3 GiB of rows to keep, before the first is read
 except MemoryError as error:
     print(error)
 multiply(20)
@@ -37,7 +37,7 @@ print((out == 96).all().item())
 """
 MULTIPLIES = """
 threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
-library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, None, out.data_ptr(), 16)
+library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, 0, None, out.data_ptr(), 16)
 print(library.name, (out == 96).all().item())
 """
 ENDS_IN_A_CALL = """
@@ -45,7 +45,7 @@ x, out = torch.ones(40_000, 96), torch.empty(40_000, 16)
 threads = Threads(library, 2)
 def call_for_ever():
     while True:
-        library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 40_000, None, out.data_ptr(), 16)
+        library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 40_000, 0, None, out.data_ptr(), 16)
 threading.Thread(target=call_for_ever, daemon=True).start()
 time.sleep(0.1)
 print("over")
@@ -69,7 +69,7 @@ print(*(library.name for library in usable()))
 FORKS = """
 threads, x, out = Threads(library, 3), torch.ones(20, 96), torch.empty(20, 16)
 def multiply(threads):
-    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, None, out.data_ptr(), 16)
+    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, 0, None, out.data_ptr(), 16)
 multiply(threads)
 if (child := os.fork()) == 0:
     try:

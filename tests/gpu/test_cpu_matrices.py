@@ -8,7 +8,7 @@ from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, Threads, is_for_this_processor, load_library, usable
-from gpu.cpu.matrices import BF16, U4, U8, PackedMatrix, pack, padded_rows
+from gpu.cpu.matrices import BF16, K4, K5, K6, U4, U5, U8, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
 
 # What is built is run; that it was built where it can be is a test of its own.
@@ -22,25 +22,39 @@ def library(request) -> Library:
     return request.param
 
 
+# Types of 256 weights to a block that `quantize` does not make: the bytes of one, and where its float16 scales are.
+SUPER_BLOCKS = {"Q2_K": (84, (80, 82)), "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
 def rows_of(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedRows:
-    values = np.random.default_rng(seed).normal(0, 0.1, (rows, cols)).astype(np.float32)
-    return QuantizedRows(kind, (rows, cols), quantize(values, GGMLQuantizationType[kind]))
+    generator = np.random.default_rng(seed)
+    if kind not in SUPER_BLOCKS:
+        values = generator.normal(0, 0.1, (rows, cols)).astype(np.float32)
+        return QuantizedRows(kind, (rows, cols), quantize(values, GGMLQuantizationType[kind]))
+    size, scales = SUPER_BLOCKS[kind]
+    blocks = generator.integers(0, 256, (rows, cols // 256, size), dtype=np.uint8)
+    for at in scales:
+        blocks[..., at : at + 2] = (
+            generator.uniform(1e-4, 1e-3, blocks.shape[:2]).astype(np.float16)[..., None].view("u1")
+        )
+    return QuantizedRows(kind, (rows, cols), blocks.reshape(rows, -1))
 
 
-def product(library: Library, matrix: PackedMatrix, x: torch.Tensor, num_threads: int = 1) -> torch.Tensor:
+def product(
+    library: Library, matrix: PackedMatrix, x: torch.Tensor, num_threads: int = 1, *, prompt: bool = False
+) -> torch.Tensor:
     out = torch.full((len(x), padded_rows(matrix.struct)), 7.0)
     threads = Threads(library, num_threads)
     library.functions.hr_multiply(
-        threads.handle, matrix.struct, x.data_ptr(), len(x), None, out.data_ptr(), out.shape[1]
+        threads.handle, matrix.struct, x.data_ptr(), len(x), prompt, None, out.data_ptr(), out.shape[1]
     )
     return out[:, : matrix.struct.rows]
 
 
-def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """What a row of activations is to a quantized matrix: 127 steps of each 32 inputs' largest."""
-    blocks = x.double().unflatten(-1, (-1, 32))
-    step = blocks.abs().amax(-1, keepdim=True) / 127
-    return ((blocks / step).round() * step).nan_to_num(0).flatten(-2)
+def seen(library: Library, x: torch.Tensor) -> torch.Tensor:
+    """What a product takes activations for: bfloat16 where the processor multiplies those."""
+    return (x.bfloat16() if library.name in ("_kernels_amx", "_kernels_bf16") else x).double()
 
 
 def stored(library: Library, matrix: PackedMatrix) -> torch.Tensor:
@@ -53,8 +67,8 @@ def stored(library: Library, matrix: PackedMatrix) -> torch.Tensor:
 
 def rounded(library: Library, rows: torch.Tensor) -> PackedMatrix:
     """Rows of floats as a U8 matrix: what becomes of the quantized types that the library has no form for."""
-    matrix = PackedMatrix(library, WeightBuffer(), U8, *rows.shape)
-    assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr()) == 0
+    matrix = PackedMatrix(library, WeightBuffer(), [(U8, len(rows))], rows.shape[1])
+    assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr(), 0, len(rows)) == 0
     return matrix
 
 
@@ -65,19 +79,19 @@ def test_the_installation_has_built_the_library_and_it_is_the_best_that_runs_her
     assert library.name == RUNNABLE[0].name
 
 
-@pytest.mark.parametrize(("kind", "form"), [("Q4_0", U4), ("Q4_1", U4), ("Q8_0", U8)])
+@pytest.mark.parametrize(("kind", "form"), list(zip(KINDS, (U4, U4, U5, U5, U8, K4, K5, K6), strict=True)))
 def test_blocks_of_a_file_are_kept_to_the_last_bit(library: Library, kind: str, form: int):
-    rows = rows_of(kind, 37, 96)
+    rows = rows_of(kind, 37, 512)
     matrix = pack(library, WeightBuffer(), [rows])
-    assert matrix.form == form
+    assert matrix.forms == {form}
     expected = torch.from_numpy(dequantize(rows.data, GGMLQuantizationType[kind]))
     torch.testing.assert_close(stored(library, matrix), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Library):
-    rows = rows_of("Q5_1", 20, 64)
+    rows = rows_of("Q2_K", 20, 256)
     matrix = pack(library, WeightBuffer(), [rows])
-    assert matrix.form == U8
+    assert matrix.forms == {U8}
     expected = torch.from_numpy(rows.dequantize())
     steps = expected.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
     errors = (stored(library, matrix) - expected).unflatten(-1, (-1, 32)).abs()
@@ -112,32 +126,64 @@ def test_parts_lie_below_each_other_or_take_turns(library: Library):
     torch.testing.assert_close(stored(library, pack(library, WeightBuffer(), parts, interleave=True)), turns)
 
 
-def test_parts_of_different_types_share_one_form(library: Library):
-    quantized = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), rows_of("Q8_0", 16, 64)])
-    mixed = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), np.zeros((16, 64), np.float32)])
-    assert (quantized.form, mixed.form) == (U8, BF16)
+def test_parts_of_different_types_keep_their_forms(library: Library):
+    parts, last = [rows_of("Q4_K", 32, 256), rows_of("Q6_K", 16, 256)], torch.randn(21, 256).bfloat16().float()
+    matrix = pack(library, WeightBuffer(), [*parts, last.numpy()])
+    assert matrix.forms == {K4, K6, BF16}
+    numbers = torch.cat([*(torch.from_numpy(part.dequantize()) for part in parts), last])
+    torch.testing.assert_close(stored(library, matrix), numbers)
+    x = torch.randn(40, 256)
+    torch.testing.assert_close(
+        product(library, matrix, x).double(), seen(library, x) @ numbers.double().T, rtol=1e-5, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 21, 150])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "bfloat16"])
+def test_parts_of_different_types_that_take_turns_share_one_form(library: Library):
+    quantized = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), rows_of("Q8_0", 16, 64)], interleave=True)
+    mixed = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 64), np.zeros((16, 64), np.float32)], interleave=True)
+    assert (quantized.forms, mixed.forms) == ({U8}, {BF16})
+    uneven = pack(library, WeightBuffer(), [rows_of("Q4_1", 10, 64), rows_of("Q8_0", 16, 64)])
+    assert uneven.forms == {U8}, "the second begins in the middle of a tile"
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 21, 150, 530])
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
 def test_products_are_those_of_the_stored_numbers(library: Library, kind: str, num_rows: int):
     generator = torch.Generator().manual_seed(num_rows)
-    x = torch.randn(num_rows, 96, generator=generator)
-    weight = torch.randn(53, 96, generator=generator).numpy() if kind == "bfloat16" else rows_of(kind, 53, 96)
+    x = torch.randn(num_rows, 512, generator=generator)
+    weight = torch.randn(53, 512, generator=generator).numpy() if kind == "bfloat16" else rows_of(kind, 53, 512)
     matrix = pack(library, WeightBuffer(), [weight])
-    seen = x.bfloat16().double() if kind == "bfloat16" else rounded_to_8_bits(x)
-    expected = seen @ stored(library, matrix).double().T
-    torch.testing.assert_close(product(library, matrix, x, num_threads=2).double(), expected, rtol=1e-5, atol=2e-5)
+    numbers = stored(library, matrix).double()
+    expected, size = seen(library, x) @ numbers.T, seen(library, x).abs() @ numbers.abs().T
+    exact = product(library, matrix, x, num_threads=2).double()
+    assert ((exact - expected).abs() <= 1e-6 * size).all()
+    # Of prompts, weights may be rounded to bfloat16: half a unit of 8 bits each, mostly up and down alike.
+    rounded_too = product(library, matrix, x, num_threads=2, prompt=True).double()
+    assert ((rounded_too - expected).abs() <= 2**-9 * size).all()
+    assert (rounded_too - expected).norm() <= 3e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "bfloat16"])
-def test_a_rows_product_is_the_same_bits_in_any_batch(library: Library, kind: str):
-    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
-    matrix = pack(library, WeightBuffer(), [weight.numpy() if kind == "bfloat16" else rows_of(kind, 64, 64)])
-    together = product(library, matrix, x)
-    for count in (1, 2, 5, 7, 8, 9):
-        assert torch.equal(product(library, matrix, x[:count].contiguous()), together[:count])
+@pytest.mark.parametrize("num_cols", [16, 48, 80])
+def test_inputs_that_fill_no_block_are_multiplied_too(library: Library, num_cols: int):
+    x, weight = torch.randn(20, num_cols), torch.randn(32, num_cols).bfloat16().float()
+    matrix = pack(library, WeightBuffer(), [weight.numpy()])
+    expected = seen(library, x) @ weight.double().T
+    for prompt in (False, True):
+        result = product(library, matrix, x, prompt=prompt).double()
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_a_rows_product_is_the_same_bits_in_any_batch(library: Library, kind: str, prompt: bool):
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
+    x[7, ::3] *= 2.0**-120  # next to nothing, where vectors and tiles must not differ
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)).numpy()
+    matrix = pack(library, WeightBuffer(), [weight if kind == "bfloat16" else rows_of(kind, 64, 256)])
+    together = product(library, matrix, x, prompt=prompt)
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33):
+        assert torch.equal(product(library, matrix, x[:count].contiguous(), prompt=prompt), together[:count])
+        assert torch.equal(product(library, matrix, x[-count:].contiguous(), prompt=prompt), together[-count:])
 
 
 def test_a_bias_is_added(library: Library):
@@ -145,7 +191,7 @@ def test_a_bias_is_added(library: Library):
     x, bias, out = torch.randn(3, 64), torch.randn(32), torch.empty(3, 32)
     threads = Threads(library, 1)
     library.functions.hr_multiply(
-        threads.handle, matrix.struct, x.data_ptr(), 3, bias.data_ptr(), out.data_ptr(), out.shape[1]
+        threads.handle, matrix.struct, x.data_ptr(), 3, False, bias.data_ptr(), out.data_ptr(), out.shape[1]
     )
     torch.testing.assert_close(out, product(library, matrix, x) + bias)
 
@@ -195,5 +241,5 @@ def test_inputs_too_small_to_divide_by_are_nothing_and_spare_the_others(library:
     x = torch.zeros(1, 96)
     x[0, :32], x[0, 40] = size, 1.0
     matrix = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 96)])
-    expected = rounded_to_8_bits(x) @ stored(library, matrix).double().T
+    expected = seen(library, x) @ stored(library, matrix).double().T
     torch.testing.assert_close(product(library, matrix, x).double(), expected, rtol=1e-5, atol=1e-12)

@@ -44,6 +44,7 @@ struct hr_model {
 struct hr_step {
     Step step;
     const int64_t* input_ids;  // [T]
+    const int32_t* num_prompt_tokens;  // [B], how many of a request's tokens are its prompt; or null: none
     float* hidden;             // [T, hidden], the result
     int32_t (*stop)(void);     // asked between layers, at most every `stop_interval` seconds; not 0 ends the pass
     double stop_interval;
@@ -75,18 +76,31 @@ void normalize(const float* x, const float* weight, float epsilon, int size, flo
     for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(x + i) * scale * load<f32x16>(weight + i));
 }
 
-void prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, int rows, const float* norm, float epsilon) {
-    Activations& input = engine.input.reserve(w, rows);
-    for_rows(engine.pool, rows, [&](int row) {
-        const float* from = x + row * stride;
-        if (norm) {
-            thread_local std::vector<float> normed;
-            normed.resize((size_t)w.cols);
-            normalize(from, norm, epsilon, w.cols, normed.data());
-            from = normed.data();
-        }
-        input.set_row(row, (Form)w.form, from);
-    });
+// The rows of a step by how they are computed.
+struct Rows {
+    const int32_t* index;  // null: all, in their order
+    int count;
+    Precision precision;
+};
+
+// out = x W^T for the rows of every kind, each normed before if there is a `norm`.
+void product(Engine& engine, const Matrix& w, const float* x, int64_t x_stride, const Rows (&kinds)[2], const float* norm,
+             float epsilon, Then then, const float* bias, float* out, int64_t out_stride) {
+    for (const Rows& rows : kinds) {
+        if (!rows.count) continue;
+        Activations& input = engine.input[(int)rows.precision].begin(w, rows.count, rows.precision);
+        for_rows(engine.pool, rows.count, [&](int row) {
+            const float* from = x + (rows.index ? rows.index[row] : row) * x_stride;
+            if (norm) {
+                thread_local std::vector<float> normed;
+                normed.resize((size_t)w.cols);
+                normalize(from, norm, epsilon, w.cols, normed.data());
+                from = normed.data();
+            }
+            input.set_row(row, from, w.cols);
+        });
+        multiply(engine.pool, w, input, rows.precision, then, bias, Output{out, out_stride, rows.index});
+    }
 }
 
 // Half-split rotation, as Hugging Face's checkpoints have it (Su et al., arXiv:2104.09864).
@@ -132,25 +146,40 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
     });
 }
 
-void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* residual) {
+void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, const Rows (&kinds)[2],
+               float* residual) {
     const Heads& heads = model.heads;
     const int rows = step.num_tokens;
     const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
-    float* wide = engine.wide.reserve((size_t)rows * std::max<int64_t>(qkv_width, model.inner));
+    const int64_t hidden = model.hidden, inner = model.inner;
+    float* wide = engine.wide.reserve((size_t)rows * std::max<int64_t>(qkv_width, inner));
     float* attended = engine.attended.reserve((size_t)(rows * attended_width));
     uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
 
-    prepare(engine, layer.qkv, residual, model.hidden, rows, layer.attention_norm, model.epsilon);
-    multiply(engine.pool, layer.qkv, engine.input.rows, rows, Then::kStore, layer.qkv_bias, wide, qkv_width);
+    product(engine, layer.qkv, residual, hidden, kinds, layer.attention_norm, model.epsilon, Then::kStore, layer.qkv_bias,
+            wide, qkv_width);
     place(engine, model, layer, step, wide, qkv_width, queries);
     attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended);
-    prepare(engine, layer.out, attended, attended_width, rows, nullptr, 0);
-    multiply(engine.pool, layer.out, engine.input.rows, rows, Then::kAdd, nullptr, residual, model.hidden);
+    product(engine, layer.out, attended, attended_width, kinds, nullptr, 0, Then::kAdd, nullptr, residual, hidden);
+    product(engine, layer.gate_up, residual, hidden, kinds, layer.mlp_norm, model.epsilon, Then::kSiluMul, nullptr, wide,
+            inner);
+    product(engine, layer.down, wide, inner, kinds, nullptr, 0, Then::kAdd, nullptr, residual, hidden);
+}
 
-    prepare(engine, layer.gate_up, residual, model.hidden, rows, layer.mlp_norm, model.epsilon);
-    multiply(engine.pool, layer.gate_up, engine.input.rows, rows, Then::kSiluMul, nullptr, wide, model.inner);
-    prepare(engine, layer.down, wide, model.inner, rows, nullptr, 0);
-    multiply(engine.pool, layer.down, engine.input.rows, rows, Then::kAdd, nullptr, residual, model.hidden);
+// Where there are two ways to compute, prompts take the faster: a token's kind is its own, whatever step it is in.
+void sort_rows(Engine& engine, const hr_step& step, Rows (&kinds)[2]) {
+    const Step& tokens = step.step;
+    const int rows = tokens.num_tokens;
+    int32_t *exact = engine.order.reserve((size_t)rows * 2), *tiles = exact + rows;
+    kinds[0] = {exact, 0, Precision::kExact};
+    kinds[1] = {tiles, 0, Precision::kTiles};
+    for (int request = 0; request < tokens.num_requests; request++) {
+        for (int token = tokens.query_start_loc[request]; token < tokens.query_start_loc[request + 1]; token++) {
+            const int64_t prompt = kHasTiles && step.num_prompt_tokens ? step.num_prompt_tokens[request] : 0;
+            if (tokens.positions[token] < prompt) tiles[kinds[1].count++] = token;
+            else exact[kinds[0].count++] = token;
+        }
+    }
 }
 
 Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
@@ -159,13 +188,15 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     for_rows(engine.pool, rows, [&](int row) {
         matrix_row(model.embedding, (int)step.input_ids[row], residual + (int64_t)row * model.hidden);
     });
+    Rows kinds[2];
+    sort_rows(engine, step, kinds);
     double asked = seconds();
     for (int i = 0; i < model.num_layers; i++) {
         if (step.stop && seconds() - asked >= step.stop_interval) {
             if (step.stop()) return kStopped;
             asked = seconds();
         }
-        run_layer(engine, model, model.layers[i], step.step, residual);
+        run_layer(engine, model, model.layers[i], step.step, kinds, residual);
     }
     for_rows(engine.pool, rows, [&](int row) {
         normalize(residual + (int64_t)row * model.hidden, model.final_norm, model.epsilon, model.hidden,
@@ -199,12 +230,13 @@ int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {
     return call(handle, [=](Engine& engine) { return forward(engine, *model, *step); });
 }
 
-// x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16.
-int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, const float* bias, float* out,
-                    int64_t stride) {
+// x: float32 [rows, cols]; out: float32 [rows, stride], stride at least the matrix's rows rounded up to 16. `prompt` is
+// whether the rows are those of prompt tokens.
+int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, int32_t prompt, const float* bias,
+                    float* out, int64_t stride) {
     return call(handle, [=](Engine& engine) {
-        prepare(engine, *w, x, w->cols, rows, nullptr, 0);
-        multiply(engine.pool, *w, engine.input.rows, rows, Then::kStore, bias, out, stride);
+        Rows kinds[2] = {{nullptr, rows, prompt && kHasTiles ? Precision::kTiles : Precision::kExact}, {}};
+        product(engine, *w, x, w->cols, kinds, nullptr, 0, Then::kStore, bias, out, stride);
         return kDone;
     });
 }
@@ -212,8 +244,9 @@ int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows,
 int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices,
                            uint8_t* finite) {
     return call(handle, [=](Engine& engine) {
-        prepare(engine, *w, x, w->cols, rows, nullptr, 0);
-        largest_product(engine.pool, *w, engine.input.rows, rows, indices, finite);
+        Activations& input = engine.input[0].begin(*w, rows, Precision::kExact);
+        for_rows(engine.pool, rows, [&](int row) { input.set_row(row, x + (int64_t)row * w->cols, w->cols); });
+        largest_product(engine.pool, *w, input, indices, finite);
         return kDone;
     });
 }

@@ -34,21 +34,15 @@ class Buffer {
 };
 
 struct ActivationBuffer {
-    Buffer<int8_t> q;
-    Buffer<float> scale, sum;
-    Buffer<uint16_t> bf16;
+    Buffer<uint8_t> data;
+    Buffer<float> sums;
     Activations rows;
 
-    Activations& reserve(const Matrix& w, int count) {
-        rows.cols = w.cols;
-        size_t size = (size_t)count * w.cols;
-        if (w.form == kBF16) {
-            rows.bf16 = bf16.reserve(size);
-        } else {
-            rows.q = q.reserve(size);
-            rows.scale = scale.reserve(size / kBlock);
-            rows.sum = sum.reserve(size / kBlock);
-        }
+    // Room for `count` rows on their way into `w`.
+    Activations& begin(const Matrix& w, int count, Precision precision) {
+        rows.begin(w.cols, count, precision);
+        rows.data = data.reserve((size_t)Activations::data_bytes(rows.blocks, count));
+        rows.sums = sums.reserve((size_t)Activations::sums_bytes(rows.blocks, count));
         return rows;
     }
 };
@@ -63,7 +57,8 @@ struct Engine {
     Pool pool;
     Buffer<float> residual, wide, attended;
     Buffer<uint16_t> queries;
-    ActivationBuffer input;
+    Buffer<int32_t> order;
+    ActivationBuffer input[2];  // by precision
 };
 
 // What a call returns; gpu/cpu/library.py makes exceptions of all but the first two.

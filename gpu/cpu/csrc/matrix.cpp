@@ -1,249 +1,282 @@
 #include "matrix.h"
 
 #include <algorithm>
+#include <memory>
 #include <vector>
+
+#include "forms.h"
+#include "tiles.h"
 
 namespace headrace {
 
 namespace {
 
-constexpr int kMaxRows = 8;        // whose sums are kept in registers at once
-constexpr int kRowsInCache = 128;  // activations that stay near the core while all weights pass by
-constexpr int kUnpackFrom = 16;    // rows for which it pays to widen 4-bit weights once
+constexpr int kRowsInCache = 128;   // activations that stay near the core while all weights pass by
+constexpr int kRowsOfPanel = 512;   // the same where weights are widened for all of them
+constexpr int kPrefetched = 12;     // blocks ahead
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kPairs = true;  // inputs are multiplied two at a time
+#else
+constexpr bool kPairs = false;
+#endif
+constexpr int kValues = (kPairs ? kBlock / 2 : kBlock) + 1;  // of a row in a block, its sum included
 
-// One block of a tile as the inner loop takes it: 8 vectors of bytes, d and m in float32.
-struct alignas(64) WideBlock {
-    u8x64 q[8];
-    f32x16 d;
-    f32x16 m;
-};
-
-inline void widen(const uint8_t* block, WideBlock& wide) {
-    for (int i = 0; i < 4; i++) {
-        u8x64 packed = load<u8x64>(block + 64 * i);
-        wide.q[i] = packed & 15;
-        wide.q[i + 4] = (u8x64)((u32x16)packed >> 4) & 15;
-    }
-    wide.d = load_f16((const uint16_t*)(block + 256));
-    wide.m = load_f16((const uint16_t*)(block + 288));
-}
-
-struct U4Source {
-    const uint8_t* tile;
-    WideBlock operator()(int b) const {
-        WideBlock wide;
-        widen(tile + (int64_t)b * kU4Bytes, wide);
-        return wide;
-    }
-};
-
-struct WideSource {
-    const WideBlock* blocks;
-    const WideBlock& operator()(int b) const { return blocks[b]; }
-};
-
-template <int kRows, class Source>
-inline void multiply_u4(const Source& source, int blocks, const Activations& x, int row, f32x16* sums) {
-    const int8_t* q = x.q + (int64_t)row * x.cols;
-    const float* scale = x.scale + (int64_t)row * blocks;
-    const float* sum = x.sum + (int64_t)row * blocks;
-    f32x16 acc[kRows] = {};
-    for (int b = 0; b < blocks; b++) {
-        const WideBlock& w = source(b);
+// The sums over a block's quads [begin, end) for n rows: `even` and `odd` are two chains, so that one need not wait for
+// the other. With AMX these are the very operations of a tile product, in its order.
+template <Form form, int n>
+inline void add_inputs(const uint8_t* block, int begin, int end, const float* x, f32x16* sums) {
+    using B = Blocks<form>;
+    f32x16 even[n] = {}, odd[n] = {};
+#pragma GCC unroll 1
+    for (int quad = begin; quad < end; quad++) {
+        const float* at = x + quad * (kPairs ? 4 : 8) * n;
+#pragma GCC unroll 4
+        for (int place = 0; place < 4; place++) {
+            if constexpr (kPairs) {
+                u32x16 pair = bf16_pair<form>(block, {quad, place});
 #pragma GCC unroll 8  // so that the sums stay in registers
-        for (int r = 0; r < kRows; r++) {
-            i32x16 dot = {};
+                for (int r = 0; r < n; r++) {
+                    f32x16& chain = place % 2 ? odd[r] : even[r];
+                    chain = dot_bf16(chain, pair, (const uint16_t*)(at + place * n + r));
+                }
+            } else {
+                f32x16 first = B::template q<0>(block, {quad, place}), second = B::template q<1>(block, {quad, place});
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) dot = dot_bytes(dot, w.q[i], q + (int64_t)r * x.cols + b * kBlock + 4 * i);
-            acc[r] = fma(to_f32(dot) * splat(scale[(int64_t)r * blocks + b]), w.d, acc[r]);
-            acc[r] = fma(w.m, splat(sum[(int64_t)r * blocks + b]), acc[r]);
+                for (int r = 0; r < n; r++) {
+                    even[r] = fma(first, splat(at[2 * place * n + r]), even[r]);
+                    odd[r] = fma(second, splat(at[(2 * place + 1) * n + r]), odd[r]);
+                }
+            }
         }
     }
-    for (int r = 0; r < kRows; r++) sums[r] = acc[r];
-}
-
-template <int kRows>
-inline void multiply_u8(const uint8_t* tile, int blocks, const Activations& x, int row, f32x16* sums) {
-    const int8_t* q = x.q + (int64_t)row * x.cols;
-    const float* scale = x.scale + (int64_t)row * blocks;
-    const float* sum = x.sum + (int64_t)row * blocks;
-    f32x16 acc[kRows] = {};
-    for (int b = 0; b < blocks; b++) {
-        const uint8_t* block = tile + (int64_t)b * kU8Bytes;
-        u8x64 w[8];
-        for (int i = 0; i < 8; i++) w[i] = load<u8x64>(block + 64 * i);
-        f32x16 d = load_f16((const uint16_t*)(block + 512));
-#pragma GCC unroll 8  // so that the sums stay in registers
-        for (int r = 0; r < kRows; r++) {
-            i32x16 dot = {};
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) dot = dot_bytes(dot, w[i], q + (int64_t)r * x.cols + b * kBlock + 4 * i);
-            f32x16 centred = fma(to_f32(dot), splat(scale[(int64_t)r * blocks + b]),
-                                 splat(-kU8Offset * sum[(int64_t)r * blocks + b]));
-            acc[r] = fma(centred, d, acc[r]);
+    for (int r = 0; r < n; r++) sums[r] = even[r] + odd[r];
+}
+
+template <Form form, int n>
+void vector_sums(const uint8_t* tile, int blocks, const float* x, float* out) {
+    using B = Blocks<form>;
+    f32x16 acc[n] = {};
+    const uint8_t* block = tile;
+    for (int b = 0; b < blocks; b++, block += B::kBytes, x += kValues * n) {
+        for (int i = 0; i < B::kBytes; i += 64) __builtin_prefetch(block + kPrefetched * B::kBytes + i);
+        f32x16 sums[n];
+        if constexpr (!B::kScaled) {
+            add_inputs<form, n>(block, 0, 4, x, sums);
+#pragma GCC unroll 8
+            for (int r = 0; r < n; r++) acc[r] = acc[r] + sums[r];
+        } else {
+            Scales scales = B::scales(tile, blocks, b);
+            add_inputs<form, n>(block, 0, B::kHalves ? 2 : 4, x, sums);
+#pragma GCC unroll 8
+            for (int r = 0; r < n; r++) acc[r] = fma(sums[r], scales.d, acc[r]);
+            if constexpr (B::kHalves) {
+                add_inputs<form, n>(block, 2, 4, x, sums);
+#pragma GCC unroll 8
+                for (int r = 0; r < n; r++) acc[r] = fma(sums[r], scales.second, acc[r]);
+            }
+            if constexpr (B::kHasMin) {
+#pragma GCC unroll 8
+                for (int r = 0; r < n; r++) acc[r] = fma(splat(x[(kValues - 1) * n + r]), scales.m, acc[r]);
+            }
         }
     }
-    for (int r = 0; r < kRows; r++) sums[r] = acc[r];
+    for (int r = 0; r < n; r++) store(out + r * kLanes, acc[r]);
 }
 
-template <int kRows>
-inline void multiply_bf16(const uint8_t* tile, int cols, const Activations& x, int row, f32x16* sums) {
-    const uint16_t* values = x.bf16 + (int64_t)row * x.cols;
-    f32x16 even[kRows] = {};
-    f32x16 odd[kRows] = {};
-    int k = 0;
-    for (; k + 4 <= cols; k += 4) {
-        u32x16 first = load<u32x16>(tile + (int64_t)k * 32);
-        u32x16 second = load<u32x16>(tile + (int64_t)k * 32 + 64);
-#pragma GCC unroll 8  // so that the sums stay in registers
-        for (int r = 0; r < kRows; r++) {
-            even[r] = dot_bf16(even[r], first, values + (int64_t)r * x.cols + k);
-            odd[r] = dot_bf16(odd[r], second, values + (int64_t)r * x.cols + k + 2);
+using VectorSums = void (*)(const uint8_t*, int, const float*, float*);
+
+template <Form form>
+VectorSums vector_sums_of(int n) {
+    if constexpr (kHasTiles) {  // for more there are tiles
+        constexpr VectorSums kSums[] = {nullptr, vector_sums<form, 1>, vector_sums<form, 2>, vector_sums<form, 3>};
+        return kSums[n];
+    } else {
+        if constexpr (kVectorRows >= 8) {
+            if (n == 8) return vector_sums<form, 8>;
+            if (n == 4) return vector_sums<form, 4>;
         }
-    }
-    for (; k < cols; k += 2) {
-        u32x16 last = load<u32x16>(tile + (int64_t)k * 32);
-        for (int r = 0; r < kRows; r++) even[r] = dot_bf16(even[r], last, values + (int64_t)r * x.cols + k);
-    }
-    for (int r = 0; r < kRows; r++) sums[r] = even[r] + odd[r];
-}
-
-template <int kRows>
-void multiply_rows(const Matrix& w, int tile, const WideBlock* wide, const Activations& x, int row, f32x16* sums) {
-    switch (w.form) {
-        case kU4:
-            if (wide) multiply_u4<kRows>(WideSource{wide}, w.blocks(), x, row, sums);
-            else multiply_u4<kRows>(U4Source{w.tile(tile)}, w.blocks(), x, row, sums);
-            break;
-        case kU8:
-            multiply_u8<kRows>(w.tile(tile), w.blocks(), x, row, sums);
-            break;
-        default:
-            multiply_bf16<kRows>(w.tile(tile), w.cols, x, row, sums);
+        return n == 2 ? vector_sums<form, 2> : vector_sums<form, 1>;
     }
 }
 
-using Rows = void (*)(const Matrix&, int, const WideBlock*, const Activations&, int, f32x16*);
-constexpr Rows kMultiplyRows[kMaxRows + 1] = {
-    nullptr,          multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-    multiply_rows<5>, multiply_rows<6>, multiply_rows<7>, multiply_rows<8>,
-};
-
-// A tile of a matrix against some rows, a few at a time. `group` is how many tiles belong together.
-template <class Take>
-void tile_times_rows(const Matrix& w, int first_tile, int group, const Activations& x, int begin, int end,
-                     const Take& take) {
-    thread_local std::vector<WideBlock> scratch;
-    const WideBlock* wide = nullptr;
-    if (w.form == kU4 && end - begin >= kUnpackFrom) {
-        scratch.resize((size_t)w.blocks() * group);
-        for (int t = 0; t < group; t++)
-            for (int b = 0; b < w.blocks(); b++)
-                widen(w.tile(first_tile + t) + (int64_t)b * kU4Bytes, scratch[(size_t)t * w.blocks() + b]);
-        wide = scratch.data();
-    }
-    f32x16 sums[2][kMaxRows];
-    for (int row = begin; row < end; row += kMaxRows) {
-        int count = std::min(kMaxRows, end - row);
-        for (int t = 0; t < group; t++)
-            kMultiplyRows[count](w, first_tile + t, wide ? wide + (size_t)t * w.blocks() : nullptr, x, row, sums[t]);
-        take(row, count, sums);
-    }
+// Rows whose sums are computed together, of `rows` that are left: few sizes, so that there is not too much code.
+int rows_together(int rows) {
+    if (kVectorRows < 8 || rows <= 2) return std::min(rows, kVectorRows);
+    return rows > 4 ? 8 : 4;
 }
 
 inline f32x16 silu(f32x16 x) {  // x / (1 + e^-x), by 2^y of a y <= 0, so that nothing overflows
-    f32x16 magnitude = x < splat(0.0f) ? -x : x;
+    f32x16 magnitude = select(x < splat(0.0f), -x, x);
     f32x16 e = exp2(magnitude * splat(-1.44269504f));
-    f32x16 sigmoid = (x < splat(0.0f) ? e : splat(1.0f)) / (splat(1.0f) + e);
+    f32x16 sigmoid = select(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
     return x * sigmoid;
 }
 
+// Takes denormals for zero while it lives, as tiles do.
+class FlushDenormals {
+#if defined(__AMX_BF16__)
+  public:
+    FlushDenormals() { _mm_setcsr(before_ | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before_); }
+
+  private:
+    const unsigned before_ = _mm_getcsr();
+#else
+  public:
+    FlushDenormals() {}
+#endif
+};
+
+// To the nearest bfloat16. What is next to nothing is nothing: tiles take denormals for zero, and so no sum has any.
+inline f32x16 rounded(f32x16 x) {
+    if constexpr (!kPairs && !kHasTiles) return x;
+    x = select((x < splat(0x1p-100f)) & (x > splat(-0x1p-100f)), f32x16{}, x);
+    return as_f32(widen(to_bf16(x)) << 16);
+}
+
+float* scratch(size_t floats) {
+    struct Free {
+        void operator()(float* data) const { ::operator delete(data, std::align_val_t{64}); }
+    };
+    thread_local std::unique_ptr<float, Free> data;
+    thread_local size_t size = 0;
+    if (floats > size) {
+        data.reset(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t{64})));
+        size = floats;
+    }
+    return data.get();
+}
+
+int round_up(int count, int step) { return (count + step - 1) / step * step; }
+
 }  // namespace
 
-void Activations::set_row(int row, Form form, const float* x) {
-    if (form == kBF16) {
-        uint16_t* to = bf16 + (int64_t)row * cols;
-        int i = 0;
-        for (; i + 16 <= cols; i += 16) store(to + i, to_bf16(load<f32x16>(x + i)));
-        for (; i < cols; i++) to[i] = to_bf16(x[i]);
-        return;
-    }
-    int blocks = cols / kBlock;
-    for (int b = 0; b < blocks; b++) {
-        f32x16 low = load<f32x16>(x + b * kBlock), high = load<f32x16>(x + b * kBlock + 16);
-        f32x16 low_size = low < splat(0.0f) ? -low : low, high_size = high < splat(0.0f) ? -high : high;
-        float size = largest(max(low_size, high_size));
-        float step = size / 127.0f;
-        float inverse = size > 0x1p-100f ? 127.0f / size : 0.0f;  // finite; what is smaller is nothing
-        if (!(size < INFINITY) || has_nan(low + high)) {  // has no integers: its scale carries it on
-            step = NAN;
-            low = high = f32x16{};
-            inverse = 0.0f;
+int block_bytes(Form form) {
+    return with_form(form, [](auto f) { return Blocks<f>::kBytes; });
+}
+
+bool has_super_blocks(Form form) {
+    return with_form(form, [](auto f) { return Blocks<f>::kSuper; });
+}
+
+void Activations::begin(int cols, int rows, Precision precision) {
+    blocks = (cols + kBlock - 1) / kBlock;
+    count = rows;
+    tiled = kHasTiles && (precision == Precision::kTiles || rows > kVectorRows);
+}
+
+void Activations::set_row(int row, const float* x, int cols) {
+    int first = row / kVectorRows * kVectorRows, n = rows_together(count - first);
+    float* values = (float*)data + (int64_t)first * blocks * kValues + row - first;
+    for (int b = 0; b < blocks; b++, x += kBlock) {
+        alignas(64) float block[kBlock] = {};
+        int in = std::min(kBlock, cols - b * kBlock);
+        std::copy(x, x + in, block);
+        f32x16 low = rounded(load<f32x16>(block)), high = rounded(load<f32x16>(block + 16));
+        float total = sum(low + high);
+        if (tiled) {
+            int64_t at = (int64_t)(row / 16) * blocks + b;
+            uint16_t* to = (uint16_t*)data + (at * 16 + row % 16) * kBlock;
+            store(to, narrow(as_u32(low) >> 16));
+            store(to + 16, narrow(as_u32(high) >> 16));
+            sums[at * 16 + row % 16] = total;
+            continue;
         }
-        // Adding 1.5 * 2^23 rounds to the nearest integer.
-        const f32x16 magic = splat(12582912.0f);
-        i32x16 a = __builtin_convertvector(low * splat(inverse) + magic - magic, i32x16);
-        i32x16 c = __builtin_convertvector(high * splat(inverse) + magic - magic, i32x16);
-        int8_t* to = q + (int64_t)row * cols + b * kBlock;
-        store(to, __builtin_convertvector(a, i8x16));
-        store(to + 16, __builtin_convertvector(c, i8x16));
-        int32_t total = headrace::sum(a + c);
-        scale[(int64_t)row * blocks + b] = step;
-        sum[(int64_t)row * blocks + b] = step * (float)total;
+        store(block, low);
+        store(block + 16, high);
+        float* to = values + (int64_t)b * kValues * n;
+        if constexpr (kPairs) {
+            for (int p = 0; p < kBlock / 2; p++) {
+                uint32_t pair = to_bf16(block[2 * p]) | (uint32_t)to_bf16(block[2 * p + 1]) << 16;
+                std::memcpy(to + p * n, &pair, 4);
+            }
+        } else {
+            for (int k = 0; k < kBlock; k++) to[k * n] = block[k];
+        }
+        to[(kValues - 1) * n] = total;
     }
 }
 
-void multiply(Pool& pool, const Matrix& w, const Activations& x, int rows, Then then, const float* bias, float* out,
-              int64_t stride) {
-    int group = then == Then::kSiluMul ? 2 : 1;
-    int groups = w.tiles() / group;
-    int chunks = std::max(1, std::min(groups, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4));
-    for (int begin = 0; begin < rows; begin += kRowsInCache) {
-        int end = std::min(rows, begin + kRowsInCache);
+void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums) {
+    FlushDenormals as_tiles_do;
+    if (x.tiled) return exact_sums_by_tiles(tile, x, begin, count, sums);
+    with_form(tile.form, [&](auto form) {
+        for (int row = begin; row < begin + count; row += kVectorRows, sums += kVectorRows * kLanes) {
+            const float* values = (const float*)x.data + (int64_t)row * x.blocks * kValues;
+            vector_sums_of<form>(rows_together(x.count - row))(tile.data, x.blocks, values, sums);
+        }
+    });
+}
+
+void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
+              const Output& out) {
+    const bool by_panel = kHasTiles && precision == Precision::kTiles;
+    const int group = by_panel || then == Then::kSiluMul ? 2 : 1;
+    const int groups = (w.tiles() + group - 1) / group;
+    const int chunks = std::max(1, std::min(groups, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4));
+    const int step = by_panel ? kRowsOfPanel : kRowsInCache;
+    for (int begin = 0; begin < x.count; begin += step) {
+        const int count = std::min(step, x.count - begin);
+        const int64_t size = (int64_t)round_up(count, 32) * kLanes;
         pool.run(chunks, [&](int chunk) {
+            Tiles registers;
+            float* sums = scratch((size_t)size * 2);
             int last = (int)((int64_t)groups * (chunk + 1) / chunks);
             for (int g = (int)((int64_t)groups * chunk / chunks); g < last; g++) {
-                auto take = [&](int row, int count, f32x16(*sums)[kMaxRows]) {
-                    float* to = out + (int64_t)row * stride + (int64_t)g * kLanes;
-                    for (int r = 0; r < count; r++, to += stride) {
-                        f32x16 value = sums[0][r];
+                const int first = g * group, together = std::min(group, w.tiles() - first);
+                if (by_panel) {
+                    rounded_sums_by_tiles(w, first, together, x, begin, count, sums, size);
+                } else {
+                    for (int t = 0; t < together; t++) exact_sums(w.tile(first + t), x, begin, count, sums + t * size);
+                }
+                for (int r = 0; r < count; r++) {
+                    float* to = out.row(begin + r) + (int64_t)(then == Then::kSiluMul ? g : first) * kLanes;
+                    f32x16 value = load<f32x16>(sums + r * kLanes);
+                    if (then == Then::kSiluMul) {
+                        store(to, silu(value) * load<f32x16>(sums + size + r * kLanes));
+                        continue;
+                    }
+                    for (int t = 0; t < together; t++, to += kLanes) {
+                        value = load<f32x16>(sums + t * size + r * kLanes);
                         if (then == Then::kAdd) value = load<f32x16>(to) + value;
-                        else if (then == Then::kSiluMul) value = silu(value) * sums[1][r];
-                        else if (bias) value = value + load<f32x16>(bias + (int64_t)g * kLanes);
+                        else if (bias) value = value + load<f32x16>(bias + (int64_t)(first + t) * kLanes);
                         store(to, value);
                     }
-                };
-                tile_times_rows(w, g * group, group, x, begin, end, take);
+                }
             }
         });
     }
 }
 
-void largest_product(Pool& pool, const Matrix& w, const Activations& x, int rows, int64_t* indices, uint8_t* finite) {
+void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t* indices, uint8_t* finite) {
     struct Best {
         f32x16 value;
         i32x16 tile;
         f32x16 zero;  // 0 times everything that was seen: NaN if any of it was not finite
     };
-    int tiles = w.tiles();
-    int chunks = std::min(tiles, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4);
+    const int tiles = w.tiles(), rows = x.count;
+    const int chunks = std::min(tiles, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4);
     std::vector<Best> best((size_t)chunks * rows, Best{splat(-INFINITY), i32x16{}, f32x16{}});
-    int in_last = w.rows - (tiles - 1) * kLanes;
+    const int in_last = w.rows - (tiles - 1) * kLanes;
     pool.run(chunks, [&](int chunk) {
+        Tiles registers;
+        float* sums = scratch((size_t)round_up(rows, 32) * kLanes);
         int last = (int)((int64_t)tiles * (chunk + 1) / chunks);
         for (int tile = (int)((int64_t)tiles * chunk / chunks); tile < last; tile++) {
-            tile_times_rows(w, tile, 1, x, 0, rows, [&](int row, int count, f32x16(*sums)[kMaxRows]) {
-                for (int r = 0; r < count; r++) {
-                    Best& mine = best[(size_t)chunk * rows + row + r];
-                    f32x16 value = sums[0][r];
-                    mine.zero = fma(value, splat(0.0f), mine.zero);
-                    if (tile == tiles - 1)
-                        for (int i = in_last; i < kLanes; i++) value[i] = -INFINITY;
-                    i32x16 better = value > mine.value;
-                    mine.value = better ? value : mine.value;
-                    mine.tile = better ? splat((int32_t)tile) : mine.tile;
+            exact_sums(w.tile(tile), x, 0, rows, sums);
+            for (int row = 0; row < rows; row++) {
+                Best& mine = best[(size_t)chunk * rows + row];
+                f32x16 value = load<f32x16>(sums + row * kLanes);
+                mine.zero = fma(value, splat(0.0f), mine.zero);
+                if (tile == tiles - 1) {
+                    std::fill(sums + row * kLanes + in_last, sums + (row + 1) * kLanes, -INFINITY);
+                    value = load<f32x16>(sums + row * kLanes);
                 }
-            });
+                i32x16 better = value > mine.value;
+                mine.value = select(better, value, mine.value);
+                mine.tile = select(better, splat((int32_t)tile), mine.tile);
+            }
         }
     });
     for (int row = 0; row < rows; row++) {
@@ -267,27 +300,21 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, int rows
 }
 
 void matrix_row(const Matrix& w, int row, float* out) {
-    const uint8_t* tile = w.tile(row / kLanes);
-    int lane = row % kLanes;
-    if (w.form == kBF16) {
-        for (int k = 0; k < w.cols; k++) out[k] = from_bf16(((const uint16_t*)tile)[(k / 2) * 32 + lane * 2 + k % 2]);
-        return;
-    }
-    for (int b = 0; b < w.blocks(); b++, out += kBlock) {
-        if (w.form == kU8) {
-            const uint8_t* block = tile + (int64_t)b * kU8Bytes;
-            float d = f16_to_f32(((const uint16_t*)(block + 512))[lane]);
-            for (int i = 0; i < kBlock; i++) out[i] = d * ((float)block[(i / 4) * 64 + lane * 4 + i % 4] - kU8Offset);
-        } else {
-            const uint8_t* block = tile + (int64_t)b * kU4Bytes;
-            float d = f16_to_f32(((const uint16_t*)(block + 256))[lane]);
-            float m = f16_to_f32(((const uint16_t*)(block + 288))[lane]);
-            for (int i = 0; i < kBlock; i++) {
-                uint8_t two = block[((i / 4) % 4) * 64 + lane * 4 + i % 4];
-                out[i] = d * (float)(i < 16 ? two & 15 : two >> 4) + m;
+    const Tile tile = w.tile(row / kLanes);
+    const int lane = row % kLanes, blocks = w.blocks();
+    with_form(tile.form, [&](auto form) {
+        using B = Blocks<form>;
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* block = tile.data + (int64_t)b * B::kBytes;
+            Scales scales = B::scales(tile.data, blocks, b);
+            for (int k = 0; k < std::min(kBlock, w.cols - b * kBlock); k++) {
+                const InputPair pair{k / 8, k / 2 % 4};
+                f32x16 q = k % 2 ? B::template q<1>(block, pair) : B::template q<0>(block, pair);
+                if constexpr (B::kScaled) q = fma(q, B::kHalves && k >= 16 ? scales.second : scales.d, scales.m);
+                out[b * kBlock + k] = q[lane];
             }
         }
-    }
+    });
 }
 
 }  // namespace headrace

@@ -1,16 +1,22 @@
 // Matrices as they lie in memory for computing, and the activations that meet them.
 //
-// A matrix [out, in] is cut into tiles of 16 outputs, one per vector lane. Within a tile the inputs follow each other, a
-// few per lane at a time, so a product reads its weights from front to back:
+// A matrix [out, in] is cut into tiles of 16 outputs, one per vector lane, and its inputs into blocks of 32. A product
+// reads the blocks of a tile from front to back. A block has its numbers q, then what belongs to its scales; w = d q + m:
 //
-//   kU4   blocks of 32 inputs: 256 bytes of 4-bit numbers q, then 16 scales d and 16 minima m (float16).
-//         w = d q + m. GGUF's Q4_0 and Q4_1 exactly, Q4_K up to the rounding of d and m.
-//   kU8   blocks of 32 inputs: 512 bytes of numbers q, then 16 scales d (float16). w = d (q - 128). Q8_0 exactly.
-//   kBF16 pairs of inputs: 16 pairs of bfloat16.
+//   kU4, kU5  4 or 5 bits each, d and m as float16. GGUF's Q4_0, Q4_1, Q5_0 and Q5_1 exactly.
+//   kK4, kK5  the same with d = D s and m = -M t: s and t of 6 bits for each block, D and M as float16 for 8 blocks, at
+//             the end of the tile. Q4_K and Q5_K exactly.
+//   kK6       6 bits each; d = D s with 8 bits of s for each half of a block and D as float16 for 8 blocks. Q6_K exactly.
+//   kU8       8 bits each and d as float16. Q8_0 exactly.
+//   kBF16     bfloat16 in pairs, without a scale; the last block is padded with zeros.
 //
-// For kU4 and kU8 a row of activations is rounded to 8 bits too, 32 inputs to a scale (as ggml's Q8_1), so that sums of
-// 32 products are exact integers. Every output is computed by the same operations in the same order, however many rows
-// there are: a row's result is the same bits in any batch.
+// A product is exact but for two things. Activations are rounded to bfloat16 where the processor multiplies bfloat16, and
+// stay float32 elsewhere; sums are float32. The sum over a block is multiplied by d, and m by the sum of the block's
+// activations. Every output is computed by the same operations in the same order however many rows there are, so a row's
+// result is the same bits in any batch.
+//
+// With tiles (AMX) there is a second form, for prompt tokens: weights are rounded to bfloat16 too, which is three to four
+// times as fast from a few hundred rows on. Which of the two a row takes is a property of its token, never of the step.
 #pragma once
 
 #include <cstdint>
@@ -20,51 +26,105 @@
 
 namespace headrace {
 
-enum Form : int32_t { kU4 = 4, kU8 = 8, kBF16 = 16 };
+enum Form : int32_t { kU4 = 4, kU5 = 5, kU8 = 8, kBF16 = 16, kK4 = 44, kK5 = 45, kK6 = 46 };
 
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;
-constexpr int kU4Bytes = 256 + 64;  // of one block of one tile
-constexpr int kU8Bytes = 512 + 32;
-constexpr float kU8Offset = 128.0f;
+constexpr int kSuperBlock = 8;  // blocks that share D and M
 
-struct Matrix {
+#if defined(__AMX_BF16__)
+constexpr bool kHasTiles = true;
+constexpr int kVectorRows = 3;  // rows whose sums are kept in registers; with tiles, up to which vectors are as fast
+#else
+constexpr bool kHasTiles = false;
+constexpr int kVectorRows = kRegisters >= 32 ? 8 : 2;
+#endif
+
+int block_bytes(Form form);
+bool has_super_blocks(Form form);
+
+// Some tiles of one form, one behind the other.
+struct Part {
     int32_t form;
-    int32_t rows;  // outputs; the last tile is padded with zeros
-    int32_t cols;  // inputs
-    int32_t unused;
+    int32_t tiles;
     const uint8_t* data;
-
-    int tiles() const { return (rows + kLanes - 1) / kLanes; }
-    int blocks() const { return cols / kBlock; }
-    int64_t tile_bytes() const {
-        return form == kU4 ? (int64_t)blocks() * kU4Bytes : form == kU8 ? (int64_t)blocks() * kU8Bytes : (int64_t)cols * 32;
-    }
-    const uint8_t* tile(int index) const { return data + index * tile_bytes(); }
 };
 
-// Rows of activations in the form that a matrix takes.
-struct Activations {
-    int32_t cols = 0;
-    int8_t* q = nullptr;         // [rows, cols]
-    float* scale = nullptr;      // [rows, cols / 32]
-    float* sum = nullptr;        // [rows, cols / 32], scale times the sum of q
-    uint16_t* bf16 = nullptr;    // [rows, cols], instead of the others for kBF16
+struct Tile {
+    Form form;
+    const uint8_t* data;
+};
 
-    void set_row(int row, Form form, const float* x);
+struct Matrix {
+    int32_t rows;  // outputs; the last tile is padded with zeros
+    int32_t cols;  // inputs, in all but kBF16 a multiple of 32 (with super-blocks: of 256)
+    Part parts[3];
+
+    int tiles() const { return (rows + kLanes - 1) / kLanes; }
+    int blocks() const { return (cols + kBlock - 1) / kBlock; }
+    int64_t tile_bytes(Form form) const {
+        return (int64_t)blocks() * block_bytes(form) + (has_super_blocks(form) ? blocks() / kSuperBlock * 64 : 0);
+    }
+    Tile tile(int index) const {
+        const Part* part = parts;
+        for (; index >= part->tiles; part++) index -= part->tiles;
+        return {(Form)part->form, part->data + index * tile_bytes((Form)part->form)};
+    }
+};
+
+// How a token's products are computed, see above. Without AMX all are kExact.
+enum class Precision { kExact, kTiles };
+
+// Some rows of a step on their way into a matrix. Rows lie in groups; within a group of n rows each block has n values of
+// its first input, n of its second, and so on (or of its first pair of inputs), and after them n sums of its inputs. For
+// tiles a group is 16 rows, each with 32 bfloat16 side by side, and the sums are apart.
+struct Activations {
+    int blocks = 0;
+    int count = 0;
+    bool tiled = false;
+    uint8_t* data = nullptr;
+    float* sums = nullptr;
+
+    // Bytes that `data` and `sums` need for so many rows of so many blocks.
+    static int64_t data_bytes(int blocks, int count) { return ((int64_t)count + 16) * blocks * (kBlock + 1) * 4; }
+    static int64_t sums_bytes(int blocks, int count) { return ((int64_t)count + 16) * blocks * 4; }
+    // Decides how rows are laid out; `precision` is that of all of them.
+    void begin(int cols, int count, Precision precision);
+    // `x` has `cols` floats; a last block is filled with zeros. Rows that fill up a group may be anything.
+    void set_row(int row, const float* x, int cols);
 };
 
 enum class Then { kStore, kAdd, kSiluMul };
 
-// out = x W^T, for `rows` rows. kStore: out[r, n] = sum (+ bias[n]). kAdd: out[r, n] += sum. kSiluMul: tiles alternate
-// between gate and up, out[r, n] = silu(gate) * up with half as many columns. `stride` is out's, in floats.
-void multiply(Pool& pool, const Matrix& w, const Activations& x, int rows, Then then, const float* bias, float* out,
-              int64_t stride);
+// Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats.
+struct Output {
+    float* out;
+    int64_t stride;
+    const int32_t* index;
+
+    float* row(int r) const { return out + (index ? index[r] : r) * stride; }
+};
+
+// out = x W^T. kStore: out[r, n] = sum (+ bias[n]). kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
+// out[r, n] = silu(gate) * up with half as many columns.
+void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
+              const Output& out);
 
 // For each row the index of its largest product, the lowest of several, and whether all of its products are finite.
-void largest_product(Pool& pool, const Matrix& w, const Activations& x, int rows, int64_t* indices, uint8_t* finite);
+void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t* indices, uint8_t* finite);
 
 // One row of weights as floats: what an embedding is that shares its matrix with the head.
 void matrix_row(const Matrix& w, int row, float* out);
+
+// What follows is for one thread, and with AMX for one that has its `Tiles`.
+
+// The sums of one tile for rows [begin, begin + count) of `x`: float32 [count, 16], aligned to 64 bytes.
+void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums);
+void exact_sums_by_tiles(const Tile& tile, const Activations& x, int begin, int count, float* sums);
+
+// The sums of one or two tiles, with weights rounded to bfloat16: float32 [count, 16] each, `stride` floats apart. `begin`
+// is a multiple of 32, and `sums` has room for `count` rounded up to 32.
+void rounded_sums_by_tiles(const Matrix& w, int first, int tiles, const Activations& x, int begin, int count, float* sums,
+                           int64_t stride);
 
 }  // namespace headrace

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "matrix.h"
+#include "forms.h"
 
 using namespace headrace;
 
@@ -12,80 +12,166 @@ namespace {
 
 constexpr uint16_t kLeastNormal = 0x0400;  // of halves: those below have fewer than 11 bits
 
-// What a file's block of 32 weights says: q in 0..15 and w = d q + m.
-struct FourBits {
-    uint8_t q[kBlock];
-    uint16_t d, m;
+// GGUF's types, by the numbers that it has for them.
+enum Type : int32_t { kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14 };
+
+float from_half(uint16_t bits) { return f16_to_f32(bits); }
+
+// One lane of one tile, block by block.
+struct Lane {
+    Form form;
+    uint8_t* tile;
+    int lane;
+    int blocks;
+
+    uint8_t* block(int b) const { return tile + (int64_t)b * block_bytes(form); }
+
+    // The numbers of one block, each of as many bits as the form has.
+    void put(int b, const uint8_t* q) const {
+        uint8_t* to = block(b);
+        if (form == kU8) {
+            for (int k = 0; k < kBlock; k++) to[16 * k + lane] = q[k];
+            return;
+        }
+        uint32_t* dwords = (uint32_t*)to + lane;
+        for (int k = 0; k < kBlock; k++) {
+            const int p = k / 2, half = 16 * (k % 2);
+            const uint32_t low = q[k] & 15u, high = q[k] >> 4;
+            dwords[16 * (p / 4)] |= low << (4 * (p % 4) + half);
+            if (form == kU5 || form == kK5) dwords[64] |= high << (p + half);
+            if (form == kK6) dwords[64 + 16 * (p / 8)] |= high << (2 * (p % 8) + half);
+        }
+    }
+
+    // The i-th float16 of a block that stands behind its numbers.
+    void put_half(int b, int i, uint16_t bits) const {
+        ((uint16_t*)(block(b) + block_bytes(form) - (form == kU8 ? 32 : 64)))[16 * i + lane] = bits;
+    }
+    void put_byte(int b, int i, uint8_t bits) const { (block(b) + block_bytes(form) - 32)[16 * i + lane] = bits; }
+    // Of the super-block that block b belongs to.
+    void put_super(int b, int i, uint16_t bits) const {
+        ((uint16_t*)(tile + (int64_t)blocks * block_bytes(form) + b / kSuperBlock * 64))[16 * i + lane] = bits;
+    }
 };
 
-FourBits from_q4_0(const uint8_t* block) {  // d, then 16 bytes: low nibbles are the first half. w = d (q - 8)
-    FourBits out;
-    std::memcpy(&out.d, block, 2);
-    out.m = f32_to_f16(-8.0f * f16_to_f32(out.d));
-    for (int i = 0; i < 16; i++) out.q[i] = block[2 + i] & 15, out.q[16 + i] = block[2 + i] >> 4;
-    return out;
+uint16_t half_at(const uint8_t* at) {
+    uint16_t bits;
+    std::memcpy(&bits, at, 2);
+    return bits;
 }
 
-FourBits from_q4_1(const uint8_t* block) {  // d, m, then as Q4_0. w = d q + m
-    FourBits out;
-    std::memcpy(&out.d, block, 2);
-    std::memcpy(&out.m, block + 2, 2);
-    for (int i = 0; i < 16; i++) out.q[i] = block[4 + i] & 15, out.q[16 + i] = block[4 + i] >> 4;
-    return out;
+// Q4_0, Q4_1, Q5_0, Q5_1: d, for _1 also m, for Q5 32 high bits; then low nibbles of the first half and high ones of the
+// second. In _0 there is a centre instead of m: w = d (q - 8) or d (q - 16).
+void put_legacy(const Lane& lane, int b, Type type, const uint8_t* in) {
+    const bool five = type == kQ5_0 || type == kQ5_1, has_min = type == kQ4_1 || type == kQ5_1;
+    uint16_t d = half_at(in), m = has_min ? half_at(in + 2) : f32_to_f16((five ? -16.0f : -8.0f) * from_half(d));
+    in += has_min ? 4 : 2;
+    uint32_t high = 0;
+    if (five) std::memcpy(&high, in, 4), in += 4;
+    uint8_t q[kBlock];
+    for (int i = 0; i < 16; i++) {
+        q[i] = (uint8_t)((in[i] & 15) | (high >> i & 1) << 4);
+        q[16 + i] = (uint8_t)(in[i] >> 4 | (high >> (16 + i) & 1) << 4);
+    }
+    lane.put(b, q);
+    lane.put_half(b, 0, d);
+    lane.put_half(b, 1, m);
 }
 
-void put_u4(uint8_t* tile, int b, int lane, const FourBits& in) {
-    uint8_t* block = tile + (int64_t)b * kU4Bytes;
-    for (int i = 0; i < 16; i++) block[(i / 4) * 64 + lane * 4 + i % 4] = (uint8_t)(in.q[i] | in.q[16 + i] << 4);
-    ((uint16_t*)(block + 256))[lane] = in.d;
-    ((uint16_t*)(block + 288))[lane] = in.m;
+void put_q8_0(const Lane& lane, int b, const uint8_t* in) {
+    lane.put(b, in + 2);
+    lane.put_half(b, 0, half_at(in));
 }
 
-void put_u8(uint8_t* tile, int b, int lane, const int8_t* q, uint16_t d) {
-    uint8_t* block = tile + (int64_t)b * kU8Bytes;
-    for (int i = 0; i < kBlock; i++) block[(i / 4) * 64 + lane * 4 + i % 4] = (uint8_t)(q[i] + 128);
-    ((uint16_t*)(block + 512))[lane] = d;
+// Q4_K, Q5_K: D, M, 12 bytes with eight pairs of 6-bit scales, for Q5_K 32 bytes of high bits, 128 bytes of nibbles: low
+// ones of 32 bytes are a block, high ones the next.
+void put_k45(const Lane& lane, int b, Type type, const uint8_t* in) {
+    const uint8_t *scales = in + 4, *high = type == kQ5_K ? in + 16 : nullptr, *low = in + (high ? 48 : 16);
+    for (int j = 0; j < kSuperBlock; j++) {
+        uint8_t s = scales[j] & 63, t = scales[j + 4] & 63;
+        if (j >= 4) {
+            s = (uint8_t)((scales[j + 4] & 15) | (scales[j - 4] >> 6) << 4);
+            t = (uint8_t)(scales[j + 4] >> 4 | (scales[j] >> 6) << 4);
+        }
+        uint8_t q[kBlock];
+        for (int k = 0; k < kBlock; k++) {
+            uint8_t two = low[j / 2 * 32 + k];
+            q[k] = (uint8_t)((j % 2 ? two >> 4 : two & 15) | (high ? (high[k] >> j & 1) << 4 : 0));
+        }
+        lane.put(b + j, q);
+        lane.put_byte(b + j, 0, s);
+        lane.put_byte(b + j, 1, t);
+    }
+    lane.put_super(b, 0, half_at(in));
+    lane.put_super(b, 1, half_at(in + 2));
 }
 
-uint8_t* tile_of(const Matrix* w, int row) { return const_cast<uint8_t*>(w->tile(row / kLanes)); }
+// Q6_K: for each half of the 256, 64 bytes of nibbles and 32 of two bits each (those first: 128 + 64 bytes); 16 scales of 8
+// bits; D.
+void put_k6(const Lane& lane, int b, const uint8_t* in) {
+    const uint8_t* scales = in + 192;
+    for (int j = 0; j < kSuperBlock; j++) {
+        const uint8_t *low = in + j / 4 * 64 + j % 2 * 32, *high = in + 128 + j / 4 * 32;
+        uint8_t q[kBlock];
+        for (int k = 0; k < kBlock; k++)
+            q[k] = (uint8_t)((j % 4 < 2 ? low[k] & 15 : low[k] >> 4) | (high[k] >> (2 * (j % 4)) & 3) << 4);
+        lane.put(b + j, q);
+        lane.put_byte(b + j, 0, scales[2 * j]);
+        lane.put_byte(b + j, 1, scales[2 * j + 1]);
+    }
+    lane.put_super(b, 0, half_at(in + 208));
+}
+
+int bytes_of(Type type) {  // of what a file has for one block, or for one super-block
+    switch (type) {
+        case kQ4_0: return 18;
+        case kQ4_1: return 20;
+        case kQ5_0: return 22;
+        case kQ5_1: return 24;
+        case kQ8_0: return 34;
+        case kQ4_K: return 144;
+        case kQ5_K: return 176;
+        case kQ6_K: return 210;
+    }
+    return 0;
+}
+
+uint8_t* tile_of(const Matrix* w, int row) { return const_cast<uint8_t*>(w->tile(row / kLanes).data); }
 
 }  // namespace
 
 extern "C" {
 
-int64_t hr_matrix_bytes(const Matrix* w) { return w->tiles() * w->tile_bytes(); }
+int64_t hr_tile_bytes(const Matrix* w, int32_t form) { return w->tile_bytes((Form)form); }
 
-// Fill `w`, whose memory is zero. `kind` is 40 for Q4_0, 41 for Q4_1, 80 for Q8_0: rows of the file's blocks.
-int32_t hr_pack_blocks(const Matrix* w, int32_t kind, const uint8_t* rows, int64_t row_bytes) {
-    for (int row = 0; row < w->rows; row++, rows += row_bytes) {
-        uint8_t* tile = tile_of(w, row);
-        int lane = row % kLanes;
-        for (int b = 0; b < w->blocks(); b++) {
-            if (kind == 40) {
-                put_u4(tile, b, lane, from_q4_0(rows + b * 18));
-            } else if (kind == 41) {
-                put_u4(tile, b, lane, from_q4_1(rows + b * 20));
-            } else if (kind == 80) {
-                uint16_t d;
-                std::memcpy(&d, rows + b * 34, 2);
-                put_u8(tile, b, lane, (const int8_t*)(rows + b * 34 + 2), d);
-            } else {
-                return -1;
-            }
+// Fill rows [first, first + rows) of `w`, whose memory is zero, from rows of a file's blocks of a GGUF type that has a form
+// of its own. -1 for any other.
+int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64_t row_bytes, int32_t first, int32_t count) {
+    const int bytes = bytes_of((Type)type);
+    if (!bytes) return -1;
+    for (int row = first; row < first + count; row++, rows += row_bytes) {
+        const Tile tile = w->tile(row / kLanes);
+        const Lane lane{tile.form, const_cast<uint8_t*>(tile.data), row % kLanes, w->blocks()};
+        const uint8_t* in = rows;
+        for (int b = 0; b < w->blocks(); b += has_super_blocks(tile.form) ? kSuperBlock : 1, in += bytes) {
+            if (type == kQ8_0) put_q8_0(lane, b, in);
+            else if (type == kQ6_K) put_k6(lane, b, in);
+            else if (type == kQ4_K || type == kQ5_K) put_k45(lane, b, (Type)type, in);
+            else put_legacy(lane, b, (Type)type, in);
         }
     }
     return 0;
 }
 
-// Fill `w` from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest, none of them below
+// The same from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest, none of them below
 // the smallest half, 2^-24. A block that is not finite is NaN.
-int32_t hr_pack_floats(const Matrix* w, const float* rows) {
-    for (int row = 0; row < w->rows; row++, rows += w->cols) {
-        uint8_t* tile = tile_of(w, row);
-        int lane = row % kLanes;
-        if (w->form == kBF16) {
-            for (int k = 0; k < w->cols; k++) ((uint16_t*)tile)[(k / 2) * 32 + lane * 2 + k % 2] = to_bf16(rows[k]);
-        } else if (w->form == kU8) {
+int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_t count) {
+    for (int row = first; row < first + count; row++, rows += w->cols) {
+        const Lane lane{w->tile(row / kLanes).form, tile_of(w, row), row % kLanes, w->blocks()};
+        if (lane.form == kBF16) {
+            uint16_t* to = (uint16_t*)lane.tile + lane.lane * 2;
+            for (int k = 0; k < w->cols; k++) to[(k / 2) * 32 + k % 2] = to_bf16(rows[k]);
+        } else if (lane.form == kU8) {
             for (int b = 0; b < w->blocks(); b++) {
                 const float* x = rows + b * kBlock;
                 float size = 0, zero = 0;
@@ -94,14 +180,15 @@ int32_t hr_pack_floats(const Matrix* w, const float* rows) {
                 // A half has few bits for the smallest steps. Rather too long than too short for the largest weight.
                 if (d < kLeastNormal && f16_to_f32(d) * 127.0f < size) d++;
                 float step = f16_to_f32(d);
-                int8_t q[kBlock] = {};
+                uint8_t q[kBlock] = {};
                 if (!(step < INFINITY) || zero != 0.0f) {  // has no integers: its scale says so to every product
                     d = f32_to_f16(NAN);
                 } else if (step > 0) {
                     for (int i = 0; i < kBlock; i++)
-                        q[i] = (int8_t)std::clamp(std::nearbyint(x[i] / step), -127.0f, 127.0f);
+                        q[i] = (uint8_t)(int8_t)std::clamp(std::nearbyint(x[i] / step), -127.0f, 127.0f);
                 }
-                put_u8(tile, b, lane, q, d);
+                lane.put(b, q);
+                lane.put_half(b, 0, d);
             }
         } else {
             return -1;

@@ -3,7 +3,7 @@
 // functions, by each processor's instructions:
 //
 //   f32x16, f64x16, i32x16, u32x16, u16x16, i8x16   with + - * / & | << >> < > == and [lane]; a comparison is an i32x16
-//   splat, select(mask, a, b), fma, max, as_f32, as_u32, to_f32, to_f64, sum, largest, has_nan
+//   splat, select(mask, a, b), fma, max, as_f32, as_u32, as_i32, to_f32, to_f64, sum, largest, has_nan
 //   narrow, widen                                   between u32x16 and u16x16
 //   load_f16, nibbles, dot_bf16
 //   f16, kRegisters                                 one half-precision number; how many f32x16 there is room for

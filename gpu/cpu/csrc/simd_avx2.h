@@ -24,6 +24,7 @@ inline f32x8 max(f32x8 a, f32x8 b) { return (f32x8)_mm256_max_ps((__m256)a, (__m
 inline __m128 max(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 inline f32x8 as_f32(u32x8 bits) { return (f32x8)bits; }
 inline u32x8 as_u32(f32x8 x) { return (u32x8)x; }
+inline i32x8 as_i32(u32x8 x) { return (i32x8)x; }
 inline f32x8 to_f32(i32x8 x) { return (f32x8)_mm256_cvtepi32_ps((__m256i)x); }
 
 inline float sum(f32x8 x) {

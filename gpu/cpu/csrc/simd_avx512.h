@@ -12,7 +12,6 @@ typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x64 __attribute__((vector_size(64)));
 typedef _Float16 f16;
 
 constexpr int kRegisters = 32;
@@ -22,6 +21,7 @@ inline i32x16 splat(int32_t x) { return (i32x16)_mm512_set1_epi32(x); }
 inline u32x16 splat(uint32_t x) { return (u32x16)_mm512_set1_epi32((int32_t)x); }
 inline f32x16 as_f32(u32x16 bits) { return (f32x16)bits; }
 inline u32x16 as_u32(f32x16 x) { return (u32x16)x; }
+inline i32x16 as_i32(u32x16 x) { return (i32x16)x; }
 inline f32x16 to_f32(i32x16 x) { return (f32x16)_mm512_cvtepi32_ps((__m512i)x); }
 inline f32x16 to_f32(i8x16 x) { return to_f32((i32x16)_mm512_cvtepi8_epi32((__m128i)x)); }
 inline f64x16 to_f64(f32x16 x) { return __builtin_convertvector(x, f64x16); }
@@ -75,10 +75,39 @@ inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
 #endif
 }
 
-#if defined(__AVX512VNNI__)
-// sums[j] += weights[4j] * x[0] + ... + weights[4j + 3] * x[3]: unsigned bytes by four signed ones.
-inline i32x16 dot_bytes(i32x16 sums, u8x64 weights, const int8_t* x) {
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(load<int32_t>(x)));
+template <int kCount, int kPeriod, int kCentre>
+struct BF16Ramp {  // kCount numbers -kCentre, 1 - kCentre, ..., from the start again after kPeriod of them
+    alignas(64) uint16_t values[kCount];
+    constexpr BF16Ramp() : values() {
+        for (int i = 0; i < kCount; i++)
+            values[i] = (uint16_t)(__builtin_bit_cast(uint32_t, (float)(i % kPeriod - kCentre)) >> 16);
+    }
+};
+
+// bfloat16 of the lowest 4, 5 or 6 bits of each 16-bit word, less kCentre. What lies above them may be anything.
+template <int kBits, int kCentre>
+inline u32x16 bf16_of_words(u32x16 words) {
+    if constexpr (kBits < 6) {
+        static constexpr BF16Ramp<32, 1 << kBits, kCentre> table;
+        return (u32x16)_mm512_permutexvar_epi16((__m512i)words, _mm512_load_si512(table.values));
+    } else {
+        static constexpr BF16Ramp<64, 64, kCentre> table;
+        return (u32x16)_mm512_permutex2var_epi16(_mm512_load_si512(table.values), (__m512i)words,
+                                                 _mm512_load_si512(table.values + 32));
+    }
+}
+
+#if defined(__AVX512BF16__)
+// Both rounded to bfloat16, side by side in each lane.
+inline u32x16 bf16_pair(f32x16 first, f32x16 second) {
+    static constexpr struct Order {
+        alignas(64) uint16_t words[32];
+        constexpr Order() : words() {
+            for (int i = 0; i < 32; i++) words[i] = (uint16_t)(i / 2 + 16 * (i % 2));
+        }
+    } order;
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (u32x16)_mm512_permutexvar_epi16(_mm512_load_si512(order.words), both);
 }
 #endif
 

@@ -23,6 +23,7 @@ inline f32x4 fma(f32x4 a, f32x4 b, f32x4 c) { return vfmaq_f32(c, a, b); }
 inline f32x4 max(f32x4 a, f32x4 b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline f32x4 as_f32(u32x4 bits) { return vreinterpretq_f32_u32(bits); }
 inline u32x4 as_u32(f32x4 x) { return vreinterpretq_u32_f32(x); }
+inline i32x4 as_i32(u32x4 x) { return (i32x4)x; }
 inline f32x4 to_f32(i32x4 x) { return vcvtq_f32_s32(x); }
 inline f32x4 to_f32(u32x4 x) { return vcvtq_f32_u32(x); }
 inline float sum(f32x4 x) { return vaddvq_f32(x); }

@@ -83,6 +83,11 @@ inline auto as_u32(Pair<V> x) {
 }
 
 template <class V>
+inline auto as_i32(Pair<V> x) {
+    return Pair<decltype(as_i32(x.low))>{as_i32(x.low), as_i32(x.high)};
+}
+
+template <class V>
 inline auto to_f32(Pair<V> x) {
     return Pair<decltype(to_f32(x.low))>{to_f32(x.low), to_f32(x.high)};
 }

@@ -68,6 +68,10 @@ inline void tile_dot_bf16() {
 
 inline bool request_tiles() { return true; }  // a build that uses none
 
+struct Tiles {
+    Tiles() {}
+};
+
 #endif
 
 }  // namespace headrace

@@ -1,0 +1,152 @@
+// How the forms of matrix.h are read: the numbers of a block of 16 outputs and 32 inputs, and its scales.
+//
+// In the forms of 4 bits and more the low 4 bits of lane l's inputs lie in dword l of four vectors, eight to a dword: the
+// first inputs of four pairs in its low half, the second ones in its high half. So a shift brings the two of a pair to
+// the low ends of two 16-bit words. A fifth bit lies in one vector more in the same order, bits five and six in two.
+#pragma once
+
+#include "matrix.h"
+
+namespace headrace {
+
+inline f32x16 load_i8(const int8_t* from) { return to_f32(load<i8x16>(from)); }
+
+struct Scales {
+    f32x16 d;       // of the block, or of its first 16 inputs
+    f32x16 second;  // of its other 16, in kK6
+    f32x16 m;
+};
+
+// One of a block's 16 pairs of inputs. Loops over `quad` stay loops, those over `place` are unrolled.
+struct InputPair {
+    int quad;   // of 4 pairs
+    int place;  // in it
+    int index() const { return 4 * quad + place; }
+};
+
+template <int kHigh>  // bits above the low four: 0, 1 or 2
+struct Bits {
+    static constexpr bool kScaled = true;
+    static constexpr int kBits = 4 + kHigh;
+    static constexpr int kBitBytes = 256 + 64 * kHigh;
+    static constexpr int kCentre = kHigh == 2 ? 32 : 0;  // is taken from every q
+
+    // A pair's two numbers in the low bits of two words, with anything above them.
+    static u32x16 words(const uint8_t* block, InputPair p) {
+        u32x16 low = load<u32x16>(block + 64 * p.quad) >> (4 * p.place);
+        if constexpr (kHigh == 0) return low;
+        u32x16 high = load<u32x16>(block + 256 + (kHigh == 2 ? 64 * (p.quad / 2) : 0)) >>
+                      (kHigh == 2 ? 8 * (p.quad % 2) + 2 * p.place : 4 * p.quad + p.place);
+        return (low & splat(0x000f000fu)) | (high & splat(kHigh == 2 ? 0x00030003u : 0x00010001u)) << 4;
+    }
+
+    // A pair's numbers one by one.
+    template <int kSecond>
+    static f32x16 q(const uint8_t* block, InputPair p) {
+        if constexpr (kHigh == 0) {
+            return nibbles(load<u32x16>(block + 64 * p.quad), 4 * p.place + 16 * kSecond);
+        } else {
+            f32x16 q = to_f32(as_i32((words(block, p) >> (16 * kSecond)) & splat((16u << kHigh) - 1)));
+            return kCentre ? q - splat((float)kCentre) : q;
+        }
+    }
+};
+
+template <Form>
+struct Blocks;
+
+template <int kHigh>
+struct HalfScales : Bits<kHigh> {
+    static constexpr int kBytes = Bits<kHigh>::kBitBytes + 64;
+    static constexpr bool kSuper = false, kHalves = false, kHasMin = true;
+    static Scales scales(const uint8_t* tile, int, int b) {
+        const uint16_t* at = (const uint16_t*)(tile + (int64_t)b * kBytes + Bits<kHigh>::kBitBytes);
+        f32x16 d = load_f16(at);
+        return {d, d, load_f16(at + 16)};
+    }
+};
+
+template <int kHigh>
+struct SuperScales : Bits<kHigh> {
+    static constexpr int kBytes = Bits<kHigh>::kBitBytes + 32;
+    static constexpr bool kSuper = true, kHalves = false, kHasMin = true;
+    static Scales scales(const uint8_t* tile, int blocks, int b) {
+        const int8_t* at = (const int8_t*)tile + (int64_t)b * kBytes + Bits<kHigh>::kBitBytes;
+        const uint16_t* both = (const uint16_t*)(tile + (int64_t)blocks * kBytes + b / kSuperBlock * 64);
+        f32x16 d = load_f16(both) * load_i8(at);
+        return {d, d, -(load_f16(both + 16) * load_i8(at + 16))};
+    }
+};
+
+template <>
+struct Blocks<kU4> : HalfScales<0> {};
+template <>
+struct Blocks<kU5> : HalfScales<1> {};
+template <>
+struct Blocks<kK4> : SuperScales<0> {};
+template <>
+struct Blocks<kK5> : SuperScales<1> {};
+
+template <>
+struct Blocks<kK6> : Bits<2> {
+    static constexpr int kBytes = Bits<2>::kBitBytes + 32;
+    static constexpr bool kSuper = true, kHalves = true, kHasMin = false;
+    static Scales scales(const uint8_t* tile, int blocks, int b) {
+        const int8_t* at = (const int8_t*)(tile + (int64_t)b * kBytes + Bits<2>::kBitBytes);
+        f32x16 both = load_f16((const uint16_t*)(tile + (int64_t)blocks * kBytes + b / kSuperBlock * 64));
+        return {both * load_i8(at), both * load_i8(at + 16), f32x16{}};
+    }
+};
+
+template <>
+struct Blocks<kU8> {
+    static constexpr int kBytes = 512 + 32;
+    static constexpr bool kScaled = true, kSuper = false, kHalves = false, kHasMin = false;
+    template <int kSecond>
+    static f32x16 q(const uint8_t* block, InputPair p) {
+        return load_i8((const int8_t*)block + 16 * (2 * p.index() + kSecond));
+    }
+    static Scales scales(const uint8_t* tile, int, int b) {
+        f32x16 d = load_f16((const uint16_t*)(tile + (int64_t)b * kBytes + 512));
+        return {d, d, f32x16{}};
+    }
+};
+
+template <>
+struct Blocks<kBF16> {
+    static constexpr int kBytes = 1024;
+    static constexpr bool kScaled = false, kSuper = false, kHalves = false, kHasMin = false;
+    template <int kSecond>
+    static f32x16 q(const uint8_t* block, InputPair p) {
+        u32x16 pairs = load<u32x16>(block + 64 * p.index());
+        return as_f32(kSecond ? pairs & splat(0xffff0000u) : pairs << 16);
+    }
+    static Scales scales(const uint8_t*, int, int) { return {f32x16{}, f32x16{}, f32x16{}}; }
+};
+
+// A pair of inputs as bfloat16, which holds every q.
+template <Form form>
+inline u32x16 bf16_pair(const uint8_t* block, InputPair p) {
+    using B = Blocks<form>;
+    if constexpr (form == kBF16) return load<u32x16>(block + 64 * p.index());
+#if defined(__AVX512F__)
+    else if constexpr (form != kU8) return bf16_of_words<B::kBits, B::kCentre>(B::words(block, p));
+#endif
+    else return (as_u32(B::template q<0>(block, p)) >> 16) | as_u32(B::template q<1>(block, p));
+}
+
+// Calls `body` with the form as a constant.
+template <class Body>
+inline auto with_form(Form form, const Body& body) {
+    switch (form) {
+        case kU4: return body(std::integral_constant<Form, kU4>{});
+        case kU5: return body(std::integral_constant<Form, kU5>{});
+        case kU8: return body(std::integral_constant<Form, kU8>{});
+        case kK4: return body(std::integral_constant<Form, kK4>{});
+        case kK5: return body(std::integral_constant<Form, kK5>{});
+        case kK6: return body(std::integral_constant<Form, kK6>{});
+        default: return body(std::integral_constant<Form, kBF16>{});
+    }
+}
+
+}  // namespace headrace

@@ -41,6 +41,7 @@ class UniProcExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
+        self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
         self.summary = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads. {worker.kv_cache_size}"
         self._worker: Worker | None = worker

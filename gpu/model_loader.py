@@ -56,6 +56,11 @@ class ServedModel(LanguageModel, Protocol):
         """How the weights are kept and who computes with them, for the log."""
         ...
 
+    @property
+    def prompt_form_differs(self) -> bool:
+        """Whether a prompt's tokens are computed otherwise than the same ones generated."""
+        ...
+
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context, in tokens. Called when the size of the KV cache is known, before the first step."""
         ...

@@ -27,6 +27,7 @@ class Worker:
         self.num_threads = options.num_threads or usable_cores()
         model = load_model(config, weights, options, self.device)
         self.weight_forms = model.forms
+        self.prompt_form_differs = model.prompt_form_differs
         gc.collect()  # the readers' maps and buffers, before memory is measured
 
         self.kv_cache_size = kv_cache_size(

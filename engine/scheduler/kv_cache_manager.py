@@ -3,6 +3,10 @@
 Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, the tenant, and
 the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, so nobody can compute a
 collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
+
+Where the device computes a prompt's tokens otherwise than the same ones generated (`prompt_form_differs`), the hash
+also covers which of a block's tokens were generated. So an answer is computed once more as a part of the next turn's
+prompt, and a request's bits still do not depend on who was here before.
 """
 
 from __future__ import annotations
@@ -20,10 +24,18 @@ _DIGEST_SIZE = 16
 class KVCacheManager:
     """Block tables of the scheduler's requests over one BlockPool. Owned by the Scheduler."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        prompt_form_differs: bool = False,
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
+        self._prompt_form_differs = prompt_form_differs
         self._key = secrets.token_bytes(32)
 
     @property
@@ -105,7 +117,10 @@ class KVCacheManager:
             start = len(hashes) * self.block_size
             tokens = array("I", request.token_ids[start : start + self.block_size])
             parent = hashes[-1] if hashes else self._root(request)
-            hashes.append(blake2b(parent + tokens.tobytes(), key=self._key, digest_size=_DIGEST_SIZE).digest())
+            content = parent + tokens.tobytes()
+            if self._prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
+                content += max(request.num_prompt_tokens - start, 0).to_bytes(4, "big")
+            hashes.append(blake2b(content, key=self._key, digest_size=_DIGEST_SIZE).digest())
         return hashes[index]
 
     def _root(self, request: Request) -> bytes:

@@ -51,7 +51,12 @@ class Scheduler:
                 f"{num_blocks} KV blocks of {block_size} tokens"
             )
         self.config = config
-        self.kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.kv = KVCacheManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            prompt_form_differs=config.prompt_form_differs,
+        )
         self._table = table = RequestTable(self.kv)
         # Its parts, which are never replaced.
         self.requests, self.running, self.waiting = table.requests, table.running, table.waiting

@@ -42,7 +42,7 @@ from gpu.cpu.library import (
     StopFunction,
     Threads,
 )
-from gpu.cpu.matrices import FORMS, LANES, PackedMatrix, pack, padded_rows
+from gpu.cpu.matrices import BF16, FORMS, LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.cpu.sampling import draw
 from gpu.rotary import rotations
@@ -137,6 +137,12 @@ class CPUCausalLM:
         """How the weights are kept, for the log: "4-bit, 8-bit weights (AVX-512 VNNI)"."""
         forms = set[int]().union(*(matrix.forms for matrix in self._matrices))
         return f"{', '.join(FORMS[form] for form in sorted(forms))} weights ({self._library.instructions})"
+
+    @property
+    def prompt_form_differs(self) -> bool:
+        """With tiles, prompts take quantized weights rounded to bfloat16."""
+        forms = set[int]().union(*(matrix.forms for matrix in self._matrices))
+        return bool(self._library.functions.hr_has_tiles()) and forms != {BF16}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A zeroed cache for every layer, in place of the one before. csrc/attention.h has its layout."""

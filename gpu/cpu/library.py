@@ -116,6 +116,7 @@ class ForwardStruct(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_is_permitted": (c_bool, ()),
+    "hr_has_tiles": (c_bool, ()),
     "hr_create": (c_void_p, (c_int32,)),
     "hr_destroy": (None, (c_void_p,)),
     "hr_forward": (c_int32, (c_void_p, POINTER(ModelStruct), POINTER(ForwardStruct))),

@@ -39,6 +39,7 @@ class TorchModel:
         self.device = device
         self.element_size = dtype.itemsize
         self.tokens_held = block_size
+        self.prompt_form_differs = False
         self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
         library = load_library()
         self.draw = torch_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))

@@ -9,7 +9,7 @@ from engine.core.core import EngineCore
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.request import RequestStatus
+from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from engine.simulation.tokens import ExpectedOutput, expected_output
 from tests.engine.checked_executor import CheckedExecutor
@@ -205,6 +205,36 @@ def test_tenants_do_not_share_blocks() -> None:
         core.add(make_request(range(12), name, tenant=tenant, max_tokens=1))
     run_to_end(core)
     assert simulated(core).computed == {"a": 12, "b": 12, "c": 4}
+
+
+@pytest.mark.parametrize(("prompt_form_differs", "cached"), [(False, 12), (True, 8)])
+def test_an_answer_is_the_next_prompts_prefix_unless_prompts_are_computed_otherwise(
+    prompt_form_differs: bool, cached: int
+) -> None:
+    core = make_core(prompt_form_differs=prompt_form_differs)
+    core.add(make_request(range(9), "first", max_tokens=5))
+    answer = tokens_of(run_to_end(core)["first"])
+    for name, expected_cached in (("second", cached), ("third", 12)):  # by then they were computed as a prompt
+        core.add(make_request([*range(9), *answer], name, max_tokens=1))
+        assert run_to_end(core)[name][0].num_cached_tokens == expected_cached
+
+
+@pytest.mark.parametrize("prompt_form_differs", [False, True])
+def test_a_preempted_request_finds_what_it_generated_itself(prompt_form_differs: bool) -> None:
+    core = make_core(prompt_form_differs=prompt_form_differs)
+    request = make_request(range(9), "request", max_tokens=5)
+    core.add(request)
+    run_to_end(core)
+    tokens = [*range(9), *expected(core, request).token_ids]
+
+    def blocks_found(num_prompt_tokens: int) -> int:
+        message = make_request(tokens[:num_prompt_tokens], max_tokens=5)
+        resumed = Request(message, sequence_number=1, eos_token_ids=(), max_model_len=128)
+        resumed.token_ids[:] = tokens
+        return len(core.scheduler.kv.find_prefix(resumed))
+
+    assert blocks_found(9) == 3
+    assert blocks_found(10) == (2 if prompt_form_differs else 3), "the tenth is another's prompt"
 
 
 def test_without_prefix_caching_everything_is_computed() -> None:

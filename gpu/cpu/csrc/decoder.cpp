@@ -212,6 +212,9 @@ extern "C" {
 // Whether the kernel lets this process run what this build is made of. To be asked before anything else.
 bool hr_is_permitted() { return request_tiles(); }
 
+// Whether prompts are computed by tiles, see matrix.h.
+bool hr_has_tiles() { return kHasTiles; }
+
 void* hr_create(int32_t num_threads) {
     try {
         return new Engine(num_threads);

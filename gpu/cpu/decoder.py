@@ -50,7 +50,7 @@ from gpu.runner import ModelInputs
 from gpu.weights import Weight, floats
 
 TILE = 16  # tokens: `headrace::kTile`
-MAX_GROUP = 24  # query heads over one KV head: `kMaxRows` of csrc/attention.cpp
+MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
 
 # What `forward` computes; a model with a part of any other kind is torch's.
 _KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, SwiGLUSpec, RMSNormSpec, Part}

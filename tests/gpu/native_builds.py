@@ -15,12 +15,16 @@ COMPILER = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCES}"]
 
 
+def vectors_of(build: str) -> list[str]:
+    """What the compiler is told of the processors that a build is for."""
+    return [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in sorted(BUILDS[build])]
+
+
 def compile_library(folder: Path, *flags: str) -> tuple[str, list[Path]]:
     """The name of the build that this process uses, and its objects, compiled two files at a time."""
     library = load_library()
     assert library is not None
-    vectors = [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in sorted(BUILDS[library.name])]
-    return library.name, compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors, *flags)
+    return library.name, compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors_of(library.name), *flags)
 
 
 def compile_all(folder: Path, sources: Sequence[Path], *flags: str) -> list[Path]:

@@ -1,22 +1,20 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <array>
+#include <cmath>
 #include <cstring>
-#include <utility>
 #include <vector>
 
+#include "attention_run.h"
 #include "simd.h"
 
 namespace headrace {
 
 namespace {
 
-constexpr int kStretch = 256;  // keys between two looks at the maximum
-constexpr int kMaxRows = 24;   // queries of one KV head that read a key while it is near
-// Queries whose scores, and whose sums over some dimensions of the values, are kept in registers.
-constexpr int kScoreRows = kRegisters == 32 ? 12 : 3;
-constexpr int kRowsAtOnce = kRegisters == 32 ? 6 : 3, kWide = kRegisters == 32 ? 4 : 2;  // 64 dimensions, or 32
+constexpr int kStretchTiles = kStretch / kTile, kPartTiles = kPart / kTile;
+constexpr int64_t kMaxKept = 1 << 24;  // floats, of parts that wait for being merged
+constexpr float kNothing = -1e30f;     // the maximum of a row that has seen no key
 constexpr float kLog2E = 1.44269504f;
 
 // A run of queries of one request that one KV head answers. Row r is query r / group of the run, head r % group.
@@ -25,174 +23,201 @@ struct Work {
     int32_t head;
     int32_t first;  // token of the step
     int32_t count;  // queries
+    int64_t part;   // the only one to compute, whose sums go to `kept`; kAllParts: all, for the result
+    int64_t kept;   // where in the memory of what is kept
+};
+constexpr int64_t kAllParts = -1;
+
+// The tiles of the keys that a run sees, counted from the request's first.
+struct Range {
+    int64_t begin, end;
+
+    int64_t first_part() const { return begin / kPartTiles; }
+    int64_t end_part() const { return (end - 1) / kPartTiles + 1; }
+    Range part(int64_t index) const {
+        return {std::max(begin, index * kPartTiles), std::min(end, (index + 1) * kPartTiles)};
+    }
 };
 
-struct Scratch {
-    alignas(64) float scores[kMaxRows][kStretch];
-    alignas(64) uint16_t weights[kMaxRows][kStretch];
-    float maximum[kMaxRows];
-    float total[kMaxRows];
-    std::vector<f32x16> sums;  // [rows, dim / 16]
-};
+int rows_of(const Heads& heads, const Work& work) { return work.count * (heads.query / heads.kv); }
 
-template <int kRows>
-void score_tile(const uint16_t* keys, int dim, const uint16_t* const* queries, float* const* scores, float scale) {
-    f32x16 even[kRows] = {}, odd[kRows] = {};  // two sums of each, so that one need not wait for the other
-    for (int d = 0; d < dim; d += 4) {
-        u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) even[r] = dot_bf16(even[r], first, queries[r] + d);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) odd[r] = dot_bf16(odd[r], second, queries[r] + d + 2);
+int64_t tile_of(const Heads& heads, int64_t position) {
+    return position / heads.block_size * heads.tiles_per_block() + position % heads.block_size / kTile;
+}
+
+// The first position that a query sees.
+int64_t first_seen(const Heads& heads, int64_t position) {
+    return heads.window ? std::max<int64_t>(0, position + 1 - heads.window) : 0;
+}
+
+Range tiles_seen(const Heads& heads, const Step& step, const Work& work) {
+    return {tile_of(heads, first_seen(heads, step.positions[work.first])),
+            tile_of(heads, step.positions[work.first + work.count - 1]) + 1};
+}
+
+// What it takes of a thread's time, about.
+int64_t cost_of(const Heads& heads, const Work& work, Range tiles) {
+    return (tiles.end - tiles.begin) * (rows_of(heads, work) + 4);
+}
+
+// Row r of a run among those of the step.
+int64_t place_of(const Heads& heads, const Work& work, int r) {
+    const int group = heads.query / heads.kv;
+    return ((int64_t)(work.first + r / group) * heads.query + work.head * group + r % group) * heads.dim;
+}
+
+Sums sums_in(float* memory, int64_t rows, int dim) { return {memory, memory + rows * dim, memory + rows * (dim + 1)}; }
+size_t size_of_sums(int64_t rows, int dim) { return (size_t)rows * (dim + 2); }
+
+void clear(const Sums& sums, int rows, int dim) {
+    std::fill_n(sums.values, (int64_t)rows * dim, 0.0f);
+    std::fill_n(sums.maximum, rows, kNothing);
+    std::fill_n(sums.total, rows, 0.0f);
+}
+
+// Sums that have seen nothing change no bit of the others.
+void merge(const Sums& into, const Sums& from, int rows, int dim) {
+    for (int r = 0; r < rows; r++) {
+        const float now = std::max(into.maximum[r], from.maximum[r]);
+        const f32x16 old = exp2(splat(into.maximum[r] - now)), added = exp2(splat(from.maximum[r] - now));
+        float* values = into.values + (int64_t)r * dim;
+        const float* more = from.values + (int64_t)r * dim;
+        for (int d = 0; d < dim; d += 16)
+            store(values + d, fma(load<f32x16>(more + d), added, load<f32x16>(values + d) * old));
+        into.total[r] = fma(splat(from.total[r]), added, splat(into.total[r]) * old)[0];
+        into.maximum[r] = now;
     }
-    for (int r = 0; r < kRows; r++) store(scores[r], (even[r] + odd[r]) * splat(scale));
 }
 
-using ScoreTile = void (*)(const uint16_t*, int, const uint16_t* const*, float* const*, float);
-template <size_t... kRows>
-constexpr std::array<ScoreTile, kScoreRows> score_tiles(std::index_sequence<kRows...>) {
-    return {score_tile<kRows + 1>...};
-}
-constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
-
-// sums[r][0..kVectors) += weights of a tile's tokens times its values, from dimension `d` on.
-template <int kRows, int kVectors>
-void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_t* const* weights, f32x16* const* sums) {
-    f32x16 acc[kRows][kVectors];
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) acc[r][v] = sums[r][d / 16 + v];
-    for (int t = 0; t < pairs; t++) {
-        const uint16_t* row = values + ((int64_t)t * dim + d) * 2;
-        u32x16 value[kVectors];
-        for (int v = 0; v < kVectors; v++) value[v] = load<u32x16>(row + 32 * v);
-#pragma GCC unroll 6
-        for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) acc[r][v] = dot_bf16(acc[r][v], value[v], weights[r] + 2 * t);
+void finish(const Heads& heads, const Work& work, const Sums& sums, float* out) {
+    for (int r = 0; r < rows_of(heads, work); r++) {
+        float* to = out + place_of(heads, work, r);
+        const f32x16 inverse = splat(1.0f / sums.total[r]);
+        for (int d = 0; d < heads.dim; d += 16)
+            store(to + d, load<f32x16>(sums.values + (int64_t)r * heads.dim + d) * inverse);
     }
-    for (int r = 0; r < kRows; r++)
-        for (int v = 0; v < kVectors; v++) sums[r][d / 16 + v] = acc[r][v];
 }
 
-template <int kRows>
-void add_values(const uint16_t* values, int dim, int pairs, const uint16_t* const* weights, f32x16* const* sums) {
-    int d = 0;
-    for (; d + 16 * kWide <= dim; d += 16 * kWide) add_values<kRows, kWide>(values, dim, d, pairs, weights, sums);
-    for (; d < dim; d += 16) add_values<kRows, 1>(values, dim, d, pairs, weights, sums);
-}
-
-using AddValues = void (*)(const uint16_t*, int, int, const uint16_t* const*, f32x16* const*);
-template <size_t... kRows>
-constexpr std::array<AddValues, kRowsAtOnce> values_adders(std::index_sequence<kRows...>) {
-    return {add_values<kRows + 1>...};
-}
-constexpr auto kAddValues = values_adders(std::make_index_sequence<kRowsAtOnce>());
-
-// Turn a row's scores into weights: 2^(score - maximum), and what is summed so far is scaled to the new maximum.
-void soften(Scratch& scratch, int row, int width, int vectors) {
-    float* scores = scratch.scores[row];
-    f32x16 highest = load<f32x16>(scores);
-    for (int i = 16; i < width; i += 16) highest = max(highest, load<f32x16>(scores + i));
-    float before = scratch.maximum[row];
-    float now = largest(highest);
-    now = now > before ? now : before;  // a NaN score stays out of the maximum, and reaches the weights below
-    scratch.maximum[row] = now;
-    f32x16* sums = scratch.sums.data() + (int64_t)row * vectors;
-    if (now != before) {
-        f32x16 factor = exp2(splat(before - now));
-        for (int v = 0; v < vectors; v++) sums[v] = sums[v] * factor;
-        scratch.total[row] *= factor[0];
-    }
-    f32x16 total = {};
-    for (int i = 0; i < width; i += 16) {
-        f32x16 score = load<f32x16>(scores + i);
-        f32x16 weight = exp2(score - splat(now));
-        weight = select(score == score, weight, score);
-        store(scratch.weights[row] + i, to_bf16(weight));
-        total = total + weight;
-    }
-    scratch.total[row] += sum(total);
-}
-
-void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, float* out, const Work& work) {
+// Where the keys of these tiles are.
+void find(Run& run, const Cache& cache, const Step& step, const Work& work, Range tiles) {
     const Heads& heads = *cache.heads;
-    thread_local Scratch scratch;
-    const int group = heads.query / heads.kv, dim = heads.dim, vectors = dim / 16, rows = work.count * group;
     const int32_t* table = step.block_table + work.request * step.block_table_stride;
-    const uint16_t* query[kMaxRows];
-    int64_t last[kMaxRows], first[kMaxRows];  // positions that a row sees
-    for (int r = 0; r < rows; r++) {
-        int token = work.first + r / group;
-        query[r] = queries + ((int64_t)token * heads.query + work.head * group + r % group) * dim;
-        last[r] = step.positions[token];
-        first[r] = heads.window ? std::max<int64_t>(0, last[r] + 1 - heads.window) : 0;
-        scratch.maximum[r] = -1e30f;
-        scratch.total[r] = 0;
+    const int per_block = heads.tiles_per_block();
+    int64_t block = tiles.begin / per_block;
+    int inner = (int)(tiles.begin % per_block);
+    for (int64_t tile = tiles.begin; tile < tiles.end; tile++) {
+        run.pieces[run.known++] = {cache.keys(table[block], inner, work.head), block * heads.block_size + inner * kTile,
+                                   std::min(kTile, heads.block_size - inner * kTile)};
+        if (++inner == per_block) inner = 0, block++;
     }
-    scratch.sums.assign((size_t)rows * vectors, f32x16{});
-    const int64_t end = last[rows - 1] + 1, begin = first[0];
-    const int tiles_per_block = heads.tiles_per_block();
+}
 
-    // A stretch is so many whole blocks as make about kStretch tokens, or so many tiles of a larger block.
-    struct Piece {
-        const uint16_t* values;
-        int64_t position;
-        int lanes;
-    } pieces[kStretch / kTile];
-    int64_t position = begin / heads.block_size * heads.block_size;
-    int64_t block = begin / heads.block_size;
-    int tile = 0;
-    while (position < end) {
-        int count = 0;
-        // Up to the next multiple of a stretch, so that its borders do not depend on where the window begins.
-        int64_t stretch = (block * tiles_per_block + tile) / (kStretch / kTile);
-        for (; position < end && (block * tiles_per_block + tile) / (kStretch / kTile) == stretch; count++) {
-            int lanes = std::min(kTile, heads.block_size - tile * kTile);
-            const uint16_t* keys = cache.keys(table[block], tile, work.head);
-            // The next tile lies anywhere; ask for it while this one is scored.
-            if (position + kTile < end) {
-                int64_t next = tile + 1 == tiles_per_block ? block + 1 : block;
-                const uint16_t* ahead = cache.keys(table[next], tile + 1 == tiles_per_block ? 0 : tile + 1, work.head);
-                for (int64_t i = 0; i < 2 * heads.tile_size(); i += 32) __builtin_prefetch(ahead + i);
-            }
-            pieces[count] = {keys + heads.tile_size(), position, lanes};
-            for (int r = 0; r < rows; r += kScoreRows) {
-                float* to[kScoreRows];
-                int some = std::min(kScoreRows, rows - r);
-                for (int i = 0; i < some; i++) to[i] = scratch.scores[r + i] + count * kTile;
-                kScoreTile[some - 1](keys, dim, query + r, to, heads.scale * kLog2E);
-            }
-            for (int r = 0; r < rows; r++) {
-                if (position + lanes - 1 <= last[r] && position >= first[r] && lanes == kTile) continue;
-                float* scores = scratch.scores[r] + count * kTile;
-                for (int i = 0; i < kTile; i++)
-                    if (i >= lanes || position + i > last[r] || position + i < first[r]) scores[i] = -INFINITY;
-            }
-            position += lanes;
-            if (++tile == tiles_per_block) tile = 0, block++;
-        }
-        for (int r = 0; r < rows; r++) soften(scratch, r, count * kTile, vectors);
-        for (int p = 0; p < count; p++) {
-            // Past the last token a tile may hold anything: its pairs are not read.
-            int lanes = (int)std::min<int64_t>(pieces[p].lanes, end - pieces[p].position);
-            for (int r = 0; r < rows; r += kRowsAtOnce) {
-                const uint16_t* weights[kRowsAtOnce];
-                f32x16* sums[kRowsAtOnce];
-                int some = std::min(kRowsAtOnce, rows - r);
-                for (int i = 0; i < some; i++) {
-                    weights[i] = scratch.weights[r + i] + p * kTile;
-                    sums[i] = scratch.sums.data() + (int64_t)(r + i) * vectors;
-                }
-                kAddValues[some - 1](pieces[p].values, dim, (lanes + 1) / 2, weights, sums);
-            }
-        }
+// Scores of keys that a row does not see become -inf.
+void mask(Run& run, const int64_t* first, const int64_t* last, int begin, int count) {
+    for (int p = 0; p < count; p++) {
+        const int64_t position = run.pieces[begin + p].position;
+        const int lanes = run.pieces[begin + p].lanes;
+        if (position + lanes - 1 <= last[0] && position >= first[run.rows - 1] && lanes == kTile) continue;
+        for (int r = 0; r < run.rows; r++)
+            for (int i = 0; i < kTile; i++)
+                if (i >= lanes || position + i > last[r] || position + i < first[r])
+                    run.scores[r][p * kTile + i] = -INFINITY;
     }
+}
+
+// Turn scores into weights, 2^(score - maximum), and scale what is summed so far to the new maximum.
+void soften(Run& run, int count) {
+    const f32x16 scale = splat(run.scale);
+    for (int r = 0; r < run.rows; r++) {
+        const float* scores = run.scores[r];
+        f32x16 highest = load<f32x16>(scores);
+        for (int i = 1; i < count; i++) highest = max(highest, load<f32x16>(scores + i * kTile));
+        const float before = run.sums.maximum[r], found = largest(highest) * run.scale;
+        const float now = found > before ? found : before;  // a NaN stays out of the maximum, and reaches the weights
+        if (now != before) {
+            run.sums.maximum[r] = now;
+            const f32x16 factor = exp2(splat(before - now));
+            float* values = run.sums.values + (int64_t)r * run.dim;
+            for (int d = 0; d < run.dim; d += 16) store(values + d, load<f32x16>(values + d) * factor);
+            run.sums.total[r] *= factor[0];
+        }
+        f32x16 total = splat(0.0f);
+        for (int i = 0; i < count; i++) {
+            u16x16 weight = normal_to_bf16(exp2(fma(load<f32x16>(scores + i * kTile), scale, splat(-now))));
+            store(run.weights[r] + i * kTile, weight);
+            total = total + as_f32(widen(weight) << 16);  // as it is used, so that a row's weights are 1 in all
+        }
+        run.sums.total[r] += sum(total);
+    }
+}
+
+// `next` is what this thread does next, or null; `asked`: what it did before has asked for the first keys of this.
+void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, float* out, float* kept,
+                const Work& work, const Work* next, bool asked) {
+    const Heads& heads = *cache.heads;
+    thread_local Run run;
+    thread_local Buffer<float> part_sums, all_sums;
+    const int group = heads.query / heads.kv, dim = heads.dim, rows = rows_of(heads, work);
+    run.rows = rows, run.dim = dim, run.scale = heads.scale * kLog2E, run.asking = work.count == 1;
+    run.sums = sums_in(part_sums.reserve(size_of_sums(kMaxRows, dim)), kMaxRows, dim);
+    int64_t first[kMaxRows], last[kMaxRows];  // positions that a row sees
     for (int r = 0; r < rows; r++) {
-        int token = work.first + r / group;
-        float* to = out + ((int64_t)token * heads.query + work.head * group + r % group) * dim;
-        f32x16 inverse = splat(1.0f / scratch.total[r]);
-        for (int v = 0; v < vectors; v++) store(to + 16 * v, scratch.sums[(size_t)r * vectors + v] * inverse);
+        run.query[r] = queries + place_of(heads, work, r);
+        last[r] = step.positions[work.first + r / group];
+        first[r] = first_seen(heads, last[r]);
     }
+    pack_queries(run);
+
+    const Range seen = tiles_seen(heads, step, work);
+    auto compute = [&](int64_t part) {
+        const Range tiles = seen.part(part);
+        run.known = 0;
+        find(run, cache, step, work, tiles);
+        const int all = run.known;
+        if (part + 1 < seen.end_part() && work.part == kAllParts) {
+            find(run, cache, step, work, {tiles.end, std::min(seen.end, tiles.end + kStretchTiles)});
+        } else if (next) {
+            Range ahead = tiles_seen(heads, step, *next);
+            if (next->part != kAllParts) ahead = ahead.part(next->part);
+            find(run, cache, step, *next, {ahead.begin, std::min(ahead.end, ahead.begin + kStretchTiles)});
+        }
+        if (!asked)
+            for (int i = 0; i < std::min(all, kStretchTiles); i++) run.ask_for_keys(i), run.ask_for_values(i);
+        asked = true;
+        clear(run.sums, rows, dim);
+        for (int done = 0, count; done < all; done += count) {
+            // Up to the next multiple of a stretch, so that its borders do not depend on where the window begins.
+            count = std::min(all - done, kStretchTiles - (int)((tiles.begin + done) % kStretchTiles));
+            score(run, done, count);
+            mask(run, first, last, done, count);
+            soften(run, count);
+            add_values(run, done, count, last[rows - 1] + 1);
+        }
+    };
+    if (work.part != kAllParts) {
+        compute(work.part);
+        const Sums to = sums_in(kept + work.kept, rows, dim);
+        clear(to, rows, dim);
+        merge(to, run.sums, rows, dim);
+        return;
+    }
+    const Sums sums = sums_in(all_sums.reserve(size_of_sums(rows, dim)), rows, dim);
+    clear(sums, rows, dim);
+    for (int64_t part = seen.first_part(); part < seen.end_part(); part++) {
+        compute(part);
+        merge(sums, run.sums, rows, dim);
+    }
+    finish(heads, work, sums, out);
+}
+
+// The parts of a run in their order, as attend_run() does it where it computes them all.
+void merge_parts(const Heads& heads, const Step& step, const Work& work, float* kept, float* out) {
+    const int rows = rows_of(heads, work), dim = heads.dim;
+    const Range seen = tiles_seen(heads, step, work);
+    const Sums sums = sums_in(kept + work.kept, rows, dim);  // of the first part
+    for (int64_t part = 1; part < seen.end_part() - seen.first_part(); part++)
+        merge(sums, sums_in(kept + work.kept + part * (int64_t)size_of_sums(rows, dim), rows, dim), rows, dim);
+    finish(heads, work, sums, out);
 }
 
 }  // namespace
@@ -218,22 +243,58 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
 
 void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* out) {
     const Heads& heads = *cache.heads;
-    const int group = heads.query / heads.kv;
-    const int run = std::max(1, 12 / group);  // queries; a group larger than kMaxRows is refused before
-    thread_local std::vector<Work> work;
-    work.clear();
+    const int run = std::max(1, kRunRows / (heads.query / heads.kv));  // queries; a group is at most kMaxRows
+    thread_local std::vector<Work> runs, items, split;
+    thread_local std::vector<int> chunks;  // where they begin among the items
+    thread_local Buffer<float> memory;
+    runs.clear(), items.clear(), split.clear(), chunks.clear();
+    int64_t all = 0;
     for (int request = 0; request < step.num_requests; request++)
-        for (int token = step.query_start_loc[request]; token < step.query_start_loc[request + 1]; token += run)
-            for (int head = 0; head < heads.kv; head++)
-                work.push_back({request, head, token, std::min(run, step.query_start_loc[request + 1] - token)});
-    const Work* items = work.data();
-    int count = (int)work.size();
-    // Some at a time: taking one costs about as much as a short one takes.
-    int each = std::max(1, count / (pool.num_threads() * 8));
-    pool.run((count + each - 1) / each, [&](int chunk) {
-        for (int i = chunk * each; i < std::min(count, (chunk + 1) * each); i++)
-            attend_run(cache, step, queries, out, items[i]);
+        for (int head = 0; head < heads.kv; head++)  // runs that read the same keys follow each other
+            for (int token = step.query_start_loc[request]; token < step.query_start_loc[request + 1]; token += run) {
+                int count = std::min(run, step.query_start_loc[request + 1] - token);
+                runs.push_back({request, head, token, count, kAllParts, 0});
+                all += cost_of(heads, runs.back(), tiles_seen(heads, step, runs.back()));
+            }
+    // Some at a time, as taking one costs about as much as a short one takes; and what would keep a thread busy when
+    // the others are done already is cut into its parts.
+    const int64_t chunk = pool.num_threads() == 1 ? all : all / (pool.num_threads() * 8);
+    int64_t kept = 0, cost = 0;
+    auto add = [&](const Work& work, int64_t more) {
+        if (chunks.empty() || cost + more > chunk) chunks.push_back((int)items.size()), cost = 0;
+        items.push_back(work);
+        cost += more;
+    };
+    for (Work& work : runs) {
+        const Range seen = tiles_seen(heads, step, work);
+        const int64_t size = (int64_t)size_of_sums(rows_of(heads, work), heads.dim);
+        const int64_t cost = cost_of(heads, work, seen), parts = seen.end_part() - seen.first_part();
+        if (cost <= 2 * chunk || parts == 1 || pool.num_threads() == 1 || kept + parts * size > kMaxKept) {
+            add(work, cost);
+            continue;
+        }
+        work.kept = kept;
+        split.push_back(work);
+        for (int64_t part = seen.first_part(); part < seen.end_part(); part++, kept += size) {
+            work.part = part, work.kept = kept;
+            add(work, cost_of(heads, work, seen.part(part)));
+        }
+    }
+    float* sums = memory.reserve((size_t)kept);
+    chunks.push_back((int)items.size());
+    const Work* item = items.data();
+    const int* begin = chunks.data();
+    pool.run((int)chunks.size() - 1, [&, item, begin](int chunk) {
+        const Work *first = item + begin[chunk], *end = item + begin[chunk + 1];
+        int rows = 0;
+        for (const Work* work = first; work < end; work++) rows = std::max(rows, rows_of(heads, *work));
+        const Kernel kernel(rows);
+        for (const Work* work = first; work < end; work++)
+            attend_run(cache, step, queries, out, sums, *work, work + 1 < end ? work + 1 : nullptr,
+                       work > first && work[-1].count == 1);
     });
+    const Work* cut = split.data();
+    pool.run((int)split.size(), [&, cut](int i) { merge_parts(heads, step, cut[i], sums, out); });
 }
 
 }  // namespace headrace

@@ -2,11 +2,14 @@
 //
 // A block of the cache is cut into tiles of 16 tokens (its last one may be shorter). For each KV head a tile holds its
 // keys as [head_dim / 2][16 tokens][2 dimensions], so that one dot product scores 16 tokens, and after them its values
-// as [8 pairs of tokens][head_dim][2 tokens], so that one dot product adds two tokens to 16 dimensions. All bfloat16.
+// as [8 pairs of tokens][head_dim][2 tokens], so that one dot product adds two tokens to 16 dimensions. All bfloat16. AMX
+// multiplies both as they lie.
 //
 // Keys are taken in stretches of 256 by their position in the sequence, with a running maximum (online softmax, Milakov
-// and Gimelshein, arXiv:1805.02867). Position decides, not the batch or the chunk of a prefill: a query's result is the
-// same bits whether it was computed alone, in a chunk or after a hit in the prefix cache.
+// and Gimelshein, arXiv:1805.02867), which begins anew every 2,048 keys: such parts are merged in their order, whether
+// one thread computes them one after the other or each is another's. Position decides, not the batch, the chunk of a
+// prefill or the number of threads: a query's result is the same bits whether it was computed alone, in a chunk or after
+// a hit in the prefix cache.
 #pragma once
 
 #include <cstdint>

@@ -78,6 +78,15 @@ inline u16x16 to_bf16(f32x16 x) {
     return narrow(select(x == x, rounded, high | splat(0x40u)));
 }
 
+// The same for numbers of which none is denormal.
+inline u16x16 normal_to_bf16(f32x16 x) {
+#if defined(__AVX512BF16__)
+    return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+    return to_bf16(x);
+#endif
+}
+
 inline uint16_t to_bf16(float x) {
     uint32_t bits = load<uint32_t>(&x);
     if (x != x) return (uint16_t)((bits >> 16) | 0x40u);
@@ -91,20 +100,29 @@ inline float from_bf16(uint16_t half) {
 
 inline f32x16 load_bf16(const uint16_t* from) { return as_f32(widen(load<u16x16>(from)) << 16); }
 
-// 2^x for x <= 0 (or slightly above), to about 2e-7 relative; 0 below -126. Taylor's series of 2^f for |f| <= 1/2.
-inline f32x16 exp2(f32x16 x) {
+#if !defined(__AVX512F__)
+// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of the rest; 0 below -126.
+template <class Function>
+inline f32x16 exp2_by(f32x16 x, const Function& p) {
     f32x16 clamped = max(x, splat(-127.0f));
     f32x16 shifted = clamped + splat(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the nearest integer
-    f32x16 f = clamped - (shifted - splat(12582912.0f));
-    f32x16 p = splat(1.5403530e-4f);
-    p = fma(p, f, splat(1.3333558e-3f));
-    p = fma(p, f, splat(9.6181291e-3f));
-    p = fma(p, f, splat(5.5504109e-2f));
-    p = fma(p, f, splat(2.4022651e-1f));
-    p = fma(p, f, splat(6.9314718e-1f));
-    p = fma(p, f, splat(1.0f));
-    f32x16 result = as_f32(as_u32(p) + (as_u32(shifted) << 23));
-    return select(x < splat(-126.0f), splat(0.0f), result);
+    f32x16 result = p(clamped - (shifted - splat(12582912.0f)));
+    result = select(x < splat(-126.0f), splat(0.0f), as_f32(as_u32(result) + (as_u32(shifted) << 23)));
+    return select(x == x, result, x);
+}
+#endif
+
+// 2^x for x <= 0 (or slightly above), to about 2e-7 relative; 0 below -126; a NaN stays one. 2^f by the polynomial whose
+// largest relative error, 9e-8, is least for |f| <= 1/2, and which is 1 at 0.
+inline f32x16 exp2(f32x16 x) {
+    return exp2_by(x, [](f32x16 f) {
+        f32x16 p = splat(1.3264727e-3f);
+        p = fma(p, f, splat(9.6715130e-3f));
+        p = fma(p, f, splat(5.5507336e-2f));
+        p = fma(p, f, splat(2.4022242e-1f));
+        p = fma(p, f, splat(6.9314700e-1f));
+        return fma(p, f, splat(1.0f));
+    });
 }
 
 }  // namespace headrace

@@ -64,6 +64,14 @@ inline f32x16 nibbles(u32x16 packed, int shift) {
     return (f32x16)_mm512_permutexvar_ps((__m512i)(packed >> shift), numbers);
 }
 
+// 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of the rest; 0 below -126.
+template <class Function>
+inline f32x16 exp2_by(f32x16 x, const Function& p) {
+    __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);  // or NaN
+    return (f32x16)_mm512_maskz_scalef_ps(normal, (__m512)p(x - (f32x16)whole), whole);
+}
+
 // sums[j] += weights[2j] * x[0] + weights[2j + 1] * x[1], of bfloat16 in pairs.
 inline f32x16 dot_bf16(f32x16 sums, u32x16 weights, const uint16_t* x) {
     u32x16 pair = splat(load<uint32_t>(x));

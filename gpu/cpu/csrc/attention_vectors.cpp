@@ -1,0 +1,109 @@
+// Attention by vectors of 16 tokens or 16 dimensions: a few rows at a time, as many as registers hold sums of.
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "attention_run.h"
+#include "simd.h"
+
+#if !defined(__AMX_BF16__)
+
+namespace headrace {
+
+namespace {
+
+// Queries whose scores, and whose sums over some dimensions of the values, are kept in registers.
+constexpr int kScoreRows = kRegisters == 32 ? 12 : 3;
+constexpr int kRowsAtOnce = kRegisters == 32 ? 6 : 3, kWide = kRegisters == 32 ? 4 : 2;  // 64 dimensions, or 32
+
+template <int kRows>
+void score_tile(const uint16_t* keys, int dim, const uint16_t* const* queries, float* const* scores) {
+    f32x16 even[kRows] = {}, odd[kRows] = {};  // two sums of each, so that one need not wait for the other
+    for (int d = 0; d < dim; d += 4) {
+        u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) even[r] = dot_bf16(even[r], first, queries[r] + d);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) odd[r] = dot_bf16(odd[r], second, queries[r] + d + 2);
+    }
+    for (int r = 0; r < kRows; r++) store(scores[r], even[r] + odd[r]);
+}
+
+using ScoreTile = void (*)(const uint16_t*, int, const uint16_t* const*, float* const*);
+template <size_t... kRows>
+constexpr std::array<ScoreTile, kScoreRows> score_tiles(std::index_sequence<kRows...>) {
+    return {score_tile<kRows + 1>...};
+}
+constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
+
+// sums[r][0..kVectors) += weights of a tile's tokens times its values, from dimension `d` on.
+template <int kRows, int kVectors>
+void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_t* const* weights, float* const* sums) {
+    f32x16 acc[kRows][kVectors];
+    for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++) acc[r][v] = load<f32x16>(sums[r] + d + 16 * v);
+    for (int t = 0; t < pairs; t++) {
+        const uint16_t* row = values + ((int64_t)t * dim + d) * 2;
+        u32x16 value[kVectors];
+        for (int v = 0; v < kVectors; v++) value[v] = load<u32x16>(row + 32 * v);
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) acc[r][v] = dot_bf16(acc[r][v], value[v], weights[r] + 2 * t);
+    }
+    for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++) store(sums[r] + d + 16 * v, acc[r][v]);
+}
+
+template <int kRows>
+void add_values(const uint16_t* values, int dim, int pairs, const uint16_t* const* weights, float* const* sums) {
+    int d = 0;
+    for (; d + 16 * kWide <= dim; d += 16 * kWide) add_values<kRows, kWide>(values, dim, d, pairs, weights, sums);
+    for (; d < dim; d += 16) add_values<kRows, 1>(values, dim, d, pairs, weights, sums);
+}
+
+using AddValues = void (*)(const uint16_t*, int, int, const uint16_t* const*, float* const*);
+template <size_t... kRows>
+constexpr std::array<AddValues, kRowsAtOnce> values_adders(std::index_sequence<kRows...>) {
+    return {add_values<kRows + 1>...};
+}
+constexpr auto kAddValues = values_adders(std::make_index_sequence<kRowsAtOnce>());
+
+}  // namespace
+
+void pack_queries(Run&) {}  // they are read where they are
+
+void score(Run& run, int first, int count) {
+    for (int p = 0; p < count; p++) {
+        run.ask_for_keys(first + count + p);
+        for (int r = 0; r < run.rows; r += kScoreRows) {
+            float* to[kScoreRows];
+            int some = std::min(kScoreRows, run.rows - r);
+            for (int i = 0; i < some; i++) to[i] = run.scores[r + i] + p * kTile;
+            kScoreTile[some - 1](run.pieces[first + p].keys, run.dim, run.query + r, to);
+        }
+    }
+}
+
+void add_values(Run& run, int first, int count, int64_t end) {
+    for (int p = 0; p < count; p++) {
+        run.ask_for_values(first + count + p);
+        const Piece& piece = run.pieces[first + p];
+        const uint16_t* values = piece.keys + (int64_t)run.dim * kTile;
+        int lanes = (int)std::min<int64_t>(piece.lanes, end - piece.position);
+        for (int r = 0; r < run.rows; r += kRowsAtOnce) {
+            const uint16_t* weights[kRowsAtOnce];
+            float* sums[kRowsAtOnce];
+            int some = std::min(kRowsAtOnce, run.rows - r);
+            for (int i = 0; i < some; i++) {
+                weights[i] = run.weights[r + i] + p * kTile;
+                sums[i] = run.sums.values + (int64_t)(r + i) * run.dim;
+            }
+            kAddValues[some - 1](values, run.dim, (lanes + 1) / 2, weights, sums);
+        }
+    }
+}
+
+}  // namespace headrace
+
+#endif

@@ -1,0 +1,37 @@
+"""Attention of the library alone: native/attention_shapes.cpp, in every build that this processor runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpu.cpu.library import is_for_this_processor, load_library, usable
+from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, vectors_of
+
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+
+
+def compare(folder: Path, build: str, shapes: int, *flags: str) -> None:
+    """Raises AssertionError with what the program says of results that are not right, or not the same bits."""
+    sources = [*sorted(SOURCES.glob("attention*.cpp")), NATIVE / "attention_shapes.cpp"]
+    objects = compile_all(folder, sources, *vectors_of(build), *flags)
+    program = link(folder / "attention_shapes", objects, *flags)
+    run = subprocess.run([program, "1", str(shapes)], check=False, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout) == (0, "0 wrong\n"), run.stdout + run.stderr[-8000:]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("build", [library.name for library in usable()])
+def test_a_row_is_right_and_the_same_bits_alone_in_a_batch_and_in_chunks(tmp_path: Path, build: str):
+    compare(tmp_path, build, 10, "-O1")
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_it_touches_no_memory_but_its_own_and_threads_do_not_race(tmp_path: Path, sanitizer: str):
+    library = load_library()
+    assert library is not None
+    compare(tmp_path, library.name, 8, "-O1", "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")

@@ -67,16 +67,20 @@ def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4,
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, and bytes of stack, where registers that do not fit are spilled."""
+    """Registers per thread, bytes of stack, where registers that do not fit are spilled, and instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         listing = subprocess.run(
-            [DISASSEMBLER, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            [DISASSEMBLER, "--dump-sass", "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)\S", listing, re.MULTILINE)
+    return {"registers": int(found[1]), "stack": int(found[2]), "instructions": len(instructions)}
 
 
 def call_all(dtype: torch.dtype = torch.bfloat16) -> None:

@@ -25,6 +25,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
     for report in reports:
         assert report["stack"] == 0, report
         assert report["shared"] <= 227 * 1024, report  # what a Hopper multiprocessor gives one block
+        # Those of the draw are what it costs, sixteen tokens at a time; most of them make random bits.
+        assert report["kernel"] != "_race" or report["instructions"] < 1000, report
         assert bool(report["matrix_instructions"]) == (report["kernel"] in ("_decode", "_prefill")), report
 
 

@@ -104,7 +104,6 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
-    kernels.store_kv(zeros(4, 8, 128), zeros(4, 8, 128), cache, longs(4))
     for head_dim, window in ((128, None), (80, 512)):
         paged = zeros(4, 2, 8, 16, head_dim)
         for longest in (None, 3):

@@ -54,5 +54,5 @@ def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     )
     assert run.returncode == 0, run.stderr[-2000:]
     rehearsed, later = (json.loads(line) for line in run.stdout.splitlines())
-    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - {"_store_kv"}  # for no fused backend
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels()
     assert later == []

@@ -1,7 +1,7 @@
 """The CPU path: the decoder's step in one call of a small C++ library, built when Headrace is installed.
 
 library     finds the library and describes its structs
-matrices    weights as the library computes with them: 4 and 8 bits as a GGUF file has them, or bfloat16
+matrices    weights as the library computes with them: the bits of a GGUF file, or bfloat16
 memory      where weights and KV lie: large pages
 sampling    the draw of `gpu.sampling`, by the library
 decoder     a model on top of it, with the interface that the model runner needs

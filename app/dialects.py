@@ -80,6 +80,7 @@ async def _translated(
         given = parse_body(model, request.body)
         return given, given.translate(), given.left_out
 
+    _ = server.model  # before anything is read for nothing
     given, body, left_out = await server.workload.read(request, read)
     tell_left_out(server, request, left_out)
     return given, body

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
-
 from app.loading import core_factory, open_files
-from app.logs import configure_logging
+from app.logs import bind, configure_logging
 from app.settings import Settings
 from engine.core.core import EngineCore
 from engine.transport.process_core import serve_parent
@@ -22,7 +20,7 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
     settings = Settings(**setup["settings"])
     configure_logging(settings)
     if setup["index"] is not None:
-        structlog.contextvars.bind_contextvars(engine=setup["index"])
+        bind(engine=setup["index"])
     return core_factory(settings, open_files(settings, report), setup["kv_cache_share"])()
 
 

@@ -161,7 +161,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
     with frozen_imports("gpu.executor"):
         from gpu.executor import load_executor
-        from gpu.model_loader import WorkerOptions
+        from gpu.model_loader import WorkerOptions, import_what_computes
 
     options = WorkerOptions(
         dtype=settings.dtype,
@@ -175,4 +175,6 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_share=kv_cache_share,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
+    with frozen_imports("torch"):
+        import_what_computes(files.config, options)
     return load_executor(files, options)

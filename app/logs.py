@@ -13,10 +13,19 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-import structlog
-from structlog.typing import EventDict, Processor
-
 from app.settings import Settings
+
+# structlog imports rich, where it finds it, for tracebacks that are not wanted here (they print local variables, and
+# those hold prompts): a tenth of the time until the server answers.
+_rich = sys.modules.get("rich")
+sys.modules["rich"] = None  # type: ignore[assignment]  # as if it were not installed
+import structlog  # noqa: E402
+from structlog.typing import EventDict, Processor  # noqa: E402
+
+if _rich is None:
+    del sys.modules["rich"]
+else:
+    sys.modules["rich"] = _rich
 
 if TYPE_CHECKING:
     from app.request_record import RequestRecord  # whose scope logs by this module
@@ -63,6 +72,11 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
     )
 
 
+def bind(**fields: object) -> None:
+    """Every line of this process has these fields from now on."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
 def log_request(record: RequestRecord) -> None:
     """Log one request that has ended, however it ended. What did not happen is left out."""
     to_first_token = record.seconds_to_first_token
@@ -99,7 +113,6 @@ def _console(stream: TextIO) -> list[Processor]:
             sort_keys=False,
             pad_event_to=28,
             pad_level=False,
-            # Not rich's: it prints local variables, and those hold prompts.
             exception_formatter=structlog.dev.plain_traceback,
         ),
     ]

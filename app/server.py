@@ -14,17 +14,16 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from app.admission import Admission, Limit
+from app.frozen_imports import frozen_imports
 from app.hypercorn_patches import Connection
-from app.loading import fingerprint, make_client, make_grammar_compiler, open_files, tokenizer_info
 from app.metrics import Metrics
-from app.prompts import PromptEncoder
 from app.response_store import ResponseStore
 from app.scope import RequestScope
 from app.settings import Settings, SettingsError
@@ -33,13 +32,16 @@ from app.timelines import Timelines
 from app.tracing import open_tracer
 from app.workload import Workload
 from engine.errors import EngineDead
-from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineReady, FinishReason
-from gpu.checkpoint import ModelError, ModelFiles
 from protocol.answer_check import CheckProcesses
-from protocol.chat_template import ChatTemplateError
+from protocol.body import build_models
 from protocol.errors import ApiError
 from protocol.openai.models import unknown_model
+
+if TYPE_CHECKING:
+    from app.prompts import PromptEncoder
+    from engine.frontend.async_llm import AsyncLLM
+    from gpu.checkpoint import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +279,9 @@ class Server:
 
     def _in_operators_words(self, error: BaseException) -> BaseException:
         """What has ended the server. Errors of model files know the file, not the setting that led to it."""
+        from gpu.checkpoint import ModelError
+        from protocol.chat_template import ChatTemplateError
+
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if not isinstance(error, ModelError | ChatTemplateError):
@@ -288,8 +293,12 @@ class Server:
         return explained
 
     async def _load_and_serve(self) -> None:
-        files = await to_thread.run_sync(lambda: open_files(self.settings, self.start_up.report))
         settings = self.settings
+        await to_thread.run_sync(_import_engine)
+        from app.loading import open_files
+        from app.prompts import PromptEncoder
+
+        files = await to_thread.run_sync(lambda: open_files(settings, self.start_up.report))
         prompts = await to_thread.run_sync(
             lambda: PromptEncoder(
                 files,
@@ -302,13 +311,18 @@ class Server:
             await self._serve(files, prompts)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:
+        from app.loading import fingerprint, make_client, make_grammar_compiler, tokenizer_info
+        from engine.frontend.async_llm import AsyncLLM
+
         grammars = make_grammar_compiler(files)
         client = make_client(self.settings, files, self.start_up.report, grammars)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
-        await to_thread.run_sync(grammars.build_tokenizer)  # and the vocabulary: now, not by the first request
         async with llm.running():
             try:
                 self._llm = llm
+                # And the vocabulary: now, not by the first request, while the engine loads.
+                await to_thread.run_sync(grammars.build_tokenizer)
+                await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
                 self._model = ServedModel(
                     llm=llm,
@@ -331,3 +345,9 @@ class Server:
 
 ServerHandler = Callable[[Server, RequestScope], Awaitable[None]]
 """Answers a request by what the server has."""
+
+
+def _import_engine() -> None:
+    """What loads the model, and all that it is served with. On a thread, because the server answers meanwhile."""
+    with frozen_imports("app.loading"):
+        import engine.frontend.async_llm  # noqa: F401

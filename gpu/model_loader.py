@@ -118,6 +118,16 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
     return load_library() if CPUCausalLM.supports(config) else None
 
 
+def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
+    """Import the modules that `load_model` needs, so that its caller may choose when. Raises ConfigError for a device
+    that is not there."""
+    device = resolve_device(options.device)
+    if library_for(config, options, device) is None:
+        import gpu.models.served
+    if device != "cpu":
+        import gpu.device  # noqa: F401
+
+
 def free_memory(device: str) -> int:
     """Bytes that can still be taken on the device."""
     if device == "cpu":

@@ -28,7 +28,6 @@ class Worker:
         model = load_model(config, weights, options, self.device)
         self.weight_forms = model.forms
         self.prompt_form_differs = model.prompt_form_differs
-        gc.collect()  # the readers' maps and buffers, before memory is measured
 
         self.kv_cache_size = kv_cache_size(
             config,

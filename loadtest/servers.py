@@ -62,7 +62,8 @@ class Server:
     """A server on a free port of loopback, as a context manager that gives its Target once it is ready.
 
     `command` and `environment` may hold "{port}". Ready is when `ready_path` answers 200. What the server writes is
-    kept aside and shown if it does not become ready within `timeout` seconds.
+    kept aside and shown if it does not become ready within `timeout` seconds. Python may keep what it compiles, as it
+    does where a server is installed: else each start would compile everything anew.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Server:
     def __enter__(self) -> Target:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        environment = {key: value.format(port=port) for key, value in self._environment.items()}
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+        environment |= {key: value.format(port=port) for key, value in self._environment.items()}
         self._output = tempfile.TemporaryFile()  # closed with the server
         started = time.monotonic()
         self._process = subprocess.Popen(
             [word.format(port=port) for word in self._command],
-            env=os.environ | environment, cwd=ROOT, stdout=self._output, stderr=self._output,
+            env=environment, cwd=ROOT, stdout=self._output, stderr=self._output,
         )  # fmt: skip
         self.target = Target(self.name, url, self._model, self._process.pid)
         self.seconds_to_answer = 0.0

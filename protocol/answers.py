@@ -1,6 +1,7 @@
 """The shapes of answers, for /openapi.json and for tests that hold the server to them.
 
-Answers are written by hand where they are made, because that is on the path of every request; nothing here runs then.
+Answers are written by hand where they are made, because that is on the path of every request; nothing here runs then,
+and pydantic builds nothing of it before somebody asks.
 Objects are closed: a key that is written and not named here is a mistake. Shapes that a dialect's SDKs define are
 described by what always is there. Here is what all dialects share; the rest is in their folders.
 """
@@ -15,13 +16,13 @@ from pydantic import BaseModel, ConfigDict
 class Answer(BaseModel):
     """An object that the server sends."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
 
 
 class OpenAnswer(Answer):
     """One that may have more keys than are named."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), defer_build=True)
 
 
 # --- errors

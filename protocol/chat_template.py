@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.errors import HeadraceError, InvalidRequest
+from protocol.errors import ApiError
 from protocol.jinja_sandbox import CompiledTemplate, Failure, RenderingFailed
 
 CHATML = (
@@ -32,9 +33,6 @@ CHATML = (
 
 Segment = tuple[str, bool]
 """Text, and whether it is plain: to be encoded without recognizing special tokens."""
-
-RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Template variables that a request cannot set on the side."""
 
 _MAX_TEMPLATE_COMPLAINT = 200  # characters of it that reach the client
 
@@ -52,10 +50,6 @@ def is_known(source: str) -> bool:
 
 class ChatTemplateError(HeadraceError):
     """The model's template is at fault, not the request: it does not parse, or tries what the sandbox forbids."""
-
-
-class RenderingInterrupted(HeadraceError):
-    """Somebody has ended the template's process, twice. Neither the request nor the template is at fault."""
 
 
 class Renderer(Protocol):
@@ -109,7 +103,7 @@ class ChatTemplate:
         `variables` reach the template too, but cannot replace what this class sets. A role ``developer`` becomes
         ``system`` for templates that do not know it. Raises `InvalidRequest` (param ``messages``) if the template
         cannot render these messages or they grow too long, `ChatTemplateError` if it tries something forbidden,
-        `RenderingInterrupted` if its process was ended from outside.
+        ApiError 503 if its process was ended from outside, twice.
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
@@ -132,10 +126,10 @@ class ChatTemplate:
             character = f"U+{ord(text[exc.start]):04X}"
             raise _cannot_render(f"it makes the lone surrogate {character}, which is no text") from exc
         except RenderingFailed as exc:
+            if exc.kind is Failure.GONE:
+                raise _interrupted() from exc
             # A complaint in the template's words may quote a message: cut short, without our markers.
             words = segments_text(shield.split(exc.words))[:_MAX_TEMPLATE_COMPLAINT]
-            if exc.kind is Failure.GONE:
-                raise RenderingInterrupted(words) from exc
             if exc.kind is Failure.UNSAFE:
                 raise ChatTemplateError(f"The chat template of this model tries something unsafe: {words}.") from exc
             raise _cannot_render(words) from exc
@@ -239,3 +233,13 @@ def _runs_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
 
 def _random_marker() -> str:
     return f"{secrets.randbelow(10**24):024d}"
+
+
+def _interrupted() -> ApiError:
+    """Neither the request nor the template is at fault."""
+    return ApiError(
+        503,
+        "The process that renders the chat template was ended. The request may be sent again.",
+        code="rendering_interrupted",
+        headers={"retry-after": "1"},
+    )

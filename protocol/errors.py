@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest, RequestFailed
-from protocol.chat_template import RenderingInterrupted
 
 TAG_PREFIX = "$"
 """Union tags in request models start with this, so that they can be dropped from a field's path."""
@@ -84,13 +83,6 @@ def to_api_error(exc: Exception) -> ApiError:
             return _from_json_error(exc)
         case RequestFailed():
             return ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")
-        case RenderingInterrupted():
-            return ApiError(
-                503,
-                "The process that renders the chat template was ended. The request may be sent again.",
-                code="rendering_interrupted",
-                headers={"retry-after": "1"},
-            )
         case EngineNotReady():
             return ApiError(503, "The model is still being loaded.", code="model_loading", headers={"retry-after": "2"})
         case EngineDead():

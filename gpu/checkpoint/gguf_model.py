@@ -55,15 +55,13 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
 
 
 def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
-    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. Of the
-    file nothing stays in this process's memory after the last one."""
+    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type."""
     for name, tensor, num_heads in _named(file, config):
         dtype = _PLAIN.get(tensor.type.name)
         rows = file.packed(tensor.name) if dtype is None else file.packed(tensor.name).view(dtype)
         if num_heads:
             rows = unpermute_rows(rows, num_heads)
         yield name, QuantizedRows(tensor.type.name, tensor.shape, rows) if dtype is None else rows
-    file.release_pages()
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int]]:

@@ -16,6 +16,10 @@ class QuantizedRows:
     shape: tuple[int, ...]  # columns last
     data: NDArray[np.uint8]  # [..., bytes of a row]
 
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
     def __getitem__(self, rows: slice) -> QuantizedRows:
         """Some of the rows."""
         data = self.data[rows]

@@ -6,10 +6,10 @@ import ctypes
 from collections.abc import Sequence
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from gpu.checkpoint import QuantizedRows
+from gpu.checkpoint.gguf_file import TENSOR_TYPES
 from gpu.cpu.library import Library, MatrixStruct, PartStruct
 from gpu.cpu.memory import WeightBuffer
 from gpu.weights import Weight, floats
@@ -31,6 +31,7 @@ ROWS_AT_ONCE = 4096  # that are widened to float32, and packed
 # steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer. Steps are float16, so 6e-8 at
 # least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
 _AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
+_NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in TENSOR_TYPES}
 _BLOCK = 32  # weights that share a scale in U8
 
 
@@ -103,8 +104,9 @@ def _pack_rows(
     """Rows [start, start + count) of a weight become rows of the matrix, from row `first` on."""
     if isinstance(weight, QuantizedRows) and _form(weight) == form and weight.type in _AS_THEY_ARE:
         rows = np.ascontiguousarray(weight.data[start : start + count])
-        code = GGMLQuantizationType[weight.type].value
-        library.functions.hr_pack_blocks(matrix.struct, code, _pointer(rows), rows.shape[1], first, count)
+        library.functions.hr_pack_blocks(
+            matrix.struct, _NUMBERS[weight.type], _pointer(rows), rows.shape[1], first, count
+        )
         return
     # Some rows at a time, because an embedding in float32 may be larger than the whole model.
     for done in range(0, count, ROWS_AT_ONCE):

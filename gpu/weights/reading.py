@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,10 @@ from gpu.weights.dummy import dummy_weights
 
 # uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
 Weight = NDArray[Any] | QuantizedRows
+
+W = TypeVar("W", bound=Weight)
+
+MAPPED_AT_ONCE = 2**25  # bytes of a file that may be in this process's memory, besides the largest tensors
 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of safetensors
 
@@ -51,18 +56,30 @@ def _read(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
     if files.tensors is None:
         yield from dummy_weights(files.config)
     elif isinstance(files.tensors, GGUFFile):
-        yield from read_tensors(files.tensors, files.config)
+        yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config))
     else:
         for path in files.tensors:
-            yield from _read_safetensors(path)
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
+            yield from _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _read_safetensors(path, mapped))
 
 
-def _read_safetensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> Iterator[tuple[str, W]]:
+    """What is read of a mapped file, whose pages are let go now and then, and all of them at the end: else a model
+    would be in memory twice."""
+    num_bytes = 0
+    for name, weight in weights:
+        yield name, weight
+        num_bytes += weight.nbytes
+        if num_bytes >= MAPPED_AT_ONCE:
+            release()
+            num_bytes = 0
+    release()
+
+
+def _read_safetensors(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[Any]]]:
     """Views of the mapped file, which stays mapped as long as they live, in the order in which they lie, so that a disk
     reads on."""
-    tensors = read_header(path)
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+    for name, tensor in sorted(read_header(path).items(), key=lambda item: item[1].offset):
         values = np.frombuffer(mapped, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset)
         yield name, values.reshape(tensor.shape)

@@ -17,7 +17,6 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
 from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type, refuse_type
-from protocol.chat_template import RESERVED_VARIABLES
 from protocol.errors import shown
 from protocol.message_parts import MessageFormat
 from protocol.message_syntax import MessageSyntax
@@ -42,6 +41,9 @@ from protocol.openai.tools import (
 )
 from protocol.tools.functions import ToolUse
 from protocol.tools.left_out import LeftOut, Unread, none_of, read_or_unread, types_of
+
+# Of a template: a request cannot set them on the side.
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 MAX_MESSAGES = 16384
 MAX_PARTS = 1024  # of one message
@@ -234,7 +236,7 @@ class ChatCompletionRequest(GenerationRequest):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(RESERVED_VARIABLES & variables.keys()):
+        if taken := sorted(_RESERVED_VARIABLES & variables.keys()):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
         check_size(variables, MAX_TEMPLATE_KWARGS)
         return variables

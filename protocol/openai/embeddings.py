@@ -8,11 +8,9 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
@@ -23,6 +21,10 @@ from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt
 from protocol.openai.output import UsageMeter
 from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId
 from protocol.writers import AnswerContext, raise_if_failed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class PrefillRequest(GenerationRequest):
@@ -117,14 +119,16 @@ class EmbeddingBodyWriter:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _shown(self, raw: bytes) -> NDArray[np.float32] | str:
-        vector = _finished(np.frombuffer(raw, np.float32), self._request.dimensions, self._request.normalize)
+        vector = _finished(raw, self._request.dimensions, self._request.normalize)
         if self._request.encoding_format == "float":
             return vector
         little_endian = vector if sys.byteorder == "little" else vector.byteswap()
         return base64.b64encode(little_endian.tobytes()).decode()
 
 
-def _finished(vector: NDArray[np.float32], dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
-    vector = np.ascontiguousarray(vector[:dimensions])
+def _finished(raw: bytes, dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
+    import numpy as np  # here, because the server answers before it needs them
+
+    vector = np.ascontiguousarray(np.frombuffer(raw, np.float32)[:dimensions])
     length = float(np.linalg.norm(vector))
     return vector / np.float32(length) if normalize and length > 0 else vector

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from engine.messages import TokenLogprobs
 from protocol.message_parts import TokenBytes
 
@@ -108,6 +106,8 @@ def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
     """All that was asked for: `top`, or it made of `every`, which takes milliseconds and megabytes."""
     if position.every is None:
         return position.top
+    import numpy as np  # here, because the server answers before it needs them
+
     values = np.frombuffer(position.every, np.float32)
     order = np.argsort(-values, kind="stable")
     return list(zip(order.tolist(), values[order].tolist(), strict=True))

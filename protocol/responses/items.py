@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, type_of
 from protocol.errors import ApiError, shown
@@ -140,7 +140,9 @@ _Item = Annotated[
 ]
 Items = Annotated[list[_Item], fail_fast, at_most_inside(MAX_PARTS_IN_ALL, "parts"), at_most(MAX_ITEMS, "items")]
 
-_ITEMS: TypeAdapter[list[Item | ItemReference | Unserved]] = TypeAdapter(list[_Item])
+_ITEMS: TypeAdapter[list[Item | ItemReference | Unserved]] = TypeAdapter(
+    list[_Item], config=ConfigDict(defer_build=True)
+)
 
 
 def stored_items(listed: Sequence[dict[str, Any]]) -> list[Item]:

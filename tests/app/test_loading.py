@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -56,7 +57,8 @@ def test_the_engines_process_gets_the_same_settings() -> None:
 def test_the_executor_gets_what_the_settings_say_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[WorkerOptions] = []
     monkeypatch.setattr("gpu.executor.load_executor", lambda files, options: given.append(options))
-    loading.make_executor(Settings(gpu_memory_utilization=0.4), cast(ModelFiles, None), 0.5)
+    monkeypatch.setattr("gpu.model_loader.import_what_computes", lambda config, options: None)
+    loading.make_executor(Settings(gpu_memory_utilization=0.4), cast(ModelFiles, SimpleNamespace(config=None)), 0.5)
     assert (given[0].gpu_memory_utilization, given[0].kv_cache_share) == (0.4, 0.5)
 
 

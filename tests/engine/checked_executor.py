@@ -36,6 +36,8 @@ class CheckedExecutor(SimulatedExecutor):
     repetitions.
     """
 
+    prompt_form_differs = False
+
     def __init__(
         self,
         num_blocks: int,

@@ -83,7 +83,7 @@ $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/c
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable .
-	@[ "$$(uname -m)" != x86_64 ] || ls gpu/cpu/*.so >/dev/null 2>&1 || { \
+	@case "$$(uname -m)" in x86_64|aarch64) ;; *) exit ;; esac; ls gpu/cpu/*.so >/dev/null 2>&1 || { \
 	  if command -v c++ >/dev/null; \
 	  then echo "The C++ library did not compile; $(BIN)/python setup.py build_ext --inplace says why."; \
 	  else echo "No C++ compiler was found. On Debian: apt install g++"; fi; \

@@ -5,6 +5,8 @@ and where there is no compiler, the installation goes on without, and models run
 """
 
 import platform
+import runpy
+from copy import copy
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,22 +15,20 @@ from setuptools.command.build_ext import build_ext
 SOURCES = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("gpu/cpu/csrc").glob("*.h"))
 FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-Wno-psabi", "-Wno-maybe-uninitialized"]
-VNNI = ["-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
-BF16 = [*VNNI, "-mavx512bf16"]
-AMX = [*BF16, "-mamx-tile", "-mamx-bf16"]
-BUILDS = {"_kernels_vnni": VNNI, "_kernels_bf16": BF16, "_kernels_amx": AMX}  # gpu/cpu/library.py has their names too
+BUILDS = runpy.run_path("gpu/cpu/builds.py")["BUILDS"]
 
 
 class BuildApart(build_ext):
-    """Keeps the objects of each build in a folder of their own: they come from the same sources."""
+    """All builds at once, each with the objects in a folder of its own: they come from the same sources."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = True
 
     def build_extension(self, ext: Extension) -> None:
-        shared = self.build_temp
-        self.build_temp = str(Path(shared) / ext.name)
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = shared
+        apart = copy(self)
+        apart.build_temp = str(Path(self.build_temp) / ext.name)
+        super(BuildApart, apart).build_extension(ext)
 
 
 setup(
@@ -38,12 +38,12 @@ setup(
             SOURCES,
             depends=HEADERS,
             language="c++",
-            extra_compile_args=[*FLAGS, *flags],
+            extra_compile_args=[*FLAGS, *build.options],
             extra_link_args=["-pthread"],
             optional=True,
         )
-        for name, flags in BUILDS.items()
-        if platform.machine() == "x86_64"
+        for name, build in BUILDS.items()
+        if platform.machine() == build.machine
     ],
     cmdclass={"build_ext": BuildApart},
 )

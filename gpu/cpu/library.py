@@ -15,12 +15,9 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from gpu.cpu.builds import BUILDS
 from gpu.host import processor_flags
 
-# The builds, best first (setup.py makes them), and the instructions that each needs.
-_VNNI = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
-_BF16 = _VNNI | {"avx512_bf16"}
-BUILDS = {"_kernels_amx": _BF16 | {"amx_tile", "amx_bf16"}, "_kernels_bf16": _BF16, "_kernels_vnni": _VNNI}
 FOLDER = Path(__file__).parent  # where they are; tests put builds of their own there
 STOP_INTERVAL = 0.02  # seconds between two questions whether anybody still wants the step
 
@@ -140,11 +137,7 @@ class Library:
     @property
     def instructions(self) -> str:
         """What it was built for, for the log."""
-        return {
-            "_kernels_amx": "AVX-512 VNNI and BF16, AMX BF16",
-            "_kernels_bf16": "AVX-512 VNNI and BF16",
-            "_kernels_vnni": "AVX-512 VNNI",
-        }[self.name]
+        return BUILDS[self.name].instructions
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -197,7 +190,7 @@ def built() -> dict[str, Path]:
 def is_for_this_processor() -> bool:
     """Whether there is a build that it could run."""
     flags = processor_flags()
-    return any(needed <= flags for needed in BUILDS.values())
+    return any(build.flags <= flags for build in BUILDS.values())
 
 
 def usable() -> Iterator[Library]:
@@ -208,7 +201,7 @@ def usable() -> Iterator[Library]:
     """
     flags = processor_flags()
     for name, path in built().items():
-        if BUILDS[name] <= flags:
+        if BUILDS[name].flags <= flags:
             library = Library(name, path)
             if library.functions.hr_is_permitted():
                 yield library

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu.cpu.library import BUILDS, load_library
+from gpu.cpu.builds import BUILDS
 
 SOURCES = Path(__file__).parents[2] / "gpu/cpu/csrc"
 NATIVE = Path(__file__).parent / "native"
@@ -15,22 +15,16 @@ COMPILER = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCES}"]
 
 
-def vectors_of(build: str) -> list[str]:
-    """What the compiler is told of the processors that a build is for."""
-    return [f"-m{name.replace('avx512_', 'avx512').replace('_', '-')}" for name in sorted(BUILDS[build])]
+def compile_library(folder: Path, build: str, *flags: str) -> list[Path]:
+    """The objects of one build of the library."""
+    return compile_all(folder, sorted(SOURCES.glob("*.cpp")), *BUILDS[build].options, *flags)
 
 
-def compile_library(folder: Path, *flags: str) -> tuple[str, list[Path]]:
-    """The name of the build that this process uses, and its objects, compiled two files at a time."""
-    library = load_library()
-    assert library is not None
-    return library.name, compile_all(folder, sorted(SOURCES.glob("*.cpp")), *vectors_of(library.name), *flags)
-
-
-def compile_all(folder: Path, sources: Sequence[Path], *flags: str) -> list[Path]:
+def compile_all(folder: Path, sources: Sequence[Path], *flags: str, compiler: str = COMPILER) -> list[Path]:
+    """The objects of `sources`, compiled two at a time."""
     objects = [folder / f"{source.stem}.o" for source in sources]
     commands = [
-        [COMPILER, *FLAGS, *flags, "-c", str(source), "-o", str(made)]
+        [compiler, *FLAGS, *flags, "-c", str(source), "-o", str(made)]
         for source, made in zip(sources, objects, strict=True)
     ]
     for first in range(0, len(commands), 2):
@@ -39,8 +33,8 @@ def compile_all(folder: Path, sources: Sequence[Path], *flags: str) -> list[Path
     return objects
 
 
-def link(to: Path, objects: Sequence[Path], *flags: str) -> Path:
-    subprocess.run([COMPILER, "-pthread", *map(str, objects), *flags, "-o", str(to)], check=True)
+def link(to: Path, objects: Sequence[Path], *flags: str, compiler: str = COMPILER) -> Path:
+    subprocess.run([compiler, "-pthread", *map(str, objects), *flags, "-o", str(to)], check=True)
     return to
 
 

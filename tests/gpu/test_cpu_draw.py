@@ -16,7 +16,10 @@ from gpu.sampling.noise import uniform
 from gpu.sampling.sampler import Draw
 from tests.gpu.sampling_helpers import fastest_draw
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+pytestmark = [
+    pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor"),
+    pytest.mark.usefixtures("every_build"),
+]
 
 
 def metadata_of(rows: int, *, seed: int, **parameters: float) -> SamplingMetadata:

@@ -10,7 +10,7 @@ import pytest
 
 from gpu.cpu.library import is_for_this_processor, usable
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
 
 IMPORTS = """
 import os, resource, threading, time

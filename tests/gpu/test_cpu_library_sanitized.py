@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cpu.library import is_for_this_processor
+from gpu.cpu.library import is_for_this_processor, usable
 from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, runtime
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="the library is for AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
 
+RUNNABLE = [library.name for library in usable()] or [""]
 FOLDER = Path(__file__).parent
 MODEL_TESTS = [str(FOLDER / f"test_cpu_{part}.py") for part in ("decoder", "draw", "matrices")]
 # In the process that the sanitizer watches: its build of the library in the place of the installed ones.
@@ -30,10 +31,11 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", *sys.argv[2:]]))
 
 
 @pytest.mark.timeout(400)
-def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path):
+@pytest.mark.parametrize("build", {RUNNABLE[0], RUNNABLE[-1]})  # that with most ways to compute, that with other loops
+def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path, build: str):
     flags = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
-    name, objects = compile_library(tmp_path, "-O1", "-g1", *flags)
-    link(tmp_path / f"{name}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
+    objects = compile_library(tmp_path, build, "-O1", "-g1", *flags)
+    link(tmp_path / f"{build}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
     run = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), *MODEL_TESTS],
         check=False,
@@ -54,7 +56,7 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
 @pytest.mark.timeout(400)
 def test_threads_that_share_an_engine_take_turns(tmp_path: Path):
     flags = ("-O1", "-g1", "-fsanitize=thread")
-    _, objects = compile_library(tmp_path, *flags)
+    objects = compile_library(tmp_path, RUNNABLE[0], *flags)
     objects += compile_all(tmp_path, [NATIVE / "library_threads.cpp"], *flags)
     program = link(tmp_path / "library_threads", objects, *flags)
     run = subprocess.run([program], check=False, capture_output=True, text=True, timeout=200)

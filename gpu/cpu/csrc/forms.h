@@ -24,9 +24,12 @@ struct InputPair {
     int index() const { return 4 * quad + place; }
 };
 
+// Two numbers as a pair of bfloat16, which holds every q.
+inline u32x16 as_pair(f32x16 first, f32x16 second) { return (as_u32(first) >> 16) | as_u32(second); }
+
 template <int kHigh>  // bits above the low four: 0, 1 or 2
 struct Bits {
-    static constexpr bool kScaled = true;
+    static constexpr bool kScaled = true, kNear = false;
     static constexpr int kBits = 4 + kHigh;
     static constexpr int kBitBytes = 256 + 64 * kHigh;
     static constexpr int kCentre = kHigh == 2 ? 32 : 0;  // is taken from every q
@@ -49,6 +52,14 @@ struct Bits {
             f32x16 q = to_f32(as_i32((words(block, p) >> (16 * kSecond)) & splat((16u << kHigh) - 1)));
             return kCentre ? q - splat((float)kCentre) : q;
         }
+    }
+
+    static u32x16 pair(const uint8_t* block, InputPair p) {
+#if defined(__AVX512F__)
+        return bf16_of_words<kBits, kCentre>(words(block, p));
+#else
+        return as_pair(q<0>(block, p), q<1>(block, p));
+#endif
     }
 };
 
@@ -101,11 +112,12 @@ struct Blocks<kK6> : Bits<2> {
 template <>
 struct Blocks<kU8> {
     static constexpr int kBytes = 512 + 32;
-    static constexpr bool kScaled = true, kSuper = false, kHalves = false, kHasMin = false;
+    static constexpr bool kScaled = true, kNear = false, kSuper = false, kHalves = false, kHasMin = false;
     template <int kSecond>
     static f32x16 q(const uint8_t* block, InputPair p) {
         return load_i8((const int8_t*)block + 16 * (2 * p.index() + kSecond));
     }
+    static u32x16 pair(const uint8_t* block, InputPair p) { return as_pair(q<0>(block, p), q<1>(block, p)); }
     static Scales scales(const uint8_t* tile, int, int b) {
         f32x16 d = load_f16((const uint16_t*)(tile + (int64_t)b * kBytes + 512));
         return {d, d, f32x16{}};
@@ -115,25 +127,15 @@ struct Blocks<kU8> {
 template <>
 struct Blocks<kBF16> {
     static constexpr int kBytes = 1024;
-    static constexpr bool kScaled = false, kSuper = false, kHalves = false, kHasMin = false;
+    static constexpr bool kScaled = false, kNear = false, kSuper = false, kHalves = false, kHasMin = false;
     template <int kSecond>
     static f32x16 q(const uint8_t* block, InputPair p) {
-        u32x16 pairs = load<u32x16>(block + 64 * p.index());
-        return as_f32(kSecond ? pairs & splat(0xffff0000u) : pairs << 16);
+        u32x16 both = pair(block, p);
+        return as_f32(kSecond ? both & splat(0xffff0000u) : both << 16);
     }
+    static u32x16 pair(const uint8_t* block, InputPair p) { return load<u32x16>(block + 64 * p.index()); }
     static Scales scales(const uint8_t*, int, int) { return {f32x16{}, f32x16{}, f32x16{}}; }
 };
-
-// A pair of inputs as bfloat16, which holds every q.
-template <Form form>
-inline u32x16 bf16_pair(const uint8_t* block, InputPair p) {
-    using B = Blocks<form>;
-    if constexpr (form == kBF16) return load<u32x16>(block + 64 * p.index());
-#if defined(__AVX512F__)
-    else if constexpr (form != kU8) return bf16_of_words<B::kBits, B::kCentre>(B::words(block, p));
-#endif
-    else return (as_u32(B::template q<0>(block, p)) >> 16) | as_u32(B::template q<1>(block, p));
-}
 
 // Calls `body` with the form as a constant.
 template <class Body>

@@ -11,67 +11,110 @@ namespace headrace {
 
 namespace {
 
-constexpr int kRowsInCache = 128;   // activations that stay near the core while all weights pass by
+// Activations that stay near the core while all weights pass by.
+constexpr int kRowsInCache = kHasTiles ? 128 : 128 / kVectorRows * kVectorRows;
 constexpr int kRowsOfPanel = 512;   // the same where weights are widened for all of them
 constexpr int kPrefetched = 12;     // blocks ahead
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kPairs = true;  // inputs are multiplied two at a time
-#else
-constexpr bool kPairs = false;
-#endif
+constexpr bool kPairs = kDotsBF16 && !kHasTiles;  // inputs are multiplied two at a time
 constexpr int kValues = (kPairs ? kBlock / 2 : kBlock) + 1;  // of a row in a block, its sum included
 
-// The sums over a block's quads [begin, end) for n rows: `even` and `odd` are two chains, so that one need not wait for
-// the other. With AMX these are the very operations of a tile product, in its order.
-template <Form form, int n>
-inline void add_inputs(const uint8_t* block, int begin, int end, const float* x, f32x16* sums) {
-    using B = Blocks<form>;
-    f32x16 even[n] = {}, odd[n] = {};
+// The blocks of a form as floats (or as pairs of bfloat16), which is what they become anyway: for many rows that is done
+// once. The products are the same bits.
+template <Form form>
+struct WideBlocks : Blocks<form> {
+    static constexpr bool kNear = true;
+    static constexpr int kBytes = 64 * (kValues - 1 + 3);  // numbers and scales
+
+    template <int kSecond>
+    static f32x16 q(const uint8_t* block, InputPair p) {
+        return load<f32x16>(block + 64 * (2 * p.index() + kSecond));
+    }
+    static u32x16 pair(const uint8_t* block, InputPair p) { return load<u32x16>(block + 64 * p.index()); }
+    static Scales scales(const uint8_t* tile, int, int b) {
+        const uint8_t* at = tile + (int64_t)(b + 1) * kBytes - 3 * 64;
+        return {load<f32x16>(at), load<f32x16>(at + 64), load<f32x16>(at + 128)};
+    }
+
+    static void fill(const uint8_t* tile, int blocks, uint8_t* to) {
+        using B = Blocks<form>;
+        for (int b = 0; b < blocks; b++, to += kBytes) {
+            const uint8_t* block = tile + (int64_t)b * B::kBytes;
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) {
+                const InputPair p{i / 4, i % 4};
+                if constexpr (kPairs) {
+                    store(to + 64 * i, B::pair(block, p));
+                } else {
+                    store(to + 128 * i, B::template q<0>(block, p));
+                    store(to + 128 * i + 64, B::template q<1>(block, p));
+                }
+            }
+            Scales scales = B::scales(tile, blocks, b);
+            store(to + kBytes - 3 * 64, scales.d);
+            store(to + kBytes - 2 * 64, scales.second);
+            store(to + kBytes - 64, scales.m);
+        }
+    }
+};
+
+// Adds a block's quads [begin, end) for n rows to one or both of two chains, which are there so that one need not wait
+// for the other. With AMX these are the very operations of a tile product, in its order.
+template <class B, int n, bool kEven, bool kOdd>
+inline void add_inputs(const uint8_t* block, int begin, int end, const float* x, f32x16* even, f32x16* odd) {
 #pragma GCC unroll 1
     for (int quad = begin; quad < end; quad++) {
         const float* at = x + quad * (kPairs ? 4 : 8) * n;
 #pragma GCC unroll 4
         for (int place = 0; place < 4; place++) {
             if constexpr (kPairs) {
-                u32x16 pair = bf16_pair<form>(block, {quad, place});
+                if (!(place % 2 ? kOdd : kEven)) continue;
+                u32x16 pair = B::pair(block, {quad, place});
+                f32x16* chain = place % 2 ? odd : even;
 #pragma GCC unroll 8  // so that the sums stay in registers
-                for (int r = 0; r < n; r++) {
-                    f32x16& chain = place % 2 ? odd[r] : even[r];
-                    chain = dot_bf16(chain, pair, (const uint16_t*)(at + place * n + r));
-                }
+                for (int r = 0; r < n; r++) chain[r] = dot_bf16(chain[r], pair, (const uint16_t*)(at + place * n + r));
             } else {
                 f32x16 first = B::template q<0>(block, {quad, place}), second = B::template q<1>(block, {quad, place});
 #pragma GCC unroll 8
                 for (int r = 0; r < n; r++) {
-                    even[r] = fma(first, splat(at[2 * place * n + r]), even[r]);
-                    odd[r] = fma(second, splat(at[(2 * place + 1) * n + r]), odd[r]);
+                    if (kEven) even[r] = fma(first, splat(at[2 * place * n + r]), even[r]);
+                    if (kOdd) odd[r] = fma(second, splat(at[(2 * place + 1) * n + r]), odd[r]);
                 }
             }
         }
+    }
+}
+
+template <class B, int n>
+inline void block_sums(const uint8_t* block, int begin, int end, const float* x, f32x16* sums) {
+    f32x16 even[n] = {}, odd[n] = {};
+    if constexpr (2 * n + 3 <= kRegisters) {
+        add_inputs<B, n, true, true>(block, begin, end, x, even, odd);
+    } else {  // one after the other, so that there are registers enough
+        add_inputs<B, n, true, false>(block, begin, end, x, even, odd);
+        add_inputs<B, n, false, true>(block, begin, end, x, even, odd);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < n; r++) sums[r] = even[r] + odd[r];
 }
 
-template <Form form, int n>
+template <class B, int n>
 void vector_sums(const uint8_t* tile, int blocks, const float* x, float* out) {
-    using B = Blocks<form>;
     f32x16 acc[n] = {};
     const uint8_t* block = tile;
     for (int b = 0; b < blocks; b++, block += B::kBytes, x += kValues * n) {
-        for (int i = 0; i < B::kBytes; i += 64) __builtin_prefetch(block + kPrefetched * B::kBytes + i);
+        for (int i = 0; i < (B::kNear ? 0 : B::kBytes); i += 64) __builtin_prefetch(block + kPrefetched * B::kBytes + i);
         f32x16 sums[n];
         if constexpr (!B::kScaled) {
-            add_inputs<form, n>(block, 0, 4, x, sums);
+            block_sums<B, n>(block, 0, 4, x, sums);
 #pragma GCC unroll 8
             for (int r = 0; r < n; r++) acc[r] = acc[r] + sums[r];
         } else {
             Scales scales = B::scales(tile, blocks, b);
-            add_inputs<form, n>(block, 0, B::kHalves ? 2 : 4, x, sums);
+            block_sums<B, n>(block, 0, B::kHalves ? 2 : 4, x, sums);
 #pragma GCC unroll 8
             for (int r = 0; r < n; r++) acc[r] = fma(sums[r], scales.d, acc[r]);
             if constexpr (B::kHalves) {
-                add_inputs<form, n>(block, 2, 4, x, sums);
+                block_sums<B, n>(block, 2, 4, x, sums);
 #pragma GCC unroll 8
                 for (int r = 0; r < n; r++) acc[r] = fma(sums[r], scales.second, acc[r]);
             }
@@ -84,26 +127,22 @@ void vector_sums(const uint8_t* tile, int blocks, const float* x, float* out) {
     for (int r = 0; r < n; r++) store(out + r * kLanes, acc[r]);
 }
 
-using VectorSums = void (*)(const uint8_t*, int, const float*, float*);
-
-template <Form form>
-VectorSums vector_sums_of(int n) {
-    if constexpr (kHasTiles) {  // for more there are tiles
-        constexpr VectorSums kSums[] = {nullptr, vector_sums<form, 1>, vector_sums<form, 2>, vector_sums<form, 3>};
-        return kSums[n];
-    } else {
-        if constexpr (kVectorRows >= 8) {
-            if (n == 8) return vector_sums<form, 8>;
-            if (n == 4) return vector_sums<form, 4>;
-        }
-        return n == 2 ? vector_sums<form, 2> : vector_sums<form, 1>;
-    }
-}
-
 // Rows whose sums are computed together, of `rows` that are left: few sizes, so that there is not too much code.
 int rows_together(int rows) {
-    if (kVectorRows < 8 || rows <= 2) return std::min(rows, kVectorRows);
-    return rows > 4 ? 8 : 4;
+    if (kHasTiles || rows <= 2) return std::min(rows, kVectorRows);
+    return rows > 4 ? kVectorRows : 4;
+}
+
+template <class B>
+void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
+    for (int row = begin; row < begin + count; row += kVectorRows, sums += kVectorRows * kLanes) {
+        const float* values = (const float*)x.data + (int64_t)row * x.blocks * kValues;
+        const int n = rows_together(x.count - row);
+        if (n == 1) vector_sums<B, 1>(tile, x.blocks, values, sums);
+        else if (n == 2) vector_sums<B, 2>(tile, x.blocks, values, sums);
+        else if (n == 4 && !kHasTiles) vector_sums<B, kHasTiles ? 1 : 4>(tile, x.blocks, values, sums);
+        else vector_sums<B, kVectorRows>(tile, x.blocks, values, sums);
+    }
 }
 
 inline f32x16 silu(f32x16 x) {  // x / (1 + e^-x), by 2^y of a y <= 0, so that nothing overflows
@@ -202,10 +241,15 @@ void exact_sums(const Tile& tile, const Activations& x, int begin, int count, fl
     FlushDenormals as_tiles_do;
     if (x.tiled) return exact_sums_by_tiles(tile, x, begin, count, sums);
     with_form(tile.form, [&](auto form) {
-        for (int row = begin; row < begin + count; row += kVectorRows, sums += kVectorRows * kLanes) {
-            const float* values = (const float*)x.data + (int64_t)row * x.blocks * kValues;
-            vector_sums_of<form>(rows_together(x.count - row))(tile.data, x.blocks, values, sums);
+        if constexpr (kRegisters < 32 && Blocks<form>::kScaled) {
+            if (count >= 2 * kVectorRows) {
+                thread_local std::vector<uint8_t> wide;
+                wide.resize((size_t)x.blocks * WideBlocks<form>::kBytes);
+                WideBlocks<form>::fill(tile.data, x.blocks, wide.data());
+                return sums_of_rows<WideBlocks<form>>(wide.data(), x, begin, count, sums);
+            }
         }
+        sums_of_rows<Blocks<form>>(tile.data, x, begin, count, sums);
     });
 }
 

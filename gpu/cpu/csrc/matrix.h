@@ -37,7 +37,7 @@ constexpr bool kHasTiles = true;
 constexpr int kVectorRows = 3;  // rows whose sums are kept in registers; with tiles, up to which vectors are as fast
 #else
 constexpr bool kHasTiles = false;
-constexpr int kVectorRows = kRegisters >= 32 ? 8 : 2;
+constexpr int kVectorRows = kRegisters >= 32 ? 8 : 6;
 #endif
 
 int block_bytes(Form form);

@@ -23,7 +23,7 @@ template <Form form>
 inline void widen(const uint8_t* block, PairTile* to) {
 #pragma GCC unroll 16
     for (int p = 0; p < 16; p++) {
-        u32x16 pair = bf16_pair<form>(block, {p / 4, p % 4});
+        u32x16 pair = Blocks<form>::pair(block, {p / 4, p % 4});
         if constexpr (Blocks<form>::kHalves) {
             to[p / 8].pairs[p] = pair;
             to[1 - p / 8].pairs[p] = u32x16{};
@@ -42,7 +42,7 @@ inline void widen_rounded(const uint8_t* tile, int blocks, int b, PairTile& to) 
 #pragma GCC unroll 16
     for (int p = 0; p < 16; p++) {
         if constexpr (!B::kScaled) {
-            to.pairs[p] = bf16_pair<form>(block, {p / 4, p % 4});
+            to.pairs[p] = Blocks<form>::pair(block, {p / 4, p % 4});
         } else {
             f32x16 d = B::kHalves && p >= 8 ? scales.second : scales.d;
             to.pairs[p] = bf16_pair(fma(B::template q<0>(block, {p / 4, p % 4}), d, scales.m),

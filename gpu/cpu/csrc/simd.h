@@ -3,10 +3,11 @@
 // functions, by each processor's instructions:
 //
 //   f32x16, f64x16, i32x16, u32x16, u16x16, i8x16   with + - * / & | << >> < > == and [lane]; a comparison is an i32x16
-//   splat, select(mask, a, b), fma, max, as_f32, as_u32, as_i32, to_f32, to_f64, sum, largest, has_nan
+//   splat, select(mask, a, b), fma, max, as_f32, as_u32, as_i32, to_f32, to_f64, sum, largest
 //   narrow, widen                                   between u32x16 and u16x16
 //   load_f16, nibbles, dot_bf16
 //   f16, kRegisters                                 one half-precision number; how many f32x16 there is room for
+//   kDotsBF16                                       whether dot_bf16 is what the processor does fastest
 //
 // The operations of one lane, and the order of a sum, are the same wherever a build computes them: a row's result is the
 // same bits in any batch. From one build to another they may differ in the last bit.
@@ -15,7 +16,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 namespace headrace {
 
@@ -39,17 +39,6 @@ inline void store(void* to, V value) {
     Memory<V>::store(to, value);
 }
 
-// body(0), body(1) ... with constants, so that compilers keep arrays that it indexes in registers.
-template <class Body, int... kIndices>
-inline void unrolled(const Body& body, std::integer_sequence<int, kIndices...>) {
-    (body(std::integral_constant<int, kIndices>()), ...);
-}
-
-template <int kCount, class Body>
-inline void unrolled(const Body& body) {
-    unrolled(body, std::make_integer_sequence<int, kCount>());
-}
-
 }  // namespace headrace
 
 #if defined(__AVX512F__)
@@ -59,7 +48,7 @@ inline void unrolled(const Body& body) {
 #elif defined(__ARM_NEON)
 #include "simd_neon.h"
 #else
-#error "There are no vectors for this processor: see BUILDS in setup.py."
+#error "There are no vectors for this processor: see gpu/cpu/builds.py."
 #endif
 
 namespace headrace {
@@ -97,8 +86,6 @@ inline float from_bf16(uint16_t half) {
     uint32_t bits = (uint32_t)half << 16;
     return load<float>(&bits);
 }
-
-inline f32x16 load_bf16(const uint16_t* from) { return as_f32(widen(load<u16x16>(from)) << 16); }
 
 #if !defined(__AVX512F__)
 // 2^x = 2^whole p, where `whole` is the integer nearest to x and p a function of the rest; 0 below -126.

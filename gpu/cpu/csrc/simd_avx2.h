@@ -21,7 +21,6 @@ inline V select(i32x8 mask, V a, V b) {
 // Written out, because whether a compiler contracts a * b + c may differ from one place to the next.
 inline f32x8 fma(f32x8 a, f32x8 b, f32x8 c) { return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline f32x8 max(f32x8 a, f32x8 b) { return (f32x8)_mm256_max_ps((__m256)a, (__m256)b); }  // a > b ? a : b
-inline __m128 max(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 inline f32x8 as_f32(u32x8 bits) { return (f32x8)bits; }
 inline u32x8 as_u32(f32x8 x) { return (u32x8)x; }
 inline i32x8 as_i32(u32x8 x) { return (i32x8)x; }
@@ -61,6 +60,7 @@ typedef Pair<i32x8> i32x16;
 typedef Pair<u32x8> u32x16;
 
 constexpr int kRegisters = 8;
+constexpr bool kDotsBF16 = false;
 
 inline f32x16 splat(float x) { return {(f32x8)_mm256_set1_ps(x), (f32x8)_mm256_set1_ps(x)}; }
 inline i32x16 splat(int32_t x) { return {(i32x8)_mm256_set1_epi32(x), (i32x8)_mm256_set1_epi32(x)}; }

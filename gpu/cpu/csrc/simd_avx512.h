@@ -15,6 +15,11 @@ typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef _Float16 f16;
 
 constexpr int kRegisters = 32;
+#if defined(__AVX512BF16__)
+constexpr bool kDotsBF16 = true;
+#else
+constexpr bool kDotsBF16 = false;
+#endif
 
 inline f32x16 splat(float x) { return (f32x16)_mm512_set1_ps(x); }
 inline i32x16 splat(int32_t x) { return (i32x16)_mm512_set1_epi32(x); }
@@ -41,7 +46,6 @@ inline f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 inline f32x16 max(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }  // a > b ? a : b
 
 inline float sum(f32x16 x) { return _mm512_reduce_add_ps((__m512)x); }
-inline int32_t sum(i32x16 x) { return _mm512_reduce_add_epi32((__m512i)x); }
 
 inline double sum(f64x16 x) {
     __m512d halves[2];
@@ -49,9 +53,8 @@ inline double sum(f64x16 x) {
     return _mm512_reduce_add_pd(_mm512_add_pd(halves[0], halves[1]));
 }
 
-// Where a lane is NaN, any of the others or NaN; whether one is, `has_nan` tells.
+// Where a lane is NaN, any of the others or NaN.
 inline float largest(f32x16 x) { return _mm512_reduce_max_ps((__m512)x); }
-inline bool has_nan(f32x16 x) { return _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q) != 0; }
 
 // 16 half-precision floats.
 inline f32x16 load_f16(const uint16_t* from) {

@@ -7,7 +7,7 @@ namespace headrace {
 
 typedef float32x4_t f32x4;
 typedef float64x2_t f64x2;
-typedef int32x4_t i32x4;
+typedef decltype(f32x4{} < f32x4{}) i32x4;  // which GCC tells from int32x4_t
 typedef uint32x4_t u32x4;
 typedef uint16x8_t u16x8;
 typedef int8x16_t i8x16;
@@ -53,6 +53,11 @@ typedef Pair<Pair<u32x4>> u32x16;
 typedef Pair<u16x8> u16x16;
 
 constexpr int kRegisters = 8;
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kDotsBF16 = true;
+#else
+constexpr bool kDotsBF16 = false;
+#endif
 
 template <class V>
 inline Pair<Pair<V>> four_times(V x) {

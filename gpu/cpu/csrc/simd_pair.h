@@ -25,11 +25,10 @@ struct Memory<Pair<V>> {  // half by half: as a whole it would go by the stack
     }
 };
 
-#define HEADRACE_BOTH(operation)                                        \
-    template <class V>                                                  \
-    inline auto operator operation(Pair<V> a, Pair<V> b) {              \
-        using Result = decltype(a.low operation b.low);                 \
-        return Pair<Result>{a.low operation b.low, a.high operation b.high}; \
+#define HEADRACE_BOTH(operation)                                                                               \
+    template <class V>                                                                                         \
+    inline auto operator operation(Pair<V> a, Pair<V> b) {                                                     \
+        return Pair<decltype(a.low operation b.low)>{a.low operation b.low, a.high operation b.high};          \
     }
 HEADRACE_BOTH(+)
 HEADRACE_BOTH(-)
@@ -41,6 +40,18 @@ HEADRACE_BOTH(<)
 HEADRACE_BOTH(>)
 HEADRACE_BOTH(==)
 #undef HEADRACE_BOTH
+
+#define HEADRACE_EACH(function)                                             \
+    template <class V>                                                      \
+    inline auto function(Pair<V> x) {                                       \
+        using Half = decltype(function(x.low));                             \
+        return Pair<Half>{function(x.low), function(x.high)}; \
+    }
+HEADRACE_EACH(as_f32)
+HEADRACE_EACH(as_u32)
+HEADRACE_EACH(as_i32)
+HEADRACE_EACH(to_f32)
+#undef HEADRACE_EACH
 
 template <class V>
 inline Pair<V> operator-(Pair<V> x) {
@@ -70,26 +81,6 @@ inline Pair<V> fma(Pair<V> a, Pair<V> b, Pair<V> c) {
 template <class V>
 inline Pair<V> max(Pair<V> a, Pair<V> b) {
     return {max(a.low, b.low), max(a.high, b.high)};
-}
-
-template <class V>
-inline auto as_f32(Pair<V> x) {
-    return Pair<decltype(as_f32(x.low))>{as_f32(x.low), as_f32(x.high)};
-}
-
-template <class V>
-inline auto as_u32(Pair<V> x) {
-    return Pair<decltype(as_u32(x.low))>{as_u32(x.low), as_u32(x.high)};
-}
-
-template <class V>
-inline auto as_i32(Pair<V> x) {
-    return Pair<decltype(as_i32(x.low))>{as_i32(x.low), as_i32(x.high)};
-}
-
-template <class V>
-inline auto to_f32(Pair<V> x) {
-    return Pair<decltype(to_f32(x.low))>{to_f32(x.low), to_f32(x.high)};
 }
 
 template <class V>

@@ -1,0 +1,36 @@
+"""The builds of the library: what each needs of a processor, and what a compiler has to be told. Best first.
+
+setup.py reads it before there is anything to import, so it knows nothing of the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Build(NamedTuple):
+    instructions: str  # for the log
+    machine: str  # of `platform.machine()`
+    flags: frozenset[str]  # of /proc/cpuinfo
+    options: tuple[str, ...]  # of the compiler
+
+
+def _x86(instructions: str, *flags: str) -> Build:
+    options = (f"-m{flag.replace('avx512_', 'avx512').replace('_', '-')}" for flag in flags)
+    return Build(instructions, "x86_64", frozenset(flags), tuple(options))
+
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_BF16 = (*_AVX512, "avx512_bf16")
+
+# Products of bytes (VNNI, ARM's dotprod and i8mm) are not among them: activations are never rounded to 8 bits. So
+# every 64-bit ARM processor runs the plain build, and float16 is only ever read, for which that has instructions.
+BUILDS = {
+    "_kernels_amx": _x86("AMX and AVX-512 with BF16", *_BF16, "amx_tile", "amx_bf16"),
+    "_kernels_bf16": _x86("AVX-512 with BF16", *_BF16),
+    "_kernels_avx512": _x86("AVX-512", *_AVX512),
+    "_kernels_avx2": _x86("AVX2", *_AVX2),
+    "_kernels_neon_bf16": Build("NEON with BF16", "aarch64", frozenset({"asimd", "bf16"}), ("-march=armv8.2-a+bf16",)),
+    "_kernels_neon": Build("NEON", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
+}

@@ -1,0 +1,22 @@
+"""What tests of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from gpu.cpu.library import Library, load_library, usable
+from tests.gpu.sampling_helpers import fastest_draw
+
+
+@pytest.fixture(scope="module", params=list(usable()), ids=lambda library: library.name)
+def every_build(request) -> Iterator[Library]:
+    """For whole files of tests: each build of the library that this processor runs, in the place of the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gpu.cpu.library.usable", lambda: iter([request.param]))
+        load_library.cache_clear()
+        fastest_draw.cache_clear()
+        yield request.param
+    load_library.cache_clear()
+    fastest_draw.cache_clear()

@@ -144,7 +144,7 @@ void soften(Run& run, int count) {
         f32x16 total = splat(0.0f);
         for (int i = 0; i < count; i++) {
             u16x16 weight = normal_to_bf16(exp2(fma(load<f32x16>(scores + i * kTile), scale, splat(-now))));
-            store(run.weights[r] + i * kTile, weight);
+            take(run.weights[r] + i * kTile, weight);
             total = total + as_f32(widen(weight) << 16);  // as it is used, so that a row's weights are 1 in all
         }
         run.sums.total[r] += sum(total);

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "engine.h"
+#include "simd.h"
 #include "tiles.h"
 
 namespace headrace {
@@ -13,6 +14,16 @@ namespace headrace {
 constexpr int kStretch = 256;      // tokens, if blocks have whole tiles: keys between two looks at the maximum
 constexpr int kPart = 2048;        // tokens, likewise: keys that have one running maximum
 constexpr int kMaxRows = 32;       // queries of one KV head that read a key while it is near
+
+// Queries and weights on their way to a product. What has no instruction for pairs of bfloat16 multiplies floats, which
+// it then can read in place, each for all lanes; they are rounded to bfloat16 all the same.
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+using Left = float;
+#else
+using Left = uint16_t;
+#endif
+inline void take(uint16_t* to, u16x16 rounded) { store(to, rounded); }
+inline void take(float* to, u16x16 rounded) { store(to, as_f32(widen(rounded) << 16)); }
 
 // A tile of keys, with its values behind it.
 struct Piece {
@@ -32,9 +43,10 @@ struct Sums {
 struct Run {
     // Longer than a stretch, so that rows do not all begin in the same few sets of the processor's cache.
     alignas(64) float scores[kMaxRows][kStretch + 16];
-    alignas(64) uint16_t weights[kMaxRows][kStretch + 32];
+    alignas(64) Left weights[kMaxRows][kStretch + 32];
     const uint16_t* query[kMaxRows];
-    Buffer<uint16_t> packed;  // queries as the kernel wants them
+    Buffer<Left> packed;  // queries as the kernel wants them
+    const Left* left[kMaxRows];
     Sums sums;                // there is memory for kMaxRows
     int rows;
     int dim;

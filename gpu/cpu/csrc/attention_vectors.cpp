@@ -16,20 +16,27 @@ namespace {
 constexpr int kScoreRows = kRegisters == 32 ? 12 : 3;
 constexpr int kRowsAtOnce = kRegisters == 32 ? 6 : 3, kWide = kRegisters == 32 ? 4 : 2;  // 64 dimensions, or 32
 
+inline f32x16 dot(f32x16 sums, u32x16 pairs, const uint16_t* x) { return dot_bf16(sums, pairs, x); }
+
+inline f32x16 dot(f32x16 sums, u32x16 pairs, const float* x) {
+    sums = fma(as_f32(pairs << 16), splat(x[0]), sums);
+    return fma(as_f32(pairs & splat(0xffff0000u)), splat(x[1]), sums);
+}
+
 template <int kRows>
-void score_tile(const uint16_t* keys, int dim, const uint16_t* const* queries, float* const* scores) {
+void score_tile(const uint16_t* keys, int dim, const Left* const* queries, float* const* scores) {
     f32x16 even[kRows] = {}, odd[kRows] = {};  // two sums of each, so that one need not wait for the other
     for (int d = 0; d < dim; d += 4) {
         u32x16 first = load<u32x16>(keys + (int64_t)d * kTile), second = load<u32x16>(keys + (int64_t)(d + 2) * kTile);
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) even[r] = dot_bf16(even[r], first, queries[r] + d);
+        for (int r = 0; r < kRows; r++) even[r] = dot(even[r], first, queries[r] + d);
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) odd[r] = dot_bf16(odd[r], second, queries[r] + d + 2);
+        for (int r = 0; r < kRows; r++) odd[r] = dot(odd[r], second, queries[r] + d + 2);
     }
     for (int r = 0; r < kRows; r++) store(scores[r], even[r] + odd[r]);
 }
 
-using ScoreTile = void (*)(const uint16_t*, int, const uint16_t* const*, float* const*);
+using ScoreTile = void (*)(const uint16_t*, int, const Left* const*, float* const*);
 template <size_t... kRows>
 constexpr std::array<ScoreTile, kScoreRows> score_tiles(std::index_sequence<kRows...>) {
     return {score_tile<kRows + 1>...};
@@ -38,7 +45,7 @@ constexpr auto kScoreTile = score_tiles(std::make_index_sequence<kScoreRows>());
 
 // sums[r][0..kVectors) += weights of a tile's tokens times its values, from dimension `d` on.
 template <int kRows, int kVectors>
-void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_t* const* weights, float* const* sums) {
+void add_values(const uint16_t* values, int dim, int d, int pairs, const Left* const* weights, float* const* sums) {
     f32x16 acc[kRows][kVectors];
     for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) acc[r][v] = load<f32x16>(sums[r] + d + 16 * v);
@@ -49,20 +56,20 @@ void add_values(const uint16_t* values, int dim, int d, int pairs, const uint16_
 #pragma GCC unroll 6
         for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) acc[r][v] = dot_bf16(acc[r][v], value[v], weights[r] + 2 * t);
+            for (int v = 0; v < kVectors; v++) acc[r][v] = dot(acc[r][v], value[v], weights[r] + 2 * t);
     }
     for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) store(sums[r] + d + 16 * v, acc[r][v]);
 }
 
 template <int kRows>
-void add_values(const uint16_t* values, int dim, int pairs, const uint16_t* const* weights, float* const* sums) {
+void add_values(const uint16_t* values, int dim, int pairs, const Left* const* weights, float* const* sums) {
     int d = 0;
     for (; d + 16 * kWide <= dim; d += 16 * kWide) add_values<kRows, kWide>(values, dim, d, pairs, weights, sums);
     for (; d < dim; d += 16) add_values<kRows, 1>(values, dim, d, pairs, weights, sums);
 }
 
-using AddValues = void (*)(const uint16_t*, int, int, const uint16_t* const*, float* const*);
+using AddValues = void (*)(const uint16_t*, int, int, const Left* const*, float* const*);
 template <size_t... kRows>
 constexpr std::array<AddValues, kRowsAtOnce> values_adders(std::index_sequence<kRows...>) {
     return {add_values<kRows + 1>...};
@@ -71,7 +78,13 @@ constexpr auto kAddValues = values_adders(std::make_index_sequence<kRowsAtOnce>(
 
 }  // namespace
 
-void pack_queries(Run&) {}  // they are read where they are
+void pack_queries(Run& run) {
+    Left* packed = run.packed.reserve((size_t)kMaxRows * run.dim);
+    for (int r = 0; r < run.rows; r++, packed += run.dim) {
+        for (int d = 0; d < run.dim; d += 16) take(packed + d, load<u16x16>(run.query[r] + d));
+        run.left[r] = packed;
+    }
+}
 
 void score(Run& run, int first, int count) {
     for (int p = 0; p < count; p++) {
@@ -80,7 +93,7 @@ void score(Run& run, int first, int count) {
             float* to[kScoreRows];
             int some = std::min(kScoreRows, run.rows - r);
             for (int i = 0; i < some; i++) to[i] = run.scores[r + i] + p * kTile;
-            kScoreTile[some - 1](run.pieces[first + p].keys, run.dim, run.query + r, to);
+            kScoreTile[some - 1](run.pieces[first + p].keys, run.dim, run.left + r, to);
         }
     }
 }
@@ -92,7 +105,7 @@ void add_values(Run& run, int first, int count, int64_t end) {
         const uint16_t* values = piece.keys + (int64_t)run.dim * kTile;
         int lanes = (int)std::min<int64_t>(piece.lanes, end - piece.position);
         for (int r = 0; r < run.rows; r += kRowsAtOnce) {
-            const uint16_t* weights[kRowsAtOnce];
+            const Left* weights[kRowsAtOnce];
             float* sums[kRowsAtOnce];
             int some = std::min(kRowsAtOnce, run.rows - r);
             for (int i = 0; i < some; i++) {

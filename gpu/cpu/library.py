@@ -124,8 +124,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_largest_product": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
     "hr_matrix_row": (None, (POINTER(MatrixStruct), c_int32, c_void_p)),
     "hr_tile_bytes": (c_int64, (POINTER(MatrixStruct), c_int32)),
-    "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64, c_int32, c_int32)),
-    "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p, c_int32, c_int32)),
+    "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64, *[c_int32] * 3)),
+    "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p, *[c_int32] * 3)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`

@@ -82,13 +82,10 @@ def pack(
         forms = [common] * len(forms)
     else:
         matrix = PackedMatrix(library, buffer, list(zip(forms, rows, strict=True)), cols)
-    step = LANES if interleave else max(rows)
     first = 0
-    for start in range(0, max(rows), step):
-        for weight, form in zip(weights, forms, strict=True):
-            count = min(step, weight.shape[0] - start)
-            _pack_rows(library, matrix, weight, form, start, count, first)
-            first += count
+    for weight, form in zip(weights, forms, strict=True):
+        _pack_rows(library, matrix, weight, form, first, len(weights) if interleave else 1)
+        first += LANES if interleave else weight.shape[0]
     return matrix
 
 
@@ -98,20 +95,16 @@ def _form(weight: Weight) -> int:
     return _AS_THEY_ARE.get(weight.type, U8)
 
 
-def _pack_rows(
-    library: Library, matrix: PackedMatrix, weight: Weight, form: int, start: int, count: int, first: int
-) -> None:
-    """Rows [start, start + count) of a weight become rows of the matrix, from row `first` on."""
+def _pack_rows(library: Library, matrix: PackedMatrix, weight: Weight, form: int, first: int, turns: int) -> None:
+    """A weight's rows become rows of the matrix from row `first` on, those of a tile in every `turns` tiles."""
     if isinstance(weight, QuantizedRows) and _form(weight) == form and weight.type in _AS_THEY_ARE:
-        rows = np.ascontiguousarray(weight.data[start : start + count])
-        library.functions.hr_pack_blocks(
-            matrix.struct, _NUMBERS[weight.type], _pointer(rows), rows.shape[1], first, count
-        )
+        rows, kind = np.ascontiguousarray(weight.data), _NUMBERS[weight.type]
+        library.functions.hr_pack_blocks(matrix.struct, kind, _pointer(rows), rows.shape[1], first, len(rows), turns)
         return
     # Some rows at a time, because an embedding in float32 may be larger than the whole model.
-    for done in range(0, count, ROWS_AT_ONCE):
-        part = np.ascontiguousarray(floats(weight[start + done : start + min(done + ROWS_AT_ONCE, count)]))
-        library.functions.hr_pack_floats(matrix.struct, _pointer(part), first + done, len(part))
+    for start in range(0, weight.shape[0], ROWS_AT_ONCE):
+        part = np.ascontiguousarray(floats(weight[start : start + ROWS_AT_ONCE]))
+        library.functions.hr_pack_floats(matrix.struct, _pointer(part), first + start * turns, len(part), turns)
 
 
 def _pointer(array: NDArray) -> ctypes.c_void_p:

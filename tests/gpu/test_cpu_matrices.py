@@ -68,7 +68,7 @@ def stored(library: Library, matrix: PackedMatrix) -> torch.Tensor:
 def rounded(library: Library, rows: torch.Tensor) -> PackedMatrix:
     """Rows of floats as a U8 matrix: what becomes of the quantized types that the library has no form for."""
     matrix = PackedMatrix(library, WeightBuffer(), [(U8, len(rows))], rows.shape[1])
-    assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr(), 0, len(rows)) == 0
+    assert library.functions.hr_pack_floats(matrix.struct, rows.data_ptr(), 0, len(rows), 1) == 0
     return matrix
 
 

@@ -34,12 +34,21 @@ struct Lane {
             return;
         }
         uint32_t* dwords = (uint32_t*)to + lane;
-        for (int k = 0; k < kBlock; k++) {
-            const int p = k / 2, half = 16 * (k % 2);
-            const uint32_t low = q[k] & 15u, high = q[k] >> 4;
-            dwords[16 * (p / 4)] |= low << (4 * (p % 4) + half);
-            if (form == kU5 || form == kK5) dwords[64] |= high << (p + half);
-            if (form == kK6) dwords[64 + 16 * (p / 8)] |= high << (2 * (p % 8) + half);
+        for (int g = 0; g < kBlock; g += 8) {
+            uint32_t low = 0;
+            for (int k = 0; k < 8; k++) low |= (q[g + k] & 15u) << (4 * (k / 2) + 16 * (k % 2));
+            dwords[2 * g] = low;
+        }
+        if (form == kU5 || form == kK5) {
+            uint32_t high = 0;
+            for (int k = 0; k < kBlock; k++) high |= (uint32_t)(q[k] >> 4) << (k / 2 + 16 * (k % 2));
+            dwords[64] = high;
+        } else if (form == kK6) {
+            for (int g = 0; g < kBlock; g += 16) {
+                uint32_t high = 0;
+                for (int k = 0; k < 16; k++) high |= (uint32_t)(q[g + k] >> 4) << (2 * (k / 2) + 16 * (k % 2));
+                dwords[64 + g] = high;
+            }
         }
     }
 
@@ -136,6 +145,8 @@ int bytes_of(Type type) {  // of what a file has for one block, or for one super
     return 0;
 }
 
+int place_of(int row, int first, int turns) { return first + row / kLanes * kLanes * turns + row % kLanes; }
+
 uint8_t* tile_of(const Matrix* w, int row) { return const_cast<uint8_t*>(w->tile(row / kLanes).data); }
 
 }  // namespace
@@ -144,12 +155,14 @@ extern "C" {
 
 int64_t hr_tile_bytes(const Matrix* w, int32_t form) { return w->tile_bytes((Form)form); }
 
-// Fill rows [first, first + rows) of `w`, whose memory is zero, from rows of a file's blocks of a GGUF type that has a form
-// of its own. -1 for any other.
-int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64_t row_bytes, int32_t first, int32_t count) {
+// Fill `count` rows of `w`, whose memory is zero, from rows of a file's blocks of a GGUF type that has a form of its own: from
+// row `first` on, and where `turns` weights take turns, every so many tiles. -1 for any other type.
+int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64_t row_bytes, int32_t first, int32_t count,
+                       int32_t turns) {
     const int bytes = bytes_of((Type)type);
     if (!bytes) return -1;
-    for (int row = first; row < first + count; row++, rows += row_bytes) {
+    for (int i = 0; i < count; i++, rows += row_bytes) {
+        const int row = place_of(i, first, turns);
         const Tile tile = w->tile(row / kLanes);
         const Lane lane{tile.form, const_cast<uint8_t*>(tile.data), row % kLanes, w->blocks()};
         const uint8_t* in = rows;
@@ -165,8 +178,9 @@ int32_t hr_pack_blocks(const Matrix* w, int32_t type, const uint8_t* rows, int64
 
 // The same from float32 rows: kBF16 rounds each, kU8 rounds blocks of 32 to 127 steps of their largest, none of them below
 // the smallest half, 2^-24. A block that is not finite is NaN.
-int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_t count) {
-    for (int row = first; row < first + count; row++, rows += w->cols) {
+int32_t hr_pack_floats(const Matrix* w, const float* rows, int32_t first, int32_t count, int32_t turns) {
+    for (int i = 0; i < count; i++, rows += w->cols) {
+        const int row = place_of(i, first, turns);
         const Lane lane{w->tile(row / kLanes).form, tile_of(w, row), row % kLanes, w->blocks()};
         if (lane.form == kBF16) {
             uint16_t* to = (uint16_t*)lane.tile + lane.lane * 2;

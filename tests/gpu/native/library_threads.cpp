@@ -10,7 +10,7 @@ extern "C" {
 void* hr_create(int32_t);
 void hr_destroy(void*);
 int64_t hr_tile_bytes(const headrace::Matrix*, int32_t);
-int32_t hr_pack_floats(const headrace::Matrix*, const float*, int32_t, int32_t);
+int32_t hr_pack_floats(const headrace::Matrix*, const float*, int32_t, int32_t, int32_t);
 int32_t hr_multiply(void*, const headrace::Matrix*, const float*, int32_t, int32_t, const float*, float*, int64_t);
 int32_t hr_largest_product(void*, const headrace::Matrix*, const float*, int32_t, int64_t*, uint8_t*);
 int32_t hr_draw(void*, float*, int32_t, int64_t, int64_t, const float*, const int64_t*, const double*, const double*,
@@ -50,7 +50,7 @@ int main() {
     matrix.parts[0].data = data.data();
     std::vector<float> weights(kOutputs * kInputs);
     for (size_t i = 0; i < weights.size(); i++) weights[i] = (float)(i % 17) / 17;
-    hr_pack_floats(&matrix, weights.data(), 0, kOutputs);
+    hr_pack_floats(&matrix, weights.data(), 0, kOutputs, 1);
     std::atomic<int> wrong{0};
     void* shared = hr_create(3);
     std::vector<std::thread> callers;

@@ -80,6 +80,7 @@ class SimulatedExecutor:
         self.cost = cost
         self.how_many = how_many
         self.pipeline_depth = 1
+        self.prompt_form_differs = False
         self._clock = clock
         self._sleep = sleep
         self._busy_until = 0.0

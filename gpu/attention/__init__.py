@@ -36,7 +36,7 @@ class AttentionMetadata:
     seq_lens_list: list[int]  # [B]
 
 
-class AttentionBackend(Protocol):
+class PlainAttention(Protocol):
     """Attention with heads of one kind (`gpu.checkpoint.architecture.Heads`); one object serves all layers of it."""
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -59,6 +59,8 @@ class AttentionBackend(Protocol):
 class FusedAttention(Protocol):
     """A backend that takes the merged projection as it is, where a kernel rotates and stores in one pass."""
 
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
     def forward_fused(
         self,
         qkv: torch.Tensor,  # [T, num_heads + 2 * num_kv_heads, head_dim], queries first; may be overwritten
@@ -69,5 +71,8 @@ class FusedAttention(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Normalize and rotate queries and keys, then as `AttentionBackend.forward`: [T, num_heads, head_dim]."""
+        """Normalize and rotate queries and keys, then as `PlainAttention.forward`: [T, num_heads, head_dim]."""
         ...
+
+
+AttentionBackend = PlainAttention | FusedAttention

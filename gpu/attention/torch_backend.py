@@ -36,7 +36,7 @@ TILE = 256
 
 
 class TorchAttention:
-    """An `AttentionBackend`. A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first."""
+    """A `PlainAttention`. A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first."""
 
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads

@@ -6,11 +6,11 @@ import torch
 
 from gpu.attention import AttentionMetadata
 from gpu.checkpoint.architecture import Heads
-from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache, store_kv
+from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache
 
 
 class TritonAttention:
-    """An `AttentionBackend` and a `FusedAttention`.
+    """A `FusedAttention`.
 
     A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. Of the
     metadata the host's lists are not needed: any step may be captured in a graph. Its padding has `slot_mapping` -1 and
@@ -26,17 +26,6 @@ class TritonAttention:
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shape = (num_blocks, 2, self.heads.kv, self.block_size, self.heads.dim)
         return torch.zeros(shape, dtype=dtype, device=device)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        store_kv(key, value, kv_cache, metadata.slot_mapping)
-        return self._attend(query, kv_cache, metadata)
 
     def forward_fused(
         self,
@@ -58,9 +47,6 @@ class TritonAttention:
             qk_norm=qk_norm,
             eps=eps,
         )
-        return self._attend(query, kv_cache, metadata)
-
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         where = (metadata.seq_lens, metadata.query_start_loc)
         num_decodes = metadata.num_decodes if metadata.query_lens_list else None
         if self._work is None or self._work[0] is not metadata:  # the first layer of a step

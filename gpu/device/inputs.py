@@ -31,36 +31,33 @@ class Samples(NamedTuple):
     logits_indices: torch.Tensor | None  # int64 [S], into the step's tokens; None where all are sampled, in order
 
 
-def decode_inputs(tables: DeviceTables, size: int) -> ModelInputs:
-    """Of a step in which `size` places of `batch_rows` decode and sample, some of them padding: shapes follow from
-    `size` alone. The lengths on the host stay unknown."""
-    made = step_inputs(tables, size, size, all_decode=True)
-    metadata = AttentionMetadata(
-        query_start_loc=tables.one_each[: size + 1],
-        seq_lens=tables.seq_lens[:size],
-        block_table=made.block_table,
-        slot_mapping=made.slot_mapping,
-        num_decodes=size,
-        query_lens_list=[1] * size,
-        seq_lens_list=[],
+def model_inputs(
+    tables: DeviceTables,
+    num_requests: int,
+    num_tokens: int,
+    shape: StepShape | None = None,
+    *,
+    all_decode: bool = False,
+) -> ModelInputs:
+    """Of the step that the tables hold: requests and tokens beyond those that it has are padding.
+
+    In what a graph holds there is no `shape`: all that is known of the step lies on the device, but for whether
+    everybody decodes and samples.
+    """
+    input_ids, positions, slot_mapping, block_table = step_inputs(
+        tables, num_requests, num_tokens, all_decode=all_decode
     )
-    return ModelInputs(made.input_ids, made.positions, metadata)
-
-
-def mixed_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, shape: StepShape | None) -> ModelInputs:
-    """Of any step: requests and tokens beyond those that it has are padding. In what a graph holds there is no `shape`,
-    and all that is known of the step lies on the device."""
-    made = step_inputs(tables, num_requests, num_tokens, all_decode=False)
+    query_lens = [1] * num_requests if all_decode else [] if shape is None else shape.query_lens.tolist()
     metadata = AttentionMetadata(
-        query_start_loc=tables.query_start_loc[: num_requests + 1],
+        query_start_loc=(tables.one_each if all_decode else tables.query_start_loc)[: num_requests + 1],
         seq_lens=tables.seq_lens[:num_requests],
-        block_table=made.block_table,
-        slot_mapping=made.slot_mapping,
-        num_decodes=0 if shape is None else shape.num_decodes,
-        query_lens_list=[] if shape is None else shape.query_lens.tolist(),
+        block_table=block_table,
+        slot_mapping=slot_mapping,
+        num_decodes=query_lens.count(1),
+        query_lens_list=query_lens,
         seq_lens_list=[] if shape is None else shape.seq_lens.tolist(),
     )
-    return ModelInputs(made.input_ids, made.positions, metadata)
+    return ModelInputs(input_ids, positions, metadata)
 
 
 def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> Samples:

@@ -15,7 +15,7 @@ from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.download import DeviceStep, start_download
 from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs
-from gpu.device.inputs import ModelInputs, decode_inputs, mixed_inputs, samples_of
+from gpu.device.inputs import ModelInputs, model_inputs, samples_of
 from gpu.device.rows import DeviceRows
 from gpu.device.sampling import DeviceHiddenStates, DeviceSampler
 from gpu.device.tables import DeviceTables
@@ -142,7 +142,7 @@ class DeviceRunner:
         num_tokens = int(shape.query_start_loc[-1])
         graph = None if self._graphs is None else self._graphs.find("hidden", num_tokens)
         if graph is None:
-            return self._forward(mixed_inputs(self._tables, len(shape.rows), num_tokens, shape), check)
+            return self._forward(model_inputs(self._tables, len(shape.rows), num_tokens, shape), check)
         if check is not None:
             check()
         graph[1]()
@@ -152,11 +152,12 @@ class DeviceRunner:
     def _run(self, kind: Kind, size: int) -> None:
         """What a graph of this kind and size holds."""
         if kind == "step":
-            hidden = self._forward(decode_inputs(self._tables, size), None)
+            hidden = self._forward(model_inputs(self._tables, size, size, all_decode=True), None)
             token_ids, finite = self._sampler.sample_plainly(hidden, samples_of(self._tables, size, all_decode=True))
             record_step(self._tables, size, token_ids, finite, self._packed)
             return
-        hidden = self._forward(mixed_inputs(self._tables, self._max_num_seqs, size, None), None)
+        # No more requests than tokens: each has one at least.
+        hidden = self._forward(model_inputs(self._tables, min(self._max_num_seqs, size), size), None)
         if self._hidden is None:  # the first is the largest
             self._hidden = torch.empty_like(hidden)
         self._hidden[:size].copy_(hidden)

@@ -32,7 +32,7 @@ from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
-from gpu.kernels.rope import rope_and_cache, store_kv
+from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
 from gpu.kernels.step import record_step, scatter_words, step_inputs
 
@@ -53,5 +53,4 @@ __all__ = [
     "scatter_words",
     "silu_and_mul",
     "step_inputs",
-    "store_kv",
 ]

@@ -43,16 +43,6 @@ def rope_and_cache(
     )
 
 
-def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Store keys and values, [T, num_kv_heads, head_dim] each, at their slots, int64 [T]."""
-    if on_triton(key):
-        from gpu.kernels.jit import rope
-
-        rope.store_kv(key, value, kv_cache, slot_mapping)
-    else:
-        store_kv_reference(key, value, kv_cache, slot_mapping)
-
-
 def rope_and_cache_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
@@ -73,19 +63,10 @@ def rope_and_cache_reference(
         rotated[:, num_heads:] *= qk_norm[1].float()
     cos, sin = table.index_select(1, positions).float().unsqueeze(2).unbind()
     rotated = rotated * cos + rotated.roll(head_dim // 2, dims=-1) * sin
-    store_kv_reference(rotated[:, num_heads:].to(qkv.dtype), qkv[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
+    used = slot_mapping >= 0
+    blocks, offsets = slot_mapping[used] // kv_cache.shape[3], slot_mapping[used] % kv_cache.shape[3]
+    kv_cache[blocks, 0, :, offsets] = rotated[used, num_heads:].to(kv_cache.dtype)
+    kv_cache[blocks, 1, :, offsets] = qkv[used, num_heads + num_kv_heads :]
     query = qkv[:, :num_heads]
     query.copy_(rotated[:, :num_heads])
     return query
-
-
-def store_kv_reference(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """`store_kv` in torch."""
-    used = slot_mapping >= 0
-    slots = slot_mapping[used]
-    block_size = kv_cache.shape[3]
-    blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[blocks, 0, :, offsets] = key[used]
-    kv_cache[blocks, 1, :, offsets] = value[used]

@@ -27,15 +27,12 @@ def sample_tokens(
     columns: Mapping[str, torch.Tensor],
     rows: torch.Tensor,
     positions: torch.Tensor,
-    *,
-    filtered: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw from each row of `logits` ([S, vocab], contiguous, any float dtype; left as it is).
 
     `columns` are those of the row table on the device: temperature, the filters' and seed, [max_num_seqs] each. `rows`
     (int64 [S]) are places in them, and `positions` (int64 [S]) those of the tokens to be drawn, counted from the start
-    of the prompt. `filtered` False says that no row uses top-k, top-p or min-p, which saves a launch;
-    what they would have meant is then ignored.
+    of the prompt.
 
     The order of the filters is vLLM's: min-p first, then top-k, then top-p on what is left, renormalized; what ties
     with the last token kept is kept. A greedy row takes the largest logit, the lowest id of several.
@@ -46,8 +43,8 @@ def sample_tokens(
     if on_triton(logits):
         from gpu.kernels.jit import sample
 
-        return sample.sample_tokens(logits, columns, rows, positions, filtered)
-    return sample_tokens_reference(logits, columns, rows, positions, filtered=filtered)
+        return sample.sample_tokens(logits, columns, rows, positions)
+    return sample_tokens_reference(logits, columns, rows, positions)
 
 
 def sample_tokens_reference(
@@ -55,8 +52,6 @@ def sample_tokens_reference(
     columns: Mapping[str, torch.Tensor],
     rows: torch.Tensor,
     positions: torch.Tensor,
-    *,
-    filtered: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample_tokens` in torch."""
     logits = logits.float()
@@ -65,9 +60,8 @@ def sample_tokens_reference(
     scaled = torch.where(drawn, logits / temperature, logits)
     noise = exponential_noise(columns["seed"][rows], positions, logits.shape[1])
     scores = torch.where(drawn, scaled - noise.log(), scaled)
-    if filtered:
-        level = cutoffs_reference(logits, columns, rows)
-        scores = scores.masked_fill_(drawn & (logits < level.unsqueeze(1)), float("-inf"))
+    level = cutoffs_reference(logits, columns, rows)
+    scores = scores.masked_fill_(drawn & (logits < level.unsqueeze(1)), float("-inf"))
     highest = logits.amax(-1)  # NaN counts as highest
     return scores.nan_to_num(nan=float("-inf")).argmax(-1), highest.isfinite()
 

@@ -5,7 +5,7 @@ Called by gpu.device, whose `DeviceTables` holds all the tables.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,15 +13,6 @@ from gpu.kernels.dispatch import on_triton
 
 if TYPE_CHECKING:
     from gpu.device.tables import DeviceTables
-
-
-class StepTensors(NamedTuple):
-    """Of R requests with T tokens, padding included."""
-
-    input_ids: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    slot_mapping: torch.Tensor  # int64 [T]
-    block_table: torch.Tensor  # int32 [R, row_blocks]
 
 
 def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int) -> None:
@@ -38,8 +29,11 @@ def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int)
         buffer[target : target + length] = words[source : source + length]
 
 
-def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, *, all_decode: bool) -> StepTensors:
-    """The tokens of the requests in `batch_rows[:num_requests]`, one request after the other.
+def step_inputs(
+    tables: DeviceTables, num_requests: int, num_tokens: int, *, all_decode: bool
+) -> tuple[torch.Tensor, ...]:
+    """The tokens of the requests in `batch_rows[:num_requests]`, one request after the other: their ids, positions and
+    slots, int64 [T] each, and the block tables, int32 [R, row_blocks].
 
     Request i has the tokens from `query_start_loc[i]` to `query_start_loc[i + 1]`; if `all_decode`, it has one, and
     `sampling_rows` and `sampled_positions` are written as well: everybody samples, in order. `seq_lens` is written in
@@ -49,7 +43,7 @@ def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, *, all
     if on_triton(tables.buffer):
         from gpu.kernels.jit import step
 
-        return StepTensors(*step.step_inputs(tables, num_requests, num_tokens, all_decode))
+        return step.step_inputs(tables, num_requests, num_tokens, all_decode)
     rows = tables.batch_rows[:num_requests].long()
     starts = (tables.one_each if all_decode else tables.query_start_loc)[: num_requests + 1].long()
     is_padding = rows == tables.padding_row
@@ -66,7 +60,7 @@ def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, *, all
     row, block_size = rows[request], tables.block_size
     slots = tables.block_table[row, positions // block_size].long() * block_size + positions % block_size
     input_ids = tables.token_ids[row, positions].long().masked_fill(is_padding, 0)
-    return StepTensors(input_ids, positions, slots.masked_fill(is_padding, -1), tables.block_table[rows])
+    return input_ids, positions, slots.masked_fill(is_padding, -1), tables.block_table[rows]
 
 
 def record_step(

@@ -28,8 +28,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads = spec.heads
         self.num_qk_heads = heads.query + heads.kv
-        self.backend = backend(heads)
-        self.fused = self.backend if isinstance(self.backend, FusedAttention) else None
+        self.backend = attention = backend(heads)
+        self.fused = attention if isinstance(attention, FusedAttention) else None
+        self.plain = None if isinstance(attention, FusedAttention) else attention
         self.qkv = Linear(*spec.qkv, dtype=dtype, device=device)
         self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, dtype=dtype, device=device)
         self.out = Linear(spec.out, dtype=dtype, device=device)
@@ -48,7 +49,8 @@ class SelfAttention(nn.Module):
             qk = self.qk_norm(qk)
         rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
-        return self.out(self.backend.forward(query, key, value, kv_cache, metadata).flatten(1))
+        assert self.plain is not None
+        return self.out(self.plain.forward(query, key, value, kv_cache, metadata).flatten(1))
 
 
 ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}

@@ -17,7 +17,7 @@ from gpu.kernels.attention import attend_reference
 from gpu.kernels.logits_processors import apply_penalties_reference
 from gpu.kernels.logprobs import row_statistics_reference
 from gpu.kernels.norm import add_rms_norm_reference
-from gpu.kernels.rope import rope_and_cache_reference, store_kv_reference
+from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
@@ -123,10 +123,6 @@ def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
         )
         query = kernels.rope_and_cache(qkv, positions, table, caches[0], slots, qk_norm=norms[0], **more)
         errors += [relative_error(query, reference), relative_error(*caches)]
-        caches = [cache.zero_() for cache in caches]
-        kernels.store_kv(qkv[:, 8:10], qkv[:, 10:], caches[0], slots)
-        store_kv_reference(qkv[:, 8:10].float(), qkv[:, 10:].float(), caches[1], slots)
-        errors.append(relative_error(*caches))
     return max(errors)
 
 

@@ -150,17 +150,17 @@ class KernelSpeed:
         for batch in (sizes.batches[0], sizes.batches[-1]):
             logits = make_logits(batch, sizes.vocab_size, self.timer.device, self.dtype)
             places = torch.arange(batch, device=self.timer.device)
-            for what, filtered, values in (
-                ("greedy", False, {"temperature": 0.0}),
-                ("temperature", False, {}),
-                ("top-k 50 and top-p 0.9", True, {"top_k": 50, "top_p": 0.9}),
-                ("top-p 0.95", True, {"top_p": 0.95}),
+            for what, values in (
+                ("greedy", {"temperature": 0.0}),
+                ("temperature", {}),
+                ("top-k 50 and top-p 0.9", {"top_k": 50, "top_p": 0.9}),
+                ("top-p 0.95", {"top_p": 0.95}),
             ):
                 columns = make_columns(batch, self.timer.device, **values)
                 self._add(
                     "sample_tokens",
                     f"sampler, {what}, {batch} x {sizes.vocab_size}",
-                    partial(kernels.sample_tokens, logits, columns, places, places, filtered=filtered),
+                    partial(kernels.sample_tokens, logits, columns, places, places),
                     logits.nbytes,
                 )
             name = f"sampler, temperature, {batch} x {sizes.vocab_size}"

@@ -67,16 +67,20 @@ def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4,
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, and bytes of stack, where registers that do not fit are spilled."""
+    """Registers per thread, bytes of stack, where registers that do not fit are spilled, and instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         listing = subprocess.run(
-            [DISASSEMBLER, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            [DISASSEMBLER, "--dump-sass", "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None
-    return {"registers": int(found[1]), "stack": int(found[2])}
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)\S", listing, re.MULTILINE)
+    return {"registers": int(found[1]), "stack": int(found[2]), "instructions": len(instructions)}
 
 
 def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
@@ -100,13 +104,10 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
-    kernels.store_kv(zeros(4, 8, 128), zeros(4, 8, 128), cache, longs(4))
-    for head_dim, window in ((128, None), (80, 512)):
-        paged = zeros(4, 2, 8, 16, head_dim)
-        for longest in (None, 3):
-            query, lengths = zeros(512, 32, head_dim), (ints(4), ints(5))
-            work = kernels.list_attention_work(query, 8, *lengths, window=window, longest_chunk=longest)
-            kernels.paged_attention(query, paged, ints(4, 64), *lengths, work, scale=1.0, window=window)
+    for head_dim, window, longest in ((128, None, None), (128, None, 3), (80, 512, None)):
+        query, paged, lengths = zeros(512, 32, head_dim), zeros(4, 2, 8, 16, head_dim), (ints(4), ints(5))
+        work = kernels.list_attention_work(query, 8, *lengths, window=window, longest_chunk=longest)
+        kernels.paged_attention(query, paged, ints(4, 64), *lengths, work, scale=1.0, window=window)
     tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
     kernels.scatter_words(tables.buffer, ints(7), 2)
     for all_decode in (True, False):

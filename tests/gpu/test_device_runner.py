@@ -158,7 +158,7 @@ def test_starting_a_step_waits_for_nothing_on_the_device() -> None:
                 step = executor.submit(plan)
             assert waits.found == []
             assert len(step.result().sampled_token_ids) == len(plan.request_ids)
-    assert graphs.num_replayed == 3  # all but the decodes with features, for which no graph is small enough
+    assert graphs.num_replayed == 3  # all but the decodes with features, for which no graph is captured yet
     with Waits() as waits:
         executor.submit(plan_of({"r0": 1}))
     assert waits.found  # by the references, which shows that it would be noticed

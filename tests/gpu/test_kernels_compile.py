@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gpu.kernels.jit
 
 
+@pytest.mark.timeout(300)  # a compiler, in a process that starts, on cores that others use too
 def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
@@ -17,7 +20,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     reports = [json.loads(line) for line in run.stdout.splitlines()]
@@ -25,6 +28,8 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
     for report in reports:
         assert report["stack"] == 0, report
         assert report["shared"] <= 227 * 1024, report  # what a Hopper multiprocessor gives one block
+        # Those of the draw are what it costs, sixteen tokens at a time; most of them make random bits.
+        assert report["kernel"] != "_race" or report["instructions"] < 1000, report
         assert bool(report["matrix_instructions"]) == (report["kernel"] in ("_decode", "_prefill")), report
 
 
@@ -40,6 +45,7 @@ def launched_kernels() -> set[str]:
     return {name for name in defined if any(f"{name}[" in source for source in sources)}
 
 
+@pytest.mark.timeout(300)
 def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
@@ -48,9 +54,9 @@ def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     rehearsed, later = (json.loads(line) for line in run.stdout.splitlines())
-    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - {"_store_kv"}  # for no fused backend
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels()
     assert later == []

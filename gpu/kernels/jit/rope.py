@@ -50,29 +50,6 @@ def rope_and_cache(
     return qkv[:, :num_heads]
 
 
-def store_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    num_tokens, num_kv_heads, head_dim = key.shape
-    if num_tokens:
-        _store_kv[(num_tokens,)](
-            key,
-            value,
-            kv_cache,
-            slot_mapping,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            kv_cache.stride(2),
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=kv_cache.shape[3],
-            BLOCK_HEADS=triton.next_power_of_2(num_kv_heads),
-            BLOCK_DIM=triton.next_power_of_2(head_dim),
-        )
-
-
 @triton.jit
 def _rope_and_cache(
     qkv_ptr,
@@ -136,37 +113,3 @@ def _rope_and_cache(
     target = cache_ptr + row[:, None] + pair[None, :]
     tl.store(target, rotated_low.to(cache_ptr.dtype.element_ty), mask=stored)
     tl.store(target + HALF, rotated_high.to(cache_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _store_kv(
-    key_ptr,
-    value_ptr,
-    cache_ptr,
-    slots_ptr,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    cache_block_stride,
-    cache_kv_stride,
-    cache_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    dim = tl.arange(0, BLOCK_DIM)[None, :]
-    slot = tl.load(slots_ptr + token)
-    if slot < 0:
-        return
-    inside = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
-    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside, other=0.0)
-    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside, other=0.0)
-    base = (slot // BLOCK_SIZE) * cache_block_stride + (slot % BLOCK_SIZE) * HEAD_DIM
-    target = cache_ptr + base + head * cache_head_stride + dim
-    tl.store(target, key.to(cache_ptr.dtype.element_ty), mask=inside)
-    tl.store(target + cache_kv_stride, value.to(cache_ptr.dtype.element_ty), mask=inside)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from gpu.kernels.jit.cutoff import cutoffs
 
@@ -18,7 +19,6 @@ def sample_tokens(
     columns: Mapping[str, torch.Tensor],
     rows: torch.Tensor,
     positions: torch.Tensor,
-    filtered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, vocab_size = logits.shape
     device = logits.device
@@ -26,7 +26,7 @@ def sample_tokens(
     finite = torch.empty(num_rows, dtype=torch.bool, device=device)
     if num_rows == 0:
         return token_ids, finite
-    levels = cutoffs(logits, columns, rows) if filtered else columns["temperature"]
+    levels = cutoffs(logits, columns, rows)
     chunk = min(CHUNK, triton.next_power_of_2(vocab_size))
     num_chunks = triton.cdiv(vocab_size, chunk)
     scores = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
@@ -45,7 +45,7 @@ def sample_tokens(
         logits.stride(0),
         vocab_size,
         num_chunks,
-        FILTERED=filtered,
+        FAST=isinstance(_race, triton.JITFunction),
         CHUNK=chunk,
         num_warps=8,
     )
@@ -69,7 +69,7 @@ def _race(
     logits_stride,
     vocab_size,
     num_chunks,
-    FILTERED: tl.constexpr,
+    FAST: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -81,18 +81,21 @@ def _race(
     x = tl.load(logits_ptr + row * logits_stride + token_id, mask=inside, other=float("-inf")).to(tl.float32)
     # A number that is not finite wins this maximum, whatever filters and noise say.
     highest = tl.max(tl.where(x == x, x, float("inf")))
-    score = x
+    score = tl.where(x == x, x, float("-inf"))
     if temperature > 0:
-        noise = _exponential(tl.load(seed_ptr + place), tl.load(positions_ptr + row), token_id)
-        score = x / temperature - tl.log(noise)
-        if FILTERED:
-            score = tl.where(x >= tl.load(levels_ptr + row), score, float("-inf"))
-    score = tl.where(score == score, score, float("-inf"))
-    best, winner = tl.max(score, 0, return_indices=True)  # the lowest of several
+        level = tl.load(levels_ptr + row)
+        if highest >= level:
+            # All in powers of two. A temperature that is nearly 0 must leave finite logits finite.
+            inverse = 1.4426950408889634 / tl.maximum(temperature, 1e-30)
+            noise = _noise(tl.load(seed_ptr + place), tl.load(positions_ptr + row), token_id, FAST)
+            score = tl.where(x >= level, score * inverse + noise, float("-inf"))
+        else:  # nobody here may win, and nobody needs noise
+            score = tl.full([CHUNK], float("-inf"), tl.float32)
+    best = tl.max(score)
     target = row * num_chunks + chunk
     tl.store(scores_ptr + target, best)
     tl.store(highest_ptr + target, highest)
-    tl.store(winners_ptr + target, chunk * CHUNK + winner)
+    tl.store(winners_ptr + target, tl.min(tl.where(score == best, token_id, vocab_size)))  # the lowest of several
 
 
 @triton.jit
@@ -108,14 +111,21 @@ def _finish(token_ids_ptr, finite_ptr, scores_ptr, highest_ptr, winners_ptr, num
 
 
 @triton.jit
-def _exponential(seed, position, token_id):
-    """gpu.kernels.noise.exponential_noise for one row: float32, the shape of `token_id`."""
+def _noise(seed, position, token_id, FAST: tl.constexpr):
+    """-log2(-log2(1 - v)) for one row, where `gpu.kernels.noise.exponential_noise` is -log(1 - v): float32, the shape
+    of `token_id`. The two differ in a factor, which is a constant that decides no race."""
     key = _mix(_mix(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     bits = _finalize(_finalize(token_id.to(tl.uint32) ^ key.to(tl.uint32)) ^ (key >> 32).to(tl.uint32))
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)
-    # -log(1 - v), by its series where 1 - v would round v away. The sixth term is below a unit in the last place.
-    series = v * (1.0 + v * (0.5 + v * (1.0 / 3.0 + v * (0.25 + v * 0.2))))
-    return tl.where(v < 0.03125, series, -tl.log(1.0 - v))
+    # By its series where 1 - v would round v away. The fifth term is below a unit in the last place.
+    series = v * (1.442695041 + v * (0.7213475204 + v * (0.480898347 + v * 0.3606737602)))
+    return -_log2(tl.where(v < 0.015625, series, -_log2(1.0 - v, FAST)), FAST)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """One instruction where it is compiled, off by 2 ** -22 at most near 1; the interpreter has no such thing."""
+    return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 
 @triton.jit

@@ -19,9 +19,7 @@ def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int)
     _scatter_words[(num_segments, CHUNKS)](buffer, staged, num_segments, BLOCK=BLOCK)
 
 
-def step_inputs(
-    tables: DeviceTables, num_requests: int, num_tokens: int, all_decode: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, all_decode: bool) -> tuple[torch.Tensor, ...]:
     input_ids, positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=tables.device) for _ in range(3))
     block_table = torch.empty((num_requests, tables.block_table.shape[1]), dtype=torch.int32, device=tables.device)
     _step_inputs[(num_requests, CHUNKS)](

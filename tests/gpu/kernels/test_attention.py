@@ -184,9 +184,11 @@ def test_the_backend_writes_its_cache_and_attends_in_a_step_of_decodes_and_chunk
     for span in case.spans:  # what the step itself must write
         for position in range(span.seq_len - span.query_len, span.seq_len):
             case.cache[span.blocks[position // 16], :, :, position % 16] = POISON
-    key, value = (
-        torch.cat([kv[i, :, -span.query_len :].transpose(0, 1) for kv, span in zip(case.kv, case.spans, strict=True)])
-        for i in range(2)
-    )
+    qkv = [
+        torch.cat((query, *kv[:, :, -len(query) :].transpose(1, 2)), dim=1)
+        for query, kv in zip(case.queries, case.kv, strict=True)
+    ]
+    positions, unrotated = torch.zeros(31, dtype=torch.int64), torch.eye(2).unsqueeze(2).expand(2, 2, 64)[:, :1]
     attention = TritonAttention(Heads(6, 2, 64, case.scale, window), 16)
-    case.assert_right(attention.forward(torch.cat(case.queries), key, value, case.cache, metadata))
+    output = attention.forward_fused(torch.cat(qkv), positions, unrotated.contiguous(), None, 0.0, case.cache, metadata)
+    case.assert_right(output)

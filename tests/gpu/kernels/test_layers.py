@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gpu.kernels import add_rms_norm, gather_rows, rope_and_cache, silu_and_mul, store_kv
+from gpu.kernels import add_rms_norm, gather_rows, rope_and_cache, silu_and_mul
 from gpu.layers.rotary import RotaryEmbedding
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -101,11 +101,3 @@ def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
         stored[block, 0, :, offset] = key[token]
         stored[block, 1, :, offset] = value[token]
     assert_near(cache, stored)
-
-
-def test_keys_and_values_of_a_merged_projection_are_stored_where_their_slots_say():
-    qkv, cache = torch.randn(3, 10, 80), torch.zeros(3, 2, 3, 4, 80)
-    store_kv(qkv[:, 4:7], qkv[:, 7:], cache, torch.tensor([11, -1, 0]))
-    assert torch.equal(cache[2, :, :, 3], torch.stack((qkv[0, 4:7], qkv[0, 7:])))
-    assert torch.equal(cache[0, :, :, 0], torch.stack((qkv[2, 4:7], qkv[2, 7:])))
-    assert cache.count_nonzero() == 2 * 2 * 3 * 80

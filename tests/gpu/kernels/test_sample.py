@@ -98,9 +98,7 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say(form):
     num_draws = 20000 if form == "reference" else 200  # a millisecond each in the interpreter
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, 1.5, float("-inf")]).expand(num_draws, -1).contiguous()
     columns = make_columns([{"temperature": 0.8, "seed": 11}])
-    token_ids, _ = sample_tokens(
-        logits, columns, torch.zeros(num_draws, dtype=torch.int64), torch.arange(num_draws), filtered=False
-    )
+    token_ids, _ = sample_tokens(logits, columns, torch.zeros(num_draws, dtype=torch.int64), torch.arange(num_draws))
     probs = (logits[0] / 0.8).softmax(0)[:5]
     counts = torch.bincount(token_ids, minlength=6)
     assert counts[5] == 0
@@ -134,10 +132,9 @@ def test_rows_that_are_not_finite_are_named_and_do_no_harm_to_others():
     logits[2, 41] = float("inf")
     logits[3] = float("-inf")
     logits[4, :89] = float("-inf")
-    columns = make_columns([{"top_p": 0.9, "top_k": 5}])
-    for filtered in (False, True):
+    for row in ({}, {"top_p": 0.9, "top_k": 5}):
         places = torch.zeros(6, dtype=torch.int64)
-        token_ids, finite = sample_tokens(logits, columns, places, places, filtered=filtered)
+        token_ids, finite = sample_tokens(logits, make_columns([row]), places, places)
         assert finite.tolist() == [True, False, False, False, True, True]
         assert token_ids[4] == 89
         assert ((token_ids >= 0) & (token_ids < 90)).all()

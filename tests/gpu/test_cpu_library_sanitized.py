@@ -31,7 +31,9 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", *sys.argv[2:]]))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("build", {RUNNABLE[0], RUNNABLE[-1]})  # that with most ways to compute, that with other loops
+@pytest.mark.parametrize(
+    "build", [RUNNABLE[0], *(pytest.param(name, marks=pytest.mark.storm) for name in RUNNABLE[1:])]
+)
 def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_path: Path, build: str):
     flags = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
     objects = compile_library(tmp_path, build, "-O1", "-g1", *flags)

@@ -174,6 +174,15 @@ inline f32x16 rounded(f32x16 x) {
     return as_f32(widen(to_bf16(x)) << 16);
 }
 
+// Tiles of no more rows than there are: storing the others would cost as much as these.
+TileShapes shapes_for(int rows) {
+    TileShapes shapes;
+#if defined(__AMX_BF16__)
+    shapes.rows[0] = shapes.rows[4] = (uint8_t)std::min(16, rows);
+#endif
+    return shapes;
+}
+
 float* scratch(size_t floats) {
     struct Free {
         void operator()(float* data) const { ::operator delete(data, std::align_val_t{64}); }
@@ -264,7 +273,7 @@ void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision preci
         const int count = std::min(step, x.count - begin);
         const int64_t size = (int64_t)round_up(count, 32) * kLanes;
         pool.run(chunks, [&](int chunk) {
-            Tiles registers;
+            Tiles registers(shapes_for(by_panel ? 16 : x.count));
             float* sums = scratch((size_t)size * 2);
             int last = (int)((int64_t)groups * (chunk + 1) / chunks);
             for (int g = (int)((int64_t)groups * chunk / chunks); g < last; g++) {
@@ -304,7 +313,7 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t*
     std::vector<Best> best((size_t)chunks * rows, Best{splat(-INFINITY), i32x16{}, f32x16{}});
     const int in_last = w.rows - (tiles - 1) * kLanes;
     pool.run(chunks, [&](int chunk) {
-        Tiles registers;
+        Tiles registers(shapes_for(rows));
         float* sums = scratch((size_t)round_up(rows, 32) * kLanes);
         int last = (int)((int64_t)tiles * (chunk + 1) / chunks);
         for (int tile = (int)((int64_t)tiles * chunk / chunks); tile < last; tile++) {

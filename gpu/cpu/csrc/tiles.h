@@ -68,8 +68,9 @@ inline void tile_dot_bf16() {
 
 inline bool request_tiles() { return true; }  // a build that uses none
 
+struct TileShapes {};
 struct Tiles {
-    Tiles() {}
+    explicit Tiles(TileShapes = {}) {}
 };
 
 #endif

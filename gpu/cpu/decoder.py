@@ -1,8 +1,9 @@
 """The decoder of `gpu.models.decoder`, computed by the library: same weights, one call a step.
 
-What differs is where numbers are rounded. Weights keep the 4 and 8 bits of a GGUF file; activations are rounded to 8
-bits where they meet such a matrix, 32 to a scale; everything between matrices is float32. A row's result is the same
-bits whatever else is in the batch, however its prompt was cut into chunks, and whether the prefix cache had part of it.
+What differs is where numbers are rounded. Weights keep the bits of a GGUF file; activations are rounded to bfloat16
+where they meet a matrix, if the processor multiplies bfloat16; everything between matrices is float32. A row's result
+is the same bits whatever else is in the batch, however its prompt was cut into chunks, and whether the prefix cache had
+part of it.
 """
 
 from __future__ import annotations

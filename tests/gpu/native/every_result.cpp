@@ -7,8 +7,8 @@
 
 extern "C" {
 int64_t hr_tile_bytes(const Matrix*, int32_t);
-int32_t hr_pack_blocks(const Matrix*, int32_t, const uint8_t*, int64_t, int32_t, int32_t);
-int32_t hr_pack_floats(const Matrix*, const float*, int32_t, int32_t);
+int32_t hr_pack_blocks(const Matrix*, int32_t, const uint8_t*, int64_t, int32_t, int32_t, int32_t);
+int32_t hr_pack_floats(const Matrix*, const float*, int32_t, int32_t, int32_t);
 int32_t hr_draw(void*, float*, int32_t, int64_t, int64_t, const float*, const int64_t*, const double*, const double*,
                 const double*, int64_t*, uint8_t*);
 }
@@ -43,7 +43,7 @@ Matrix matrix(Form form, int rows, int cols) {
 
 Matrix of_floats(Form form, int rows, int cols, float size) {
     Matrix made = matrix(form, rows, cols);
-    hr_pack_floats(&made, floats((size_t)rows * cols, size).data(), 0, rows);
+    hr_pack_floats(&made, floats((size_t)rows * cols, size).data(), 0, rows, 1);
     return made;
 }
 
@@ -70,7 +70,7 @@ Matrix of_blocks(const Kind& kind, int rows, int cols) {
             uint16_t scale = f32_to_f16(uniform() * 0.01f);
             std::memcpy(&file[at + half], &scale, 2);
         }
-    hr_pack_blocks(&made, kind.type, file.data(), (int64_t)blocks * kind.bytes, 0, rows);
+    hr_pack_blocks(&made, kind.type, file.data(), (int64_t)blocks * kind.bytes, 0, rows, 1);
     return made;
 }
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.harness import Server
 from tests.server.raw_client import sse_events
-from tests.server.tiny_model import CONTEXT, VOCABULARY, tiny_server
+from tests.server.tiny_model import VOCABULARY, tiny_server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GENERATION = (CHAT, COMPLETIONS)
@@ -50,7 +50,8 @@ def _numbers() -> Iterator[Payload]:
     )
     for path in GENERATION:
         for field in integers:
-            for number in ("-2147483649", "9223372036854775808", "1e308", '"1"', "true"):
+            too_large = () if field == "max_tokens" else ("9223372036854775808",)  # it is cut to what fits
+            for number in ("-2147483649", *too_large, "1e308", '"1"', "true"):
                 yield Payload("POST", path, _with(path, f'"{field}": {number}'), param=field)
         for field in floats:
             yield Payload("POST", path, _with(path, f'"{field}": -3'), param=field)
@@ -59,7 +60,6 @@ def _numbers() -> Iterator[Payload]:
         yield Payload("POST", path, _with(path, '"n": 1000000'), param="n")
         yield Payload("POST", path, _with(path, '"seed": 9223372036854775808'), param="seed")
         yield Payload("POST", path, _with(path, '"priority": -9223372036854775808'), param="priority")
-        yield Payload("POST", path, _with(path, f'"max_tokens": {CONTEXT}'), param="max_tokens")
 
 
 def _ids() -> Iterator[Payload]:
@@ -118,7 +118,7 @@ def _routes() -> Iterator[Payload]:
     for method in ("POST", "DELETE", "BREW"):
         yield from (Payload(method, path) for path in OTHER_ROUTES)
     for path in (
-        *("/", "/docs/", "/openapi.yaml", "/v1", "/v1/", "/v1/completions/", "//v1/models", "/v1/models/nothing"),
+        *("/", "/docs/", "/openapi.yaml", "/v1", "/v1/", "/v1/completions/", "/v1//models", "/v1/models/nothing"),
         *("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/models/%00", "/v1/models/" + "a" * 5000),
         *("/v1/requests/unknown/timeline", "/v1/requests/%2e%2e/timeline", "/v1/requests//timeline"),
     ):

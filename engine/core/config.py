@@ -18,9 +18,7 @@ class EngineConfig:
     max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
     target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
     enable_prefix_caching: bool = True
-    prompt_form_differs: bool = (
-        False  # keys and values of a prompt's tokens are not the bits of the same ones generated
-    )
+    prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
     # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
     eos_token_ids: tuple[int, ...] = ()

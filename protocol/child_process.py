@@ -40,14 +40,13 @@ class ChildPool:
 
     def start(self) -> ChildProcess:
         """A new one. Raises `EOFError` when the pool is closed, `OSError` if there can be none."""
-        process = self._new()
+        # The lock is kept until the process is in the set: one that `close` does not find would outlive the server.
         with self._lock:
-            is_late = self.is_closed
+            if self.is_closed:
+                raise EOFError
+            process = self._new()
             self._processes.add(process)
-        if is_late:
-            self.end(process)
-            raise EOFError
-        return process
+            return process
 
     def give_back(self, process: ChildProcess) -> None:
         """It may be used again."""

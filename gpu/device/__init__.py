@@ -16,6 +16,7 @@ inputs     a step's inputs, made on the device out of its rows
 sampling   from hidden states to tokens, on the device
 graphs     steps as CUDA graphs
 download   the way of a step's tokens back to the host
+choices    which kernels a card runs: what only the card can tell
 rehearsal  what a runner does before it serves: what takes the most memory, and every kernel
 memory     how much of a CUDA device the KV cache may have
 """

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from gpu.device.choices import choose_kernels
 from gpu.device.rehearsal import graph_memory, rehearse
 from gpu.device.runner import make_device_runner
 from gpu.kv_cache_size import check_max_model_len
@@ -18,6 +19,8 @@ from gpu.rows import BatchSizes
 def kv_cache_budget(model: TorchModel, options: WorkerOptions) -> int:
     """Bytes that the KV cache may take, with the weights in place. A runner with a cache of one block finds out what
     steps, tables and graphs take, and compiles what they need."""
+    choose_kernels(model, options.block_size)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     resident = torch.cuda.memory_allocated(model.device)

@@ -14,6 +14,7 @@ In reading order:
 
 norm               residual addition and RMSNorm in one pass
 activation         SwiGLU's elementwise half
+product            a matrix product for few rows, beside cuBLAS's
 gather             rows by index: of the embedding, of the hidden states that sample
 rope               from the merged projection to rotated queries and a written cache; the layout of the KV cache
 attention          attention over the paged KV cache: decode and prefill
@@ -32,6 +33,7 @@ from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
+from gpu.kernels.product import linear
 from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
 from gpu.kernels.step import record_step, scatter_words, step_inputs
@@ -45,6 +47,7 @@ __all__ = [
     "apply_penalties",
     "compute_logprobs",
     "gather_rows",
+    "linear",
     "list_attention_work",
     "paged_attention",
     "record_step",

@@ -11,7 +11,7 @@ from torch import nn
 from gpu.checkpoint.architecture import Part
 from gpu.kernels import gather_rows
 from gpu.kernels.dispatch import on_triton
-from gpu.layers.packed import pack, packed_linear
+from gpu.layers.linear import Product
 from gpu.layers.weights import WeightSlot, empty_parameter
 
 
@@ -33,27 +33,16 @@ class Embedding(nn.Module):
         yield f"{self.part.name}.weight", WeightSlot.into(self.weight)
 
 
-class LMHead(nn.Module):
-    """Scores each token of the vocabulary; with its own matrix, or with the embedding's where it has no `part`."""
+class LMHead(Product):
+    """Scores each token of the vocabulary, [R, hidden] -> [R, vocab]; with its own matrix, or with the embedding's
+    where it has no `part`."""
 
     def __init__(
         self, part: Part | None, embedding: Embedding, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        super().__init__()
+        weight = embedding.weight if part is None else empty_parameter(*part.shape, dtype=dtype, device=device)
+        super().__init__(weight)
         self.part = part
-        self.weight = embedding.weight if part is None else empty_parameter(*part.shape, dtype=dtype, device=device)
-        self._packed: torch.Tensor | None = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab]"""
-        if self._packed is not None:
-            return packed_linear(hidden, self._packed)
-        return F.linear(hidden, self.weight)
-
-    def pack(self) -> None:
-        self._packed = pack(self.weight)
-        if self._packed is not None and self.part is not None:
-            del self.weight
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         if self.part is not None:

@@ -9,15 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from gpu.checkpoint.architecture import Part
+from gpu.kernels import linear
+from gpu.kernels.product import Tile
 from gpu.layers.packed import pack, packed_linear
 from gpu.layers.weights import WeightSlot, empty_parameter
 
 
-class Linear(nn.Module):
+class Product(nn.Module):
+    """A matrix, and how something is multiplied by it. Made by the layers that own one."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.tile: Tile | None = None  # of the kernel for few rows, where that is faster (`gpu.device.choices`)
+        self._packed: torch.Tensor | None = None  # instead of `weight` once it is loaded, where that is faster
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, in_features] -> [R, out_features]"""
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        return linear(x, self.weight, self.bias, self.tile)
+
+    def pack(self) -> None:
+        self._packed = pack(self.weight)
+        if self._packed is not None:
+            del self.weight
+
+
+class Linear(Product):
     """One or several linear layers on the same input, as one matrix product.
 
     The parts lie in the output in their order. One large product reads its input once and costs one launch instead of
@@ -25,23 +47,12 @@ class Linear(nn.Module):
     """
 
     def __init__(self, *parts: Part, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.parts = parts
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if parts[0].bias else None
-        self._packed: torch.Tensor | None = None  # instead of `weight` once it is loaded, where that is faster
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., sum of parts]"""
-        if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
-        return F.linear(x, self.weight, self.bias)
-
-    def pack(self) -> None:
-        self._packed = pack(self.weight)
-        if self._packed is not None:
-            del self.weight
+        super().__init__(
+            empty_parameter(out_features, in_features, dtype=dtype, device=device),
+            empty_parameter(out_features, dtype=dtype, device=device) if parts[0].bias else None,
+        )
+        self.parts = parts
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         rows = [part.shape[0] for part in self.parts]

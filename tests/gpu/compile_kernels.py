@@ -25,6 +25,8 @@ from triton.runtime.jit import JITFunction
 from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels.dispatch import interpreted
+from gpu.kernels.jit import dependent
+from gpu.kernels.product import TILES
 from gpu.rows import BatchSizes
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -35,10 +37,13 @@ TYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+COMPILED: set[str] = set()
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4, num_stages=3, **keywords) -> None:
+def compile_instead(
+    kernel: JITFunction, *args, grid, warmup=False, num_warps=4, num_stages=3, launch_pdl=False, **keywords
+) -> None:
     """In place of `JITFunction.run`: specialize as a launch would, compile, and say what came of it."""
     given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
     signature, constants, attributes = {}, {}, {}
@@ -56,18 +61,24 @@ def compile_instead(kernel: JITFunction, *args, grid, warmup=False, num_warps=4,
             signature[parameter.name] = "fp32"
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
+    form = str((kernel.fn.__name__, signature, constants, attributes))
+    if form in COMPILED:
+        return
+    COMPILED.add(form)
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=HOPPER,
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl},
     )
-    report = {"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, **resources(compiled.asm["cubin"])}
+    report = {"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, "overlaps": launch_pdl}
+    report |= resources(compiled.asm["cubin"])
     report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
     print(json.dumps(report), flush=True)
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, bytes of stack, where registers that do not fit are spilled, and instructions."""
+    """Registers per thread, bytes of stack, where registers that do not fit are spilled, instructions, and how many of
+    them touch memory before the kernel has waited for its predecessor, or are what decides whether it waits."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -79,8 +90,15 @@ def resources(cubin: bytes) -> dict[str, int]:
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)\S", listing, re.MULTILINE)
-    return {"registers": int(found[1]), "stack": int(found[2]), "instructions": len(instructions)}
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)(\S.*?) ;", listing, re.MULTILINE)
+    waits = instructions.index("ACQBULK") if "ACQBULK" in instructions else len(instructions)
+    early = re.compile(r"(@!?U?P\d+ )?(LD|ST|ATOM|RED|BRA|EXIT|CALL|BSSY)(?!C|S)")
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "instructions": len(instructions),
+        "before_waiting": sum(early.match(instruction) is not None for instruction in instructions[:waits]),
+    }
 
 
 def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
@@ -101,6 +119,8 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.add_rms_norm(zeros(4, 4096), zeros(4, 4096), zeros(4096), 1e-5)
     kernels.silu_and_mul(zeros(4, 2 * 14336))
     kernels.gather_rows(zeros(4, 4096), longs(3))
+    for tile in TILES:
+        kernels.linear(zeros(4, 4096), zeros(6144, 4096), zeros(6144), tile)
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
@@ -127,5 +147,6 @@ if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET"):
         sys.exit("Triton would interpret: unset TRITON_INTERPRET")
     JITFunction.run = compile_instead
+    dependent.turn(True)
     with interpreted():  # CPU tensors to the launchers
         call_all()

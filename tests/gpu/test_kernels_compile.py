@@ -10,6 +10,8 @@ import pytest
 
 import gpu.kernels.jit
 
+OVERLAPPING = ("_add_rms_norm", "_silu_and_mul", "_rope_and_cache", "_product", "_decode", "_merge")
+
 
 @pytest.mark.timeout(300)  # a compiler, in a process that starts, on cores that others use too
 def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
@@ -30,7 +32,11 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
         assert report["shared"] <= 227 * 1024, report  # what a Hopper multiprocessor gives one block
         # Those of the draw are what it costs, sixteen tokens at a time; most of them make random bits.
         assert report["kernel"] != "_race" or report["instructions"] < 1000, report
-        assert bool(report["matrix_instructions"]) == (report["kernel"] in ("_decode", "_prefill")), report
+        multiplies = report["kernel"] in ("_decode", "_prefill", "_product")
+        assert bool(report["matrix_instructions"]) == multiplies, report
+        # What is started early touches nothing, nor may it end, before its predecessor has.
+        assert report["overlaps"] == (report["kernel"] in OVERLAPPING), report
+        assert not report["overlaps"] or report["before_waiting"] == 0, report
 
 
 def launched_kernels() -> set[str]:

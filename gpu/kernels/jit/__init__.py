@@ -5,6 +5,7 @@ In reading order:
 
 norm               residual addition and RMSNorm: one program per row
 activation         SwiGLU's elementwise half
+product            a matrix product for few rows
 gather             rows by index
 rope               rotation, and the write to the KV cache
 work_lists         of `attention`: which program does what
@@ -16,4 +17,5 @@ cutoff             of `sample`: top-k, top-p and min-p as the lowest logit that 
 logits_processors  bias, penalties and token masks, in place
 step               a step's diffs, inputs and tokens: one program per segment or request
 logprobs           log-probabilities: one program per row
+dependent          of all that a layer starts: how a kernel is started before its predecessor has ended
 """

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
+
 BLOCK = 1024
 
 
@@ -13,12 +15,15 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        _silu_and_mul[(num_rows, triton.cdiv(size, BLOCK))](output, gate_up, gate_up.stride(0), SIZE=size, BLOCK=BLOCK)
+        _silu_and_mul[(num_rows, triton.cdiv(size, BLOCK))](
+            output, gate_up, gate_up.stride(0), SIZE=size, BLOCK=BLOCK, **launch_options()
+        )
     return output
 
 
 @triton.jit
-def _silu_and_mul(output_ptr, gate_up_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul(output_ptr, gate_up_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

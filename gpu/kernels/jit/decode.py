@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
 from gpu.kernels.jit.online import accumulate
 
 MERGED_TOGETHER = 16
@@ -61,9 +62,19 @@ def paged_decode(
         **sizes,
         num_warps=4,
         num_stages=3,
+        **launch_options(),
     )
     _merge[(num_requests, num_heads)](
-        out, partial, lse, part_starts, out.stride(0), out.stride(1), **sizes, CHUNK=MERGED_TOGETHER, num_warps=4
+        out,
+        partial,
+        lse,
+        part_starts,
+        out.stride(0),
+        out.stride(1),
+        **sizes,
+        CHUNK=MERGED_TOGETHER,
+        num_warps=4,
+        **launch_options(),
     )
 
 
@@ -94,7 +105,9 @@ def _decode(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     place = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     request = tl.load(parts_ptr + place * 4).to(tl.int64)
@@ -159,7 +172,9 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_predecessor(PDL)
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     begin = tl.load(part_starts_ptr + request)

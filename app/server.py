@@ -21,7 +21,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from app.admission import Admission, Limit
-from app.frozen_imports import frozen_imports
+from app.frozen_imports import collect_seldom, frozen_imports
 from app.hypercorn_patches import Connection
 from app.metrics import Metrics
 from app.response_store import ResponseStore
@@ -333,6 +333,7 @@ class Server:
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
                 )
+                collect_seldom()
                 self.phase = Phase.READY
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)
                 error = await llm.wait_dead()

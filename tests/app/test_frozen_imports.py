@@ -4,13 +4,15 @@ import gc
 
 import pytest
 
-from app.frozen_imports import frozen_imports
+from app.frozen_imports import NEW_OBJECTS, collect_seldom, frozen_imports
 
 
 @pytest.fixture(autouse=True)
 def _thaw():
+    threshold = gc.get_threshold()
     yield
     gc.unfreeze()
+    gc.set_threshold(*threshold)
 
 
 def test_nothing_is_collected_during_the_import_and_nothing_looked_at_afterwards() -> None:
@@ -41,3 +43,10 @@ def test_a_collector_that_was_off_stays_off_and_a_failure_turns_it_on_again() ->
     with pytest.raises(ImportError), frozen_imports("a.module.that.is.new"):
         raise ImportError
     assert gc.isenabled()
+
+
+def test_while_requests_come_and_go_the_collector_seldom_runs() -> None:
+    collect_seldom()
+    gc.collect()
+    made: list[list[object]] = [[] for _ in range(NEW_OBJECTS // 2)]
+    assert gc.get_count()[0] >= len(made)

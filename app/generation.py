@@ -271,6 +271,7 @@ async def _send_stream(
             request.send_chunk_now(frames)
         return True
 
+    frames = b""
     turn_began = time.perf_counter()
     async for output in outputs:
         outputs.listen(None)  # nor may it write while this does
@@ -281,14 +282,20 @@ async def _send_stream(
         else:
             frames = await server.workload.write(weight, partial(feed, output))
         outputs.listen(forward)
+        if outputs.is_drained:
+            break  # these frames and the end in one piece
         if request.status is None:
-            await start()
+            await start(more_follows=bool(frames))
         if frames:
             await request.send_chunk(frames)
+        frames = b""
         if time.perf_counter() - turn_began > WRITING_TURN:
             await checkpoint()
             turn_began = time.perf_counter()
-    await request.end_stream(await server.workload.write(weight_so_far(outputs), writer.finish_stream))
+    frames += await server.workload.write(weight_so_far(outputs), writer.finish_stream)
+    if request.status is None:
+        await start(more_follows=True)
+    await request.end_stream(frames)
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

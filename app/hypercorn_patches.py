@@ -23,6 +23,8 @@
    all, asyncio says so a thousand times, each with a traceback; once is enough.
 7. A piece of a stream may go straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn and h11
    it passes fifteen calls, locks and checks, which cost several times what making the piece does.
+8. What an answer has to say at once is written at once. Hypercorn writes head, body and the end of the body one by one,
+   and each costs a call of the kernel here and one at the client.
 
 `app.hypercorn_streams` has the rest: what concerns single streams, above all those of HTTP/2.
 """
@@ -190,6 +192,7 @@ class Connection:
     _client_gone = False
     _num_sending = 0
     _sending_since = 0.0
+    _held: bytes | None = None  # what is to be sent together with what follows
 
     async def run(self) -> None:
         _connection.set(self)
@@ -289,6 +292,17 @@ class Connection:
             and transport.get_write_buffer_size() < WRITE_BUFFER
         )
 
+    def hold(self) -> None:
+        """Keep what is sent from now on until `let_go`. Nothing may be waited for in between. HTTP/1 only."""
+        if self._held is None:
+            self._held = b""
+
+    async def let_go(self) -> None:
+        """Send what was kept, at once."""
+        held, self._held = self._held, None
+        if held:
+            await self.protocol_send(RawData(held))
+
     def write_piece(self, data: bytes) -> None:
         """Write a piece of the body of an HTTP/1.1 answer whose head is out and says that it comes in chunks."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -344,6 +358,11 @@ class Connection:
             self.abort()
 
     async def protocol_send(self, event: Event) -> None:
+        if self._held is not None:
+            if isinstance(event, RawData):
+                self._held += event.data
+                return
+            await self.let_go()
         if isinstance(event, RawData):
             if self._transport is not None and self._transport.is_closing():
                 await self.protocol.handle(Closed())  # type: ignore[attr-defined]

@@ -32,13 +32,16 @@
     searches it from one end to the other.
 12. An answer has ended when its last frame is on its way. To Hypercorn it has when its last byte was taken out of the
     buffer, so that a server that ends would close the connection between the two.
+13. Who wants to know of a client that leaves can be called instead of waiting for the message, by the extension
+    CALL_ON_DISCONNECT of ASGI's scope: a task that waits beside each request is a tenth of what a short one costs, and
+    what its cancellation leaves behind only the garbage collector finds.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -69,6 +72,7 @@ logger = logging.getLogger(__name__)
 # Streams that a client may reset before their answer has begun: so many at once, and so many a second.
 RESET_BURST = 200
 RESETS_PER_SECOND = 50
+CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
 MAX_ENCODER_TABLE = 4096  # bytes, as much as RFC 7541 begins with
 
 
@@ -83,10 +87,12 @@ def patch_streams() -> None:
 
 class _Stream(HTTPStream):
     """Point 1: messages for an application that has ended are not waited for. And point 4, if not even the head of the
-    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one."""
+    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one. And point
+    13."""
 
     _app_has_ended = False
     _answer_has_begun = False
+    _on_disconnect: Callable[[], None] | None = None
 
     async def handle(self, event: StreamEvent) -> None:
         await super().handle(event)
@@ -94,10 +100,18 @@ class _Stream(HTTPStream):
             self._put = self.app_put
             self._puts_in_progress: set[anyio.CancelScope] = set()
             self.app_put = self._put_unless_ended
+            extensions: dict[str, Any] = self.scope["extensions"]
+            extensions[CALL_ON_DISCONNECT] = self._call_on_disconnect
+
+    def _call_on_disconnect(self, function: Callable[[], None]) -> None:
+        self._on_disconnect = function
+        if self.closed:
+            function()
 
     async def app_send(self, message: Any) -> None:
         if message is None:
             self._app_has_ended = True
+            self.app_put, self._on_disconnect = _ignore, None  # nor does the stream hold itself any more
             if self._answer_has_begun and self.state is ASGIHTTPState.REQUEST:
                 self.state = ASGIHTTPState.RESPONSE
             for scope in getattr(self, "_puts_in_progress", ()):
@@ -107,11 +121,14 @@ class _Stream(HTTPStream):
         await super().app_send(message)
 
     async def _put_unless_ended(self, message: Any) -> None:
-        # The application itself brings about this last message, by its last byte; it must not wait for itself to read.
-        if message["type"] == "http.disconnect":
-            self.task_group.spawn(self._wait_for_room, message)
-        else:
+        if message["type"] != "http.disconnect":
             await self._wait_for_room(message)
+        elif self._on_disconnect is not None:
+            self._on_disconnect()
+        else:
+            # The application itself brings about this last message, by its last byte; it must not wait for itself to
+            # read.
+            self.task_group.spawn(self._wait_for_room, message)
 
     async def _wait_for_room(self, message: Any) -> None:
         if not self._app_has_ended:
@@ -121,6 +138,10 @@ class _Stream(HTTPStream):
                     await self._put(message)
                 finally:
                     self._puts_in_progress.discard(scope)
+
+
+async def _ignore(message: Any) -> None:
+    pass
 
 
 class _Http1(H11Protocol):

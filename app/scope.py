@@ -31,6 +31,7 @@ from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
 from app.hypercorn_patches import Connection, current_connection
+from app.hypercorn_streams import CALL_ON_DISCONNECT
 from app.logs import request_logger
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
@@ -150,19 +151,25 @@ class RequestScope:
         extra = [(b"content-length", str(len(body)).encode())]
         # Half an answer would be worse than a late one.
         with anyio.CancelScope(shield=not self.client_gone) as self._shield:
-            await self._start_response(status, content_type, extra, headers)
+            await self._start_response(status, content_type, extra, headers, more_follows=True)
             await self._send_pieces(body, more_body=False)
 
     async def start_stream(
-        self, content_type: str, *, error_frame: Callable[[ApiError], Awaitable[bytes]], keep_alive: tuple[float, bytes]
+        self,
+        content_type: str,
+        *,
+        error_frame: Callable[[ApiError], Awaitable[bytes]],
+        keep_alive: tuple[float, bytes],
+        more_follows: bool = False,
     ) -> None:
         """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong.
 
-        `keep_alive` is sent whenever nothing else was for so many seconds, so that no proxy cuts the connection.
+        `keep_alive` is sent whenever nothing else was for so many seconds, so that no proxy cuts the connection. With
+        `more_follows` the head waits for the first piece, which must come without waiting for anything.
         """
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         self._error_frame = error_frame
-        await self._start_response(200, content_type, (), headers)
+        await self._start_response(200, content_type, (), headers, more_follows=more_follows)
         self._keep_alive = keep_alive
 
     async def send_chunk(self, data: bytes) -> None:
@@ -269,7 +276,7 @@ class RequestScope:
                 )
             self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
-                self._task_group.start_soon(self._watch_for_disconnect)
+                self._watch_for_disconnect()
                 with self._handler:
                     try:
                         await handler(self)
@@ -311,10 +318,21 @@ class RequestScope:
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The request body is larger than the limit of {self._max_body_bytes} bytes.")
 
-    async def _watch_for_disconnect(self) -> None:
+    def _watch_for_disconnect(self) -> None:
+        call_on_disconnect = self.asgi_scope.get("extensions", {}).pop(CALL_ON_DISCONNECT, None)
+        if call_on_disconnect is None:
+            self.start_soon(self._wait_for_disconnect)
+        else:
+            call_on_disconnect(self._on_disconnect)
+
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        self._on_disconnect()
+
+    def _on_disconnect(self) -> None:
+        if not self._answered:  # one follows every answer
+            self._leave()
 
     def _leave(self) -> None:
         assert self._task_group is not None
@@ -343,13 +361,18 @@ class RequestScope:
         rest = data[(len(data) - 1) // MAX_PIECE * MAX_PIECE :] if len(data) > MAX_PIECE else data
         await self._send({"type": "http.response.body", "body": rest, "more_body": more_body})
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message: dict[str, Any], *, more_follows: bool = False) -> None:
+        connection = self.connection if self.http_version.startswith("1") else None
         started = time.monotonic()
         self._num_sending += 1
         if self._sending_since is None:
             self._sending_since = started
         try:
+            if connection is not None:
+                connection.hold()
             await self._asgi_send(message)
+            if connection is not None and not more_follows:
+                await connection.let_go()
         finally:
             ended = time.monotonic()
             self._num_sending -= 1
@@ -358,7 +381,13 @@ class RequestScope:
             self.blocked_seconds += ended - started
 
     async def _start_response(
-        self, status: int, content_type: str, extra: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str] | None
+        self,
+        status: int,
+        content_type: str,
+        extra: Iterable[tuple[bytes, bytes]],
+        headers: Mapping[str, str] | None,
+        *,
+        more_follows: bool,
     ) -> None:
         raw: RawHeaders = [
             (b"content-type", content_type.encode()),
@@ -371,7 +400,7 @@ class RequestScope:
         if self.warning is not None:
             raw.append((b"x-headrace-warning", self.warning.encode("ascii")))
         self.status = status
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": status, "headers": raw}, more_follows=more_follows)
 
     def _choose_request_id(self) -> str:
         given = self.headers.get("x-request-id", "")

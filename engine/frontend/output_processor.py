@@ -78,6 +78,7 @@ class OutputProcessor:
             queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
         )
         stream.finish_reason = reason
+        stream.listen(None)  # who listens mostly holds the stream, too
         return unfinished
 
     def abort(self, stream: RequestStream) -> list[str]:

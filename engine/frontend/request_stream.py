@@ -66,6 +66,11 @@ class RequestStream:
             raise self.error
         raise StopAsyncIteration
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything has been read that there will ever be."""
+        return not self._pending and not self.num_unfinished and self.error is None
+
     async def wait(self) -> None:
         """Wait until there is something to read, or nothing more will come. Loses nothing when cancelled."""
         while not self._pending and self.error is None and self.num_unfinished:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from gpu.device import DeviceRunner
+from gpu.device import DeviceRunner, choices
 from gpu.device.choices import choose_products, overlap_agrees, seconds_of_graphs
-from gpu.kernels.product import TILES
+from gpu.kernels.jit import dependent
+from gpu.kernels.product import TILES, Tile, linear
 from gpu.layers.linear import Product
 from gpu.models import CausalLM
+from gpu.models.served import TorchModel
 from tests.gpu.device_runners import BLOCK_SIZE, CPU, Again, make_executor
 
 
@@ -44,6 +46,16 @@ def test_each_shape_gets_what_is_clearly_faster_for_it() -> None:
     assert counts == [1 + len(TILES)] * len(shapes)
     assert told.count(" by ") == len(shapes)
     assert f"{shapes[1][0]} x {shapes[1][1]} by cuBLAS" in told
+
+
+def test_what_is_wrong_is_not_chosen_however_fast_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None) -> torch.Tensor:
+        return linear(x if tile is None else x.roll(1, 0), weight, bias, tile)
+
+    monkeypatch.setattr(choices, "linear", wrong)
+    model = make_model()
+    choose_products(model, lambda runs: [1.0 / (1 + place) for place in range(len(runs))])
+    assert {layer.tile for layer in products(model)} == {None}
 
 
 def test_matrices_of_32_bits_are_left_to_cublas() -> None:
@@ -85,3 +97,31 @@ def test_kernels_overlap_only_where_that_changes_no_bit(late: bool) -> None:
     agrees = overlap_agrees(model, torch.float32, BLOCK_SIZE, CPU, Again(), turn)
     assert agrees is not late
     assert turned == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fails", "overlaps"), [((8, 0), False, False), ((9, 0), False, True), ((9, 0), True, False)]
+)
+def test_a_card_serves_without_overlap_where_it_cannot_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    fails: bool,
+    overlaps: bool,
+) -> None:
+    def turn(on: bool) -> None:
+        turned.append(on)
+        if fails and len(turned) == 2:
+            raise RuntimeError("programmatic launch is not supported")
+
+    turned: list[bool] = []
+    monkeypatch.setattr(choices, "CudaGraphs", lambda device: Again())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choices, "seconds_of_graphs", lambda graphs, runs: [1.0] * len(runs))
+    monkeypatch.setattr(dependent, "turn", turn)
+    model = make_model()
+    with caplog.at_level("INFO"):
+        choices.choose_kernels(TorchModel(model, torch.bfloat16, CPU, block_size=BLOCK_SIZE), BLOCK_SIZE)
+    assert turned[-1] is overlaps
+    assert {layer.tile for layer in products(model)} == {None}
+    assert f"kernels of a step {'overlap' if overlaps else 'do not overlap'}; products" in caplog.text

@@ -88,7 +88,6 @@ class CPUCausalLM:
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
             num_layers=len(spec.layers),
             hidden=config.hidden_size,
-            inner=config.intermediate_size,
             epsilon=spec.norm.eps,
             heads=HeadsStruct(
                 query=heads.query,

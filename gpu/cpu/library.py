@@ -92,7 +92,6 @@ class ModelStruct(ctypes.Structure):
         ("layers", POINTER(LayerStruct)),
         ("num_layers", c_int32),
         ("hidden", c_int32),
-        ("inner", c_int32),
         ("epsilon", c_float),
         ("heads", HeadsStruct),
     )

@@ -36,7 +36,6 @@ struct hr_model {
     const hr_layer* layers;
     int32_t num_layers;
     int32_t hidden;
-    int32_t inner;
     float epsilon;
     Heads heads;
 };
@@ -83,24 +82,21 @@ struct Rows {
     Precision precision;
 };
 
-// out = x W^T for the rows of every kind, each normed before if there is a `norm`.
-void product(Engine& engine, const Matrix& w, const float* x, int64_t x_stride, const Rows (&kinds)[2], const float* norm,
-             float epsilon, Then then, const float* bias, float* out, int64_t out_stride) {
-    for (const Rows& rows : kinds) {
-        if (!rows.count) continue;
-        Activations& input = engine.input[(int)rows.precision].begin(w, rows.count, rows.precision);
-        for_rows(engine.pool, rows.count, [&](int row) {
-            const float* from = x + (rows.index ? rows.index[row] : row) * x_stride;
-            if (norm) {
-                thread_local std::vector<float> normed;
-                normed.resize((size_t)w.cols);
-                normalize(from, norm, epsilon, w.cols, normed.data());
-                from = normed.data();
-            }
-            input.set_row(row, from, w.cols);
-        });
-        multiply(engine.pool, w, input, rows.precision, then, bias, Output{out, out_stride, rows.index});
-    }
+// Rows of x on their way into `w`, each normed before if there is a `norm`.
+Activations& prepare(Engine& engine, const Matrix& w, const float* x, int64_t stride, const Rows& rows,
+                     const float* norm = nullptr, float epsilon = 0) {
+    engine.input.begin(w.cols, rows.count, rows.precision);
+    for_rows(engine.pool, rows.count, [&](int row) {
+        const float* from = x + (rows.index ? rows.index[row] : row) * stride;
+        if (norm) {
+            thread_local Buffer<float> buffer;
+            float* normed = buffer.reserve((size_t)w.cols);
+            normalize(from, norm, epsilon, w.cols, normed);
+            from = normed;
+        }
+        engine.input.set_row(row, from, w.cols);
+    });
+    return engine.input;
 }
 
 // Half-split rotation, as Hugging Face's checkpoints have it (Su et al., arXiv:2104.09864).
@@ -151,19 +147,26 @@ void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, con
     const Heads& heads = model.heads;
     const int rows = step.num_tokens;
     const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
-    const int64_t hidden = model.hidden, inner = model.inner;
-    float* wide = engine.wide.reserve((size_t)rows * std::max<int64_t>(qkv_width, inner));
+    const int64_t hidden = model.hidden;
+    float* wide = engine.wide.reserve((size_t)(rows * qkv_width));
     float* attended = engine.attended.reserve((size_t)(rows * attended_width));
     uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
 
-    product(engine, layer.qkv, residual, hidden, kinds, layer.attention_norm, model.epsilon, Then::kStore, layer.qkv_bias,
-            wide, qkv_width);
+    for (const Rows& rows : kinds) {
+        const Activations& x = prepare(engine, layer.qkv, residual, hidden, rows, layer.attention_norm, model.epsilon);
+        multiply(engine.pool, layer.qkv, x, rows.precision, Then::kStore, layer.qkv_bias, {wide, qkv_width, rows.index});
+    }
     place(engine, model, layer, step, wide, qkv_width, queries);
     attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended);
-    product(engine, layer.out, attended, attended_width, kinds, nullptr, 0, Then::kAdd, nullptr, residual, hidden);
-    product(engine, layer.gate_up, residual, hidden, kinds, layer.mlp_norm, model.epsilon, Then::kSiluMul, nullptr, wide,
-            inner);
-    product(engine, layer.down, wide, inner, kinds, nullptr, 0, Then::kAdd, nullptr, residual, hidden);
+    for (const Rows& rows : kinds) {
+        const Output back{residual, hidden, rows.index};
+        const Activations& x = prepare(engine, layer.out, attended, attended_width, rows);
+        multiply(engine.pool, layer.out, x, rows.precision, Then::kAdd, nullptr, back);
+        prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon);
+        engine.inner.begin(layer.down.cols, rows.count, rows.precision);
+        multiply(engine.pool, layer.gate_up, x, rows.precision, Then::kSiluMul, nullptr, {nullptr, 0, nullptr, &engine.inner});
+        multiply(engine.pool, layer.down, engine.inner, rows.precision, Then::kAdd, nullptr, back);
+    }
 }
 
 // Where there are two ways to compute, prompts take the faster: a token's kind is its own, whatever step it is in.
@@ -238,8 +241,9 @@ int32_t hr_forward(void* handle, const hr_model* model, const hr_step* step) {
 int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows, int32_t prompt, const float* bias,
                     float* out, int64_t stride) {
     return call(handle, [=](Engine& engine) {
-        Rows kinds[2] = {{nullptr, rows, prompt && kHasTiles ? Precision::kTiles : Precision::kExact}, {}};
-        product(engine, *w, x, w->cols, kinds, nullptr, 0, Then::kStore, bias, out, stride);
+        const Rows all{nullptr, rows, prompt && kHasTiles ? Precision::kTiles : Precision::kExact};
+        const Activations& input = prepare(engine, *w, x, w->cols, all);
+        multiply(engine.pool, *w, input, all.precision, Then::kStore, bias, {out, stride, nullptr});
         return kDone;
     });
 }
@@ -247,8 +251,7 @@ int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows,
 int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices,
                            uint8_t* finite) {
     return call(handle, [=](Engine& engine) {
-        Activations& input = engine.input[0].begin(*w, rows, Precision::kExact);
-        for_rows(engine.pool, rows, [&](int row) { input.set_row(row, x + (int64_t)row * w->cols, w->cols); });
+        const Activations& input = prepare(engine, *w, x, w->cols, {nullptr, rows, Precision::kExact});
         largest_product(engine.pool, *w, input, indices, finite);
         return kDone;
     });

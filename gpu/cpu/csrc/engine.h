@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <new>
 
@@ -12,40 +11,6 @@
 #include "pool.h"
 
 namespace headrace {
-
-// Memory that only ever grows, of a type without constructors.
-template <class T>
-class Buffer {
-  public:
-    T* reserve(size_t count) {
-        if (count > size_) {
-            data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})));
-            size_ = count;
-        }
-        return data_.get();
-    }
-
-  private:
-    struct Free {
-        void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
-    };
-    std::unique_ptr<T, Free> data_;
-    size_t size_ = 0;
-};
-
-struct ActivationBuffer {
-    Buffer<uint8_t> data;
-    Buffer<float> sums;
-    Activations rows;
-
-    // Room for `count` rows on their way into `w`.
-    Activations& begin(const Matrix& w, int count, Precision precision) {
-        rows.begin(w.cols, count, precision);
-        rows.data = data.reserve((size_t)Activations::data_bytes(rows.blocks, count));
-        rows.sums = sums.reserve((size_t)Activations::sums_bytes(rows.blocks, count));
-        return rows;
-    }
-};
 
 struct Engine {
     explicit Engine(int num_threads) : pool(num_threads) {}
@@ -58,7 +23,7 @@ struct Engine {
     Buffer<float> residual, wide, attended;
     Buffer<uint16_t> queries;
     Buffer<int32_t> order;
-    ActivationBuffer input[2];  // by precision
+    Activations input, inner;
 };
 
 // What a call returns; gpu/cpu/library.py makes exceptions of all but the first two.

@@ -1,7 +1,6 @@
 #include "matrix.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "forms.h"
@@ -136,7 +135,7 @@ int rows_together(int rows) {
 template <class B>
 void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
     for (int row = begin; row < begin + count; row += kVectorRows, sums += kVectorRows * kLanes) {
-        const float* values = (const float*)x.data + (int64_t)row * x.blocks * kValues;
+        const float* values = (const float*)x.data.get() + (int64_t)row * x.blocks * kValues;
         const int n = rows_together(x.count - row);
         if (n == 1) vector_sums<B, 1>(tile, x.blocks, values, sums);
         else if (n == 2) vector_sums<B, 2>(tile, x.blocks, values, sums);
@@ -183,20 +182,33 @@ TileShapes shapes_for(int rows) {
     return shapes;
 }
 
-float* scratch(size_t floats) {
-    struct Free {
-        void operator()(float* data) const { ::operator delete(data, std::align_val_t{64}); }
-    };
-    thread_local std::unique_ptr<float, Free> data;
-    thread_local size_t size = 0;
-    if (floats > size) {
-        data.reset(static_cast<float*>(::operator new(floats * sizeof(float), std::align_val_t{64})));
-        size = floats;
-    }
-    return data.get();
+int round_up(int count, int step) { return (count + step - 1) / step * step; }
+
+// For the sums of so many rows of so many tiles.
+float* scratch(int rows, int tiles) {
+    thread_local Buffer<float> sums;
+    return sums.reserve((size_t)round_up(rows, 32) * kLanes * tiles);
 }
 
-int round_up(int count, int step) { return (count + step - 1) / step * step; }
+// What becomes of the sums of rows [row, row + count), `size` floats apart for each of the tiles from `first` on.
+void finish(const float* sums, int64_t size, int first, int tiles, int row, int count, Then then, const float* bias,
+            const Output& out) {
+    for (int end = row + count; row < end; row++, sums += kLanes) {
+        if (then == Then::kSiluMul) {
+            f32x16 low = silu(load<f32x16>(sums)) * load<f32x16>(sums + size), high = {};
+            if (tiles == 4) high = silu(load<f32x16>(sums + 2 * size)) * load<f32x16>(sums + 3 * size);
+            out.next->set_block(row, first / 4, low, high);
+            continue;
+        }
+        float* to = out.row(row) + (int64_t)first * kLanes;
+        for (int t = 0; t < tiles; t++, to += kLanes) {
+            f32x16 value = load<f32x16>(sums + t * size);
+            if (then == Then::kAdd) value = load<f32x16>(to) + value;
+            else if (bias) value = value + load<f32x16>(bias + (int64_t)(first + t) * kLanes);
+            store(to, value);
+        }
+    }
+}
 
 }  // namespace
 
@@ -212,38 +224,44 @@ void Activations::begin(int cols, int rows, Precision precision) {
     blocks = (cols + kBlock - 1) / kBlock;
     count = rows;
     tiled = kHasTiles && (precision == Precision::kTiles || rows > kVectorRows);
+    data.reserve((size_t)(rows + 16) * blocks * kValues * 4);
+    sums.reserve((size_t)(rows + 16) * blocks);
 }
 
 void Activations::set_row(int row, const float* x, int cols) {
-    int first = row / kVectorRows * kVectorRows, n = rows_together(count - first);
-    float* values = (float*)data + (int64_t)first * blocks * kValues + row - first;
-    for (int b = 0; b < blocks; b++, x += kBlock) {
-        alignas(64) float block[kBlock] = {};
-        int in = std::min(kBlock, cols - b * kBlock);
-        std::copy(x, x + in, block);
-        f32x16 low = rounded(load<f32x16>(block)), high = rounded(load<f32x16>(block + 16));
-        float total = sum(low + high);
-        if (tiled) {
-            int64_t at = (int64_t)(row / 16) * blocks + b;
-            uint16_t* to = (uint16_t*)data + (at * 16 + row % 16) * kBlock;
-            store(to, narrow(as_u32(low) >> 16));
-            store(to + 16, narrow(as_u32(high) >> 16));
-            sums[at * 16 + row % 16] = total;
-            continue;
-        }
-        store(block, low);
-        store(block + 16, high);
-        float* to = values + (int64_t)b * kValues * n;
-        if constexpr (kPairs) {
-            for (int p = 0; p < kBlock / 2; p++) {
-                uint32_t pair = to_bf16(block[2 * p]) | (uint32_t)to_bf16(block[2 * p + 1]) << 16;
-                std::memcpy(to + p * n, &pair, 4);
-            }
-        } else {
-            for (int k = 0; k < kBlock; k++) to[k * n] = block[k];
-        }
-        to[(kValues - 1) * n] = total;
+    int b = 0;
+    for (; b < cols / kBlock; b++) set_block(row, b, load<f32x16>(x + b * kBlock), load<f32x16>(x + b * kBlock + 16));
+    if (b == blocks) return;
+    float rest[kBlock] = {};
+    std::copy(x + b * kBlock, x + cols, rest);
+    set_block(row, b, load<f32x16>(rest), load<f32x16>(rest + 16));
+}
+
+void Activations::set_block(int row, int b, f32x16 low, f32x16 high) {
+    low = rounded(low), high = rounded(high);
+    const float total = sum(low + high);
+    if (tiled) {
+        const int64_t at = (int64_t)(row / 16) * blocks + b;
+        uint16_t* to = (uint16_t*)data.get() + (at * 16 + row % 16) * kBlock;
+        store(to, narrow(as_u32(low) >> 16));
+        store(to + 16, narrow(as_u32(high) >> 16));
+        sums.get()[at * 16 + row % 16] = total;
+        return;
     }
+    alignas(64) float block[kBlock];
+    store(block, low);
+    store(block + 16, high);
+    const int first = row / kVectorRows * kVectorRows, n = rows_together(count - first);
+    float* to = (float*)data.get() + ((int64_t)first * blocks + (int64_t)b * n) * kValues + row - first;
+    if constexpr (kPairs) {
+        for (int p = 0; p < kBlock / 2; p++) {
+            uint32_t pair = to_bf16(block[2 * p]) | (uint32_t)to_bf16(block[2 * p + 1]) << 16;
+            std::memcpy(to + p * n, &pair, 4);
+        }
+    } else {
+        for (int k = 0; k < kBlock; k++) to[k * n] = block[k];
+    }
+    to[(kValues - 1) * n] = total;
 }
 
 void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums) {
@@ -265,37 +283,27 @@ void exact_sums(const Tile& tile, const Activations& x, int begin, int count, fl
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out) {
     const bool by_panel = kHasTiles && precision == Precision::kTiles;
-    const int group = by_panel || then == Then::kSiluMul ? 2 : 1;
+    const int group = then == Then::kSiluMul ? 4 : by_panel ? 2 : 1;  // gate and up of a whole block; what is loaded at once
     const int groups = (w.tiles() + group - 1) / group;
     const int chunks = std::max(1, std::min(groups, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4));
-    const int step = by_panel ? kRowsOfPanel : kRowsInCache;
+    const int step = by_panel ? kRowsOfPanel : kRowsInCache, at_once = by_panel ? 32 : kRowsInCache;
     for (int begin = 0; begin < x.count; begin += step) {
-        const int count = std::min(step, x.count - begin);
-        const int64_t size = (int64_t)round_up(count, 32) * kLanes;
+        const int end = std::min(begin + step, x.count);
         pool.run(chunks, [&](int chunk) {
+            thread_local RoundedTiles rounded;
             Tiles registers(shapes_for(by_panel ? 16 : x.count));
-            float* sums = scratch((size_t)size * 2);
+            const int64_t size = (int64_t)round_up(std::min(at_once, end - begin), 32) * kLanes;
+            float* sums = scratch(std::min(at_once, end - begin), group);
             int last = (int)((int64_t)groups * (chunk + 1) / chunks);
             for (int g = (int)((int64_t)groups * chunk / chunks); g < last; g++) {
                 const int first = g * group, together = std::min(group, w.tiles() - first);
-                if (by_panel) {
-                    rounded_sums_by_tiles(w, first, together, x, begin, count, sums, size);
-                } else {
-                    for (int t = 0; t < together; t++) exact_sums(w.tile(first + t), x, begin, count, sums + t * size);
-                }
-                for (int r = 0; r < count; r++) {
-                    float* to = out.row(begin + r) + (int64_t)(then == Then::kSiluMul ? g : first) * kLanes;
-                    f32x16 value = load<f32x16>(sums + r * kLanes);
-                    if (then == Then::kSiluMul) {
-                        store(to, silu(value) * load<f32x16>(sums + size + r * kLanes));
-                        continue;
-                    }
-                    for (int t = 0; t < together; t++, to += kLanes) {
-                        value = load<f32x16>(sums + t * size + r * kLanes);
-                        if (then == Then::kAdd) value = load<f32x16>(to) + value;
-                        else if (bias) value = value + load<f32x16>(bias + (int64_t)(first + t) * kLanes);
-                        store(to, value);
-                    }
+                if (by_panel) rounded.widen(w, first, together);
+                for (int row = begin; row < end; row += at_once) {
+                    const int count = std::min(at_once, end - row);
+                    if (by_panel) rounded.sums(x, row, count, sums, size);
+                    for (int t = 0; t < (by_panel ? 0 : together); t++)
+                        exact_sums(w.tile(first + t), x, row, count, sums + t * size);
+                    finish(sums, size, first, together, row, count, then, bias, out);
                 }
             }
         });
@@ -314,7 +322,7 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t*
     const int in_last = w.rows - (tiles - 1) * kLanes;
     pool.run(chunks, [&](int chunk) {
         Tiles registers(shapes_for(rows));
-        float* sums = scratch((size_t)round_up(rows, 32) * kLanes);
+        float* sums = scratch(rows, 1);
         int last = (int)((int64_t)tiles * (chunk + 1) / chunks);
         for (int tile = (int)((int64_t)tiles * chunk / chunks); tile < last; tile++) {
             exact_sums(w.tile(tile), x, 0, rows, sums);

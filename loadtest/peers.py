@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpu.checkpoint import EMBEDDED_MODEL, default_cache_dir, open_model
 from gpu.checkpoint.embedded import fetch_embedded_model
+from gpu.host import processor_flags
 from loadtest.export_model import export_model
 from loadtest.servers import Server, headrace
 
@@ -52,6 +53,8 @@ def _llama(executable: Path, gguf: Path, max_streams: int) -> Server:
     command += ["--port", "{port}", "--parallel", str(max_streams), "--ctx-size", str(CONTEXT * max_streams)]
     # Prompts that never come again would be kept in memory and never found: that costs time and gives nothing.
     command += ["--cache-ram", "0"]
+    if "amx_int8" in processor_flags():
+        command += ["--no-repack"]  # its repacked weights end it with SIGILL there: a thread without tiles configured
     libraries = os.pathsep.join(filter(None, (str(executable.parent), os.environ.get("LD_LIBRARY_PATH"))))
     variables = {"LD_LIBRARY_PATH": libraries}
     return Server(LLAMA, command, model=EMBEDDED_MODEL, ready_path="/health", environment=variables)

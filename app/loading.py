@@ -165,6 +165,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
 
     options = WorkerOptions(
         dtype=settings.dtype,
+        quantization=settings.quantization,
         device=settings.device,
         num_threads=settings.num_threads,
         max_model_len=settings.max_model_len,

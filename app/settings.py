@@ -74,6 +74,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and activations. auto: what suits model and device."
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="What weights of 16 or 32 bits are rounded to when they are loaded, on a CPU: blocks of 32 with a "
+        "scale each. What it costs is logged. none: they stay in 16 bits.",
+    )
     tool_parser: ToolParser = Field(
         "auto",
         description="Syntax of the tool calls that the model writes. auto: what its chat template teaches, else the "

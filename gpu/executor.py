@@ -12,8 +12,10 @@ from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
 from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.perplexity import sample_text
 from gpu.runner import FinishedStep
 from gpu.weights import read_weights
+from gpu.weights.quantization import Quantization
 from gpu.worker import Worker
 
 
@@ -25,11 +27,26 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     """
     options = options or WorkerOptions()
     device = resolve_device(options.device)
+    if options.quantization != "none":
+        return _load_quantized(files, options)
     if device == "cpu":
         return UniProcExecutor(Worker(files.config, read_weights(files), options), files.config.vocab_size)
     from gpu.weights.tensors import weights_of
 
     return UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
+
+
+def _load_quantized(files: ModelFiles, options: WorkerOptions) -> UniProcExecutor:
+    """The same with rounded weights, and what that has cost in the summary."""
+    quantization = Quantization(options.quantization, files.config)
+    weights = quantization.applied_to(read_weights(files))
+    worker = Worker(files.config, weights, options, text=sample_text(files.tokenizer, files.config))
+    executor = UniProcExecutor(worker, files.config.vocab_size)
+    executor.summary += (
+        f". Weights were quantized to {quantization.name}: {quantization.relative_error:.2%} off (root mean square); "
+        f"{worker.perplexity}"
+    )
+    return executor
 
 
 class UniProcExecutor:

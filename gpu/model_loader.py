@@ -25,6 +25,7 @@ class WorkerOptions:
     """How a model is run, as the operator chose it."""
 
     dtype: str = "auto"  # "float32", "bfloat16", "float16", or "auto": see `load_model`
+    quantization: str = "none"  # or "int8", "int4": of weights that come in 16 or 32 bits
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
     num_threads: int | None = None  # that compute on a CPU; None: one for each core that this process may use
     max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
@@ -88,6 +89,7 @@ def load_model(
     check_weights_fit(config, free_memory(device))
     num_threads = options.num_threads or usable_cores()
     library = library_for(config, options, device)
+    check_quantization(options, library, device)
     if library is not None:
         return CPUCausalLM(
             library,
@@ -116,6 +118,19 @@ def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Lib
     if device != "cpu" or options.dtype not in ("auto", "bfloat16") or options.runner == "device":
         return None
     return load_library() if CPUCausalLM.supports(config) else None
+
+
+def check_quantization(options: WorkerOptions, library: Library | None, device: str) -> None:
+    """Raise ConfigError unless weights can be kept as the options ask."""
+    if options.quantization == "none" or (library is not None and options.dtype == "auto"):
+        return
+    raise ConfigError(
+        "quantization",
+        options.quantization,
+        allowed="it is for dtype=auto on a CPU, where the library of the CPU path computes with quantized weights; "
+        f"here dtype is {options.dtype}, and {'torch' if library is None else 'the library'} computes on {device}",
+        hint="quantization=none works",
+    )
 
 
 def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:

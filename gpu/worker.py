@@ -6,7 +6,7 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpu.checkpoint import ModelConfig
@@ -14,6 +14,7 @@ from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_memory, kv_cache_size
 from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
+from gpu.perplexity import perplexity
 from gpu.rows import BatchSizes
 from gpu.runner import Runner
 
@@ -21,7 +22,14 @@ from gpu.runner import Runner
 class Worker:
     """Loads on construction, which takes seconds to minutes; raises ConfigError where the options cannot work."""
 
-    def __init__(self, config: ModelConfig, weights: Iterable[tuple[str, Any]], options: WorkerOptions) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, Any]],
+        options: WorkerOptions,
+        text: Sequence[int] = (),
+    ) -> None:
+        """Of `text`, if there is one, `perplexity` is computed: a string for the log."""
         self.device = resolve_device(options.device)
         self._on_cuda = self.device != "cpu"
         self.num_threads = options.num_threads or usable_cores()
@@ -41,6 +49,8 @@ class Worker:
         )
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.runner = self._make_runner(model, options)
+        room = min(self.kv_cache_size.num_tokens, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
+        self.perplexity = perplexity(model, text[:room], options.block_size) if text else None
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 

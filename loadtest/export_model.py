@@ -1,9 +1,13 @@
 """A model as a Hugging Face directory in bfloat16, so that servers which read no GGUF serve the same weights.
 
-    python -m loadtest.export_model DIR [--model NAME]
+    python -m loadtest.export_model DIR [--model NAME] [--shuffled]
 
 Writes config.json, model.safetensors, tokenizer.json, tokenizer_config.json and chat_template.jinja. The weights are
 those that Headrace reads: dequantized to float32 and rounded once to bfloat16.
+
+Rounded to blocks of 32 once more, weights that come from blocks of 32 lose next to nothing, because a block has as many
+different numbers as it may have. `--shuffled` puts the channels in another order, everywhere in the same, so that other
+weights make up a block. The model computes the same, and what rounding costs it is what it costs any model.
 """
 
 from __future__ import annotations
@@ -11,13 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.checkpoint import EMBEDDED_MODEL, ModelConfig, ModelFiles, open_model
 
+if TYPE_CHECKING:
+    import torch
 
-def export_model(files: ModelFiles, directory: Path) -> Path:
+
+def export_model(files: ModelFiles, directory: Path, *, shuffle: bool = False) -> Path:
     """Write all of `files` to `directory`, which is made if need be, and return it."""
     import torch
     from safetensors.torch import save_file
@@ -27,9 +35,36 @@ def export_model(files: ModelFiles, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(hf_config(files.config), indent=2))
     write_tokenizer(files, directory)
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in weights_of(files)}
+    tensors = shuffled(weights_of(files), files.config) if shuffle else weights_of(files)
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in tensors}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def shuffled(weights: Iterable[tuple[str, torch.Tensor]], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same model with its hidden channels, those inside its MLPs and those of its values in another order."""
+    import torch
+
+    def order(size: int) -> torch.Tensor:
+        return torch.randperm(size, generator=torch.Generator().manual_seed(size))
+
+    hidden, inner, value = order(config.hidden_size), order(config.intermediate_size), order(config.head_dim)
+    values, attended = (
+        (torch.arange(heads)[:, None] * config.head_dim + value).flatten()
+        for heads in (config.num_key_value_heads, config.num_attention_heads)
+    )
+    orders: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {  # of outputs, of inputs
+        **dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), (hidden, None)),
+        **dict.fromkeys(("embed_tokens", "lm_head", "q_proj", "k_proj"), (None, hidden)),
+        **dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden)),
+        "down_proj": (hidden, inner),
+        "v_proj": (values, hidden),
+        "o_proj": (hidden, attended),
+    }
+    for name, tensor in weights:
+        rows, columns = orders.get(name.split(".")[-2], (None, None))  # not of norms of queries and keys
+        moved = tensor if rows is None else tensor.index_select(0, rows)
+        yield name, moved if columns is None or tensor.ndim == 1 else moved.index_select(1, columns)
 
 
 def write_tokenizer(files: ModelFiles, directory: Path) -> None:
@@ -71,8 +106,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--model", default=EMBEDDED_MODEL, help="as for `headrace serve`. Default: the embedded one")
+    parser.add_argument("--shuffled", action="store_true", help="the same model with its channels in another order")
     options = parser.parse_args()
-    print(export_model(open_model(options.model), options.directory))
+    print(export_model(open_model(options.model), options.directory, shuffle=options.shuffled))
     return 0
 
 

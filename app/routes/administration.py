@@ -21,9 +21,9 @@ ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it an
 
 # What a server may say of its settings: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
-    *("load_format", "dtype", "device", "seed", "engine", "data_parallel_size", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory", "num_threads"),
-    *("gpu_memory_utilization",),
+    *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
+    *("num_threads", "gpu_memory_utilization"),
     *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
     *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
 )

@@ -2,10 +2,11 @@
 
 In reading order:
 
-reading  the weights of a model, one at a time: from GGUF, from safetensors, or random
-dummy    random weights from a configuration alone
-tensors  the same as torch tensors, on a device
-staging  their way to the device, through a little pinned memory
+reading       the weights of a model, one at a time: from GGUF, from safetensors, or random
+dummy         random weights from a configuration alone
+quantization  the same rounded to 8 or 4 bits
+tensors       the same as torch tensors, on a device
+staging       their way to the device, through a little pinned memory
 """
 
 from gpu.weights.reading import Weight, floats, read_weights

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import Server
+from tests.server.harness import MODEL, Server
 from tests.server.tiny_model import tiny_server, write_tiny_model
 
 AT_ONCE = 3
@@ -126,6 +126,22 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a dtype that does not exist": (
         {"dtype": "fp16"},
         ["HEADRACE_DTYPE", "'fp16'", "auto, float32, bfloat16 or float16", "A value that works: auto"],
+    ),
+    "quantization of what is quantized": (
+        {"model": MODEL, "load_format": "auto", "quantization": "int4", "dtype": "auto"},
+        ["quantization is int4", "16 or 32 bits", "Q8_0 already", "quantization=none works"],
+    ),
+    "quantization where torch computes": (
+        {"quantization": "int8", "dtype": "float32"},
+        ["quantization is int8", "dtype=auto on a CPU", "dtype is float32", "torch", "quantization=none works"],
+    ),
+    "quantization beside another dtype": (
+        {"quantization": "int8", "dtype": "bfloat16"},
+        ["quantization is int8", "dtype=auto on a CPU", "dtype is bfloat16", "quantization=none works"],
+    ),
+    "a quantization that does not exist": (
+        {"quantization": "fp8"},
+        ["HEADRACE_QUANTIZATION", "'fp8'", "none, int8 or int4", "A value that works: none"],
     ),
     "a negative number": (
         {"max_num_seqs": -1},

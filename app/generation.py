@@ -263,8 +263,11 @@ async def _send_stream(
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
         """Send what a step has brought right away, unless it ends a choice or the client lags."""
-        if not request.takes_more or any(delta.finish_reason is not None for delta in deltas):
+        if not request.takes_more:
             return False
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                return False
         if outputs.logprobs_per_token and weight_of(deltas) > INLINE_ANSWER:
             return False
         if frames := b"".join(map(feed, deltas)):

@@ -63,18 +63,21 @@ class Vocabulary:
 
 
 class _ByteLevelDecoder:
-    __slots__ = ("_bytes_of", "_skipped", "_utf8")
+    __slots__ = ("_bytes_of", "_pending", "_skipped")
 
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._bytes_of = vocabulary.bytes_of
         self._skipped = skipped
-        # Replaces what can never become valid, as the tokenizers library does, and keeps what still may.
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = b""  # of a character that is unfinished
 
     def feed_token(self, token_id: int) -> str:
         if token_id in self._skipped or token_id >= len(self._bytes_of):
             return ""
-        return self._utf8.decode(self._bytes_of[token_id])
+        data = self._pending + self._bytes_of[token_id]
+        # Replaces what can never become valid, as the tokenizers library does, and leaves what still may.
+        text, num_used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[num_used:]
+        return text
 
 
 class _WindowDecoder:

@@ -245,6 +245,8 @@ class _Choice:
 
     def _decode(self, output: EngineCoreOutput) -> tuple[str, int]:
         """The decided text of a step's tokens, and how many of them were used before a stop string matched."""
+        if self._stops is None and output.finish_reason is None and len(output.new_token_ids) == 1:  # mostly
+            return self._decoder.feed_token(output.new_token_ids[0]), 1
         text = ""
         for position, token_id in enumerate(output.new_token_ids):
             is_last = position == len(output.new_token_ids) - 1

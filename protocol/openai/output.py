@@ -71,10 +71,12 @@ class UsageMeter:
 
     def add(self, output: RequestOutput) -> None:
         """Take in the running totals of `output`; they replace the choice's earlier ones."""
-        prompt = output.index // self._n
-        self._prompt[prompt] = output.num_prompt_tokens
-        # The choices of a prompt share it through the prefix cache: only what the first one found was cached before.
-        self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
+        if output.index not in self._completion:
+            prompt = output.index // self._n
+            self._prompt[prompt] = output.num_prompt_tokens
+            # The choices of a prompt share it through the prefix cache: only what the first one found was cached
+            # before.
+            self._cached[prompt] = min(output.num_cached_tokens, self._cached.get(prompt, output.num_cached_tokens))
         self._completion[output.index] = output.num_output_tokens
 
     def add_reasoning(self, index: int, num_tokens: int | None) -> None:
@@ -149,12 +151,16 @@ class ChoicesStreamWriter(_ChoicesWriter):
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._choices: dict[int, _StreamedChoice] = {}
+        self._is_plain = answer.message_format.is_plain and not (self._has_token_ids or self._continuous_usage)
 
     def feed_output(self, output: RequestOutput) -> bytes:
         index = output.index
+        choice = self._choices.get(index)
+        if choice is not None and self._is_plain and output.finish_reason is None and not output.logprobs:  # mostly
+            self._meter.add(output)
+            return choice.frame(output.text) if output.text else b""
         frames = []
         of_prompt = _NOTHING  # goes into the first chunk of a choice
-        choice = self._choices.get(index)
         if choice is None:
             choice = self._choices[index] = self._open(index)
             of_prompt = self._of_prompt(index, output.prompt_logprobs)
@@ -172,7 +178,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             text = self._wire.chunk_text(output.text)
             frames.append(self._frame(index, text, logprobs, token_ids=token_ids, of_prompt=of_prompt))
         elif output.text:
-            frames.append(b"%b%b%b" % (choice.prefix, orjson.dumps(output.text), choice.suffix))
+            frames.append(choice.frame(output.text))
         if output.finish_reason is not None:
             finish_reason = self._finish_reason(output.finish_reason, choice.parser)
             finish = {"finish_reason": finish_reason, "stop_reason": output.stop_reason, **self._answer.told(index)}
@@ -197,7 +203,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         self._meter.add_reasoning(output.index, parser.num_reasoning_tokens)
         match parts:
             case [ContentDelta(text)] if not (output.logprobs or self._has_token_ids or self._continuous_usage):
-                return [b"%b%b%b" % (choice.prefix, orjson.dumps(text), choice.suffix)]
+                return [choice.frame(text)]
         deltas = [in_old_form(delta(part)) if self._in_old_form else delta(part) for part in parts]
         if not deltas and (output.logprobs or (self._has_token_ids and output.token_ids)):
             deltas = [{"content": ""}]
@@ -323,6 +329,10 @@ class _StreamedChoice(NamedTuple):
     suffix: bytes
     write_logprobs: LogprobsWriter
     parser: MessageParser | None  # None: the text is content
+
+    def frame(self, text: str) -> bytes:
+        """A frame with this text only."""
+        return b"%b%b%b" % (self.prefix, orjson.dumps(text), self.suffix)
 
 
 @dataclass(slots=True)

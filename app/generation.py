@@ -256,9 +256,7 @@ async def _send_stream(
         error_frame=fail,
         keep_alive=(server.settings.sse_keep_alive or math.inf, KEEP_ALIVE),
     )
-    with anyio.move_on_after(HEADERS_WITHIN) as wait:
-        await outputs.wait()
-    if wait.cancelled_caught:
+    if not await _has_begun(outputs):
         await start()
 
     def forward(deltas: Collection[RequestOutput]) -> bool:
@@ -299,6 +297,14 @@ async def _send_stream(
     if request.status is None:
         await start(more_follows=True)
     await request.end_stream(frames)
+
+
+async def _has_begun(outputs: RequestStream) -> bool:
+    """Whether there is something to say soon."""
+    with anyio.move_on_after(HEADERS_WITHIN):
+        await outputs.wait()
+        return True
+    return False
 
 
 def _deadlines(server: Server, request: RequestScope, body: GenerationRequest) -> tuple[float, float]:

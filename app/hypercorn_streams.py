@@ -35,13 +35,15 @@
 13. Who wants to know of a client that leaves can be called instead of waiting for the message, by the extension
     CALL_ON_DISCONNECT of ASGI's scope: a task that waits beside each request is a tenth of what a short one costs, and
     what its cancellation leaves behind only the garbage collector finds.
+14. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -59,7 +61,7 @@ import hypercorn.protocol.h2
 import hypercorn.protocol.h11
 from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.events import Event as StreamEvent
-from hypercorn.protocol.events import Request, Response, StreamClosed
+from hypercorn.protocol.events import Response, StreamClosed
 from hypercorn.protocol.h2 import BUFFER_HIGH_WATER, BUFFER_LOW_WATER, BufferCompleteError, H2Protocol, StreamBuffer
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
@@ -87,21 +89,27 @@ def patch_streams() -> None:
 
 class _Stream(HTTPStream):
     """Point 1: messages for an application that has ended are not waited for. And point 4, if not even the head of the
-    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one. And point
-    13."""
+    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one. And points
+    13 and 14."""
 
     _app_has_ended = False
     _answer_has_begun = False
     _on_disconnect: Callable[[], None] | None = None
+    _changed: anyio.Event | None = None  # of who waits for a message, or for room for one
 
-    async def handle(self, event: StreamEvent) -> None:
-        await super().handle(event)
-        if isinstance(event, Request) and getattr(self, "app_put", None) is not None:
-            self._put = self.app_put
-            self._puts_in_progress: set[anyio.CancelScope] = set()
-            self.app_put = self._put_unless_ended
-            extensions: dict[str, Any] = self.scope["extensions"]
-            extensions[CALL_ON_DISCONNECT] = self._call_on_disconnect
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._messages: list[Any] = []
+        self._tasks: Any = self.task_group
+        self.task_group: Any = self  # until the application runs
+
+    async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
+        """Point 14: in the place of Hypercorn's task groups. Returns what gives the application a message."""
+        self.task_group = self._tasks
+        scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
+        run_app = sys.modules[type(self._tasks).__module__]._handle
+        self._tasks.spawn(run_app, app, config, scope, self._receive, send, None, None)
+        return self._put
 
     def _call_on_disconnect(self, function: Callable[[], None]) -> None:
         self._on_disconnect = function
@@ -114,30 +122,38 @@ class _Stream(HTTPStream):
             self.app_put, self._on_disconnect = _ignore, None  # nor does the stream hold itself any more
             if self._answer_has_begun and self.state is ASGIHTTPState.REQUEST:
                 self.state = ASGIHTTPState.RESPONSE
-            for scope in getattr(self, "_puts_in_progress", ()):
-                scope.cancel()
+            self._tell()
         elif message["type"] == "http.response.start":
             self._answer_has_begun = True
         await super().app_send(message)
 
-    async def _put_unless_ended(self, message: Any) -> None:
+    async def _put(self, message: Any) -> None:
+        # The application itself brings about the last message, by its last byte; it must not wait for itself to read.
         if message["type"] != "http.disconnect":
-            await self._wait_for_room(message)
+            while len(self._messages) >= self.config.max_app_queue_size and not self._app_has_ended:
+                await self._wait()
         elif self._on_disconnect is not None:
             self._on_disconnect()
-        else:
-            # The application itself brings about this last message, by its last byte; it must not wait for itself to
-            # read.
-            self.task_group.spawn(self._wait_for_room, message)
+            return
+        self._messages.append(message)
+        self._tell()
 
-    async def _wait_for_room(self, message: Any) -> None:
-        if not self._app_has_ended:
-            with anyio.CancelScope() as scope:
-                self._puts_in_progress.add(scope)
-                try:
-                    await self._put(message)
-                finally:
-                    self._puts_in_progress.discard(scope)
+    async def _receive(self) -> Any:
+        while not self._messages:
+            await self._wait()
+        message = self._messages.pop(0)
+        self._tell()
+        return message
+
+    async def _wait(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 async def _ignore(message: Any) -> None:

@@ -268,12 +268,7 @@ class RequestScope:
     async def run(self, handler: Handler) -> None:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
         try:
-            with anyio.move_on_after(self._body_timeout) as timeout:
-                self.body = await self._read_body()
-            if timeout.cancelled_caught:
-                raise ApiError(
-                    408, f"The request body did not arrive within {self._body_timeout:g} s.", code="body_timeout"
-                )
+            self.body = await self._read_body_in_time()
             self.received_time = time.monotonic()
             async with anyio.create_task_group() as self._task_group:
                 self._watch_for_disconnect()
@@ -295,6 +290,11 @@ class RequestScope:
     async def refuse(self, error: ApiError) -> None:
         """Answer without reading the body."""
         await self._answer_with(error)
+
+    async def _read_body_in_time(self) -> bytes:
+        with anyio.move_on_after(self._body_timeout):
+            return await self._read_body()
+        raise ApiError(408, f"The request body did not arrive within {self._body_timeout:g} s.", code="body_timeout")
 
     async def _read_body(self) -> bytes:
         if self.headers.get("content-encoding", "identity") != "identity":

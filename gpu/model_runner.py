@@ -51,6 +51,8 @@ class ModelRunner:
         self.input_batch.append(shape, sampled.token_ids)
         self.rows.advance(shape)
         output = shape.output(sampled.token_ids, sampled.finite, sampled.logprobs)
+        if not shape.is_decode:  # of whom all has been looked at
+            output.not_finite = sorted({*output.not_finite, *_not_finite(hidden, shape)})
         self._prompt_outputs.add_to(output, plan, shape, _HostHiddenStates(self._model, hidden))
         return output
 
@@ -92,6 +94,18 @@ class ModelRunner:
             if entry.every is not None:
                 output.logprobs[place] = self.rows.named_tokens.told(int(rows[place]), entry)
         return output
+
+
+def _not_finite(hidden: NDArray[np.float32], shape: StepShape) -> list[int]:
+    """The indices in the plan of requests with any state, [T, hidden], that is not finite, whether or not it is sampled
+    from.
+
+    Attention may bring it to tokens before it (a weight of 0 times NaN), so nothing that such a step computed of the
+    request is to be found by others.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        finite = np.isfinite(hidden.sum(axis=1))
+    return shape.order[~np.logical_and.reduceat(finite, shape.query_start_loc[:-1])].tolist()
 
 
 @dataclass(frozen=True)

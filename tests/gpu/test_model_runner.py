@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.model_runner import ModelRunner
 from gpu.rows import BatchSizes
+from gpu.runner import ModelInputs
 from tests.gpu.history_model import HistoryModel
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of, token_ids_of
@@ -148,6 +150,29 @@ def test_output_is_parallel_to_the_plan_though_decodes_run_first():
     for request_id, sampled in zip(plan.request_ids, output.sampled_token_ids, strict=True):
         if sampled:
             assert token_ids_of(runner.rows, runner.input_batch, request_id)[-1:] == sampled
+
+
+def test_a_request_with_a_token_that_is_not_finite_is_told_though_nothing_of_it_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # Its blocks would be found by others, and attention brings what is not finite to tokens before it: 0 times NaN.
+    runner, model = make_runner()
+    forward = model.forward
+
+    def with_a_bad_token(inputs: ModelInputs, *args: Any) -> NDArray[np.float32]:
+        hidden = forward(inputs, *args)
+        hidden[inputs.input_ids == 77] = np.nan
+        hidden[inputs.input_ids == 78] = np.inf
+        return hidden
+
+    monkeypatch.setattr(model, "forward", with_a_bad_token)
+    new = [
+        new_request("going on", [8, 77, *[8] * 10], block_ids=[11, 12, 13], temperature=0.0),
+        new_request("sound", [5, 6, 7], block_ids=[10], temperature=0.0),
+        new_request("ends", [5, 78, 7], block_ids=[14], temperature=0.0),
+    ]
+    plan = plan_of({"going on": 7, "sound": 3, "ends": 3}, new=new, going_on=["going on"])
+    assert runner.submit(plan).result().not_finite == [0, 2]
 
 
 def test_a_plan_of_removals_alone_runs_nothing():

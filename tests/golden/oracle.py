@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.messages import TokenLogprobs
+from tests.embedded_model import read_gguf_once
 
 TOLERANCE = 1e-4  # of log-probabilities, which are of the order of 1 to 10
 
@@ -29,9 +31,10 @@ class Oracle:
 
         Its public door, `from_pretrained(..., gguf_file=...)`, does the same and asks for the accelerate package.
         """
-        config = LlamaConfig(**load_gguf_checkpoint(str(path))["config"])
-        model = LlamaForCausalLM(config).eval()
-        tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+        with read_gguf_once(), no_init_weights():
+            config = LlamaConfig(**load_gguf_checkpoint(str(path))["config"])
+            model = LlamaForCausalLM(config).eval()
+            tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
         missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
         assert (missing, unexpected) == (["lm_head.weight"], [])
         model.tie_weights()

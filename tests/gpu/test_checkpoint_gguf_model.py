@@ -10,7 +10,7 @@ import torch
 
 from gpu.checkpoint import ModelError, RopeScaling, open_model
 from gpu.weights.tensors import weights_of
-from tests.embedded_model import embedded_gguf
+from tests.embedded_model import embedded_gguf, read_gguf_once
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
 QWEN2 = replace(TINY, architecture="Qwen2ForCausalLM", attention_bias=True)
@@ -78,7 +78,8 @@ def test_the_embedded_model_has_the_numbers_that_transformers_reads():
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=49152, tie_word_embeddings=True))
     # The public from_pretrained(..., gguf_file=...) gives the same, but asks for the accelerate package.
-    checkpoint = load_gguf_checkpoint(str(embedded_gguf()), return_tensors=True, model_to_load=skeleton)
+    with read_gguf_once():
+        checkpoint = load_gguf_checkpoint(str(embedded_gguf()), return_tensors=True, model_to_load=skeleton)
     expected, their_config = checkpoint["tensors"], checkpoint["config"]
     model = open_model(str(embedded_gguf()))
 

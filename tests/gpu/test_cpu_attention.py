@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from gpu.cpu.builds import BUILDS
-from gpu.cpu.library import is_for_this_processor, load_library, usable
+from gpu.cpu.library import built, is_for_this_processor, load_library, usable
 from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link
 
 pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
 
 
-def compare(folder: Path, build: str, shapes: int, *flags: str) -> None:
-    """Raises AssertionError with what the program says of results that are not right, or not the same bits."""
-    sources = [*sorted(SOURCES.glob("attention*.cpp")), NATIVE / "attention_shapes.cpp"]
-    objects = compile_all(folder, sources, *BUILDS[build].options, *flags)
-    program = link(folder / "attention_shapes", objects, *flags)
+def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | None = None) -> None:
+    """Raises AssertionError with what the program says of results that are not right, or not the same bits.
+
+    They are those of an installed `library`, or of one that is compiled with `flags` as the program is.
+    """
+    sources = [] if library else sorted(SOURCES.glob("attention*.cpp"))
+    objects = compile_all(folder, [*sources, NATIVE / "attention_shapes.cpp"], *BUILDS[build].options, *flags)
+    installed = [str(library), f"-Wl,-rpath,{library.parent}"] if library else []
+    program = link(folder / "attention_shapes", objects, *flags, *installed)
     run = subprocess.run([program, "1", str(shapes)], check=False, capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, "0 wrong\n"), run.stdout + run.stderr[-8000:]
 
@@ -26,7 +30,7 @@ def compare(folder: Path, build: str, shapes: int, *flags: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("build", [library.name for library in usable()])
 def test_a_row_is_right_and_the_same_bits_alone_in_a_batch_and_in_chunks(tmp_path: Path, build: str):
-    compare(tmp_path, build, 10, "-O1")
+    compare(tmp_path, build, 10, "-O1", library=built()[build])
 
 
 @pytest.mark.storm

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -98,9 +99,9 @@ the second hour the first sack is ground, and half a measure is left in the pond
 '''
 
 
-def make_core(dtype: str) -> EngineCore:
+def make_core(dtype: str, model: Path | None = None) -> EngineCore:
     settings = Settings(
-        model=str(embedded_gguf()),
+        model=str(model or embedded_gguf()),
         dtype=dtype,
         device="cpu",
         max_model_len=MAX_MODEL_LEN,

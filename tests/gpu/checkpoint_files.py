@@ -1,5 +1,6 @@
 """Writes small models in the formats that Headrace reads, with the `gguf` library as the independent hand."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -7,6 +8,7 @@ import numpy as np
 
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
+from tests.gpu.k_quants import quantize
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -72,16 +74,19 @@ class TinyGGUF:
         self.writer.add_token_merges(list(merges))
         return self
 
-    def add_weights(self, weights: dict[str, np.ndarray], quantization="F32") -> "TinyGGUF":
-        """Add tensors as llama.cpp's converter does: matrices quantized, q and k of llama permuted."""
+    def add_weights(
+        self, weights: dict[str, np.ndarray], quantization: str | Callable[[str], str] = "F32"
+    ) -> "TinyGGUF":
+        """Add tensors as llama.cpp's converter does: matrices quantized, by name if need be, q and k permuted."""
         architecture = getattr(gguf.MODEL_ARCH, self.name.upper())
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         for hf_name, values in weights.items():
             part = hf_name.split(".")[-2]
             rows = permute(values, heads[part]) if self.name == "llama" and part in heads else values
-            kind = gguf.GGMLQuantizationType[quantization if rows.ndim == 2 else "F32"]
-            packed = gguf.quants.quantize(rows, kind)
+            wanted = quantization if isinstance(quantization, str) else quantization(hf_name)
+            kind = gguf.GGMLQuantizationType[wanted if rows.ndim == 2 else "F32"]
+            packed = quantize(rows, kind.name)
             name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
             self.writer.add_tensor(name, packed, raw_dtype=kind)
         return self

@@ -25,7 +25,7 @@ from engine.transport.wire import Report
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
 # so that is waited for; otherwise there is only what it had said before.
-END_SECONDS = 2.0
+LAST_EVENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 0.05
 
 
@@ -113,7 +113,7 @@ class ProcessClient:
                 async with anyio.create_task_group() as task_group:
                     task_group.start_soon(self._listen, child, deliver)
                     status = await child.wait_gone()
-                    with anyio.move_on_after(CUT_OFF_SECONDS if status else END_SECONDS):
+                    with anyio.move_on_after(CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS):
                         await self._over.wait()
                     task_group.cancel_scope.cancel()
                 if not self._over.is_set():

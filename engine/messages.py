@@ -1,7 +1,7 @@
 """What crosses the seams: the structs between client code, front end and engine core.
 
 Everything here is a `msgspec.Struct` without behaviour beyond checks, so that it can cross a thread for free and a
-process as msgpack. The protocol room imports this module and nothing else of the engine.
+process as msgpack. The protocol room imports this module and `engine.errors`, and nothing else of the engine.
 
 Times are seconds of `time.monotonic()`, which is one clock for all processes of a machine on Linux.
 """

@@ -16,7 +16,7 @@ async def timeline(server: Server, request: RequestScope) -> None:
         raise ApiError(
             404,
             f"There is no timeline of this request: it is unknown, still runs, or is not among the last "
-            f"{server.settings.timeline_size}.",
+            f"{server.settings.timeline_size}. The id is that of the header x-request-id in its answer.",
             param="id",
             code="request_not_found",
         )

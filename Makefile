@@ -1,6 +1,7 @@
 # Headrace on a machine that has Python 3.11+ (with venv), make and git:
 #
 #   make serve    environment, install, fetch the embedded model, start the server
+#   make chat     the same, and talk to the model in the terminal
 #   make test     environment, install, every check and test
 #   make check    what takes about a minute of it: lint, types, unit tests without servers or downloads
 #   make storm    minutes of load and faults

@@ -46,6 +46,7 @@ class LLM(engine.frontend.llm.LLM):
         progress: bool = True,
     ) -> list[Generation]:
         """As the engine's, with a bar in the terminal unless the caller wants none, or `on_step` shows one."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         bar = generating(len(prompts)) if progress and on_step is None else nullcontext(on_step)
         with bar as report:
             return super().generate(prompts, sampling, on_step=report)

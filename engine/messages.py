@@ -216,6 +216,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    if not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}.", param=name)
     # Written so that NaN, which compares false with everything, is refused.
     if not math.isfinite(value) or not (low < value if low_open else low <= value) or not value <= high:
         bracket = "(" if low_open else "["

@@ -67,9 +67,12 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
+        A string is one prompt.
+
         `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
         later if only that shows it, and RequestFailed if one fails in the engine.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         per_prompt = self._per_prompt(sampling, len(prompts))
         requests = [
             EngineCoreRequest(

@@ -45,6 +45,17 @@ def test_prompts_may_be_token_ids_and_have_several_choices(core: EngineCore) -> 
         assert [entry.token_id for entry in choice.logprobs or []] == choice.token_ids
 
 
+def test_a_string_is_one_prompt(core: EngineCore) -> None:
+    (result,) = LLM(core, TOKENIZER).generate("two words", SamplingParams(temperature=0.0, max_tokens=2))
+    assert TOKENIZER.decode(result.prompt_token_ids) == "two words"
+
+
+def test_what_is_no_number_is_refused_by_name(core: EngineCore) -> None:
+    with pytest.raises(InvalidRequest, match=r"^max_tokens must be a number, got '3'\.$"):
+        LLM(core, TOKENIZER).generate(["fine"], SamplingParams(max_tokens="3"))  # type: ignore[arg-type]
+    assert_nothing_left(core)
+
+
 def test_the_same_seed_gives_the_same_tokens_in_any_company(core: EngineCore) -> None:
     sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=10)
     llm = LLM(core, TOKENIZER)

@@ -35,6 +35,29 @@ except MemoryError as error:
 multiply(20)
 print((out == 96).all().item())
 """
+FIRST_CALL_WITHOUT_MEMORY = """
+import ctypes
+threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
+def multiply():
+    library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, 0, None, out.data_ptr(), 16)
+time.sleep(0.2)  # the other thread begins
+libc, held = ctypes.CDLL(None), []
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used, limits[1]))
+while block := libc.malloc(2**15):
+    held.append(block)
+try:
+    multiply()
+except MemoryError:
+    pass
+for block in held:
+    libc.free(block)
+resource.setrlimit(resource.RLIMIT_AS, limits)
+multiply()
+print((out == 96).all().item())
+"""
 MULTIPLIES = """
 threads, x, out = Threads(library, 2), torch.ones(20, 96), torch.empty(20, 16)
 library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), 20, 0, None, out.data_ptr(), 16)
@@ -100,6 +123,10 @@ def run(script: str, imports: str = IMPORTS) -> str:
 
 def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works():
     assert run(OUT_OF_MEMORY) == "hr_multiply found no memory to work in\nTrue\n"
+
+
+def test_a_first_call_that_finds_no_memory_does_not_end_the_process():
+    assert run(FIRST_CALL_WITHOUT_MEMORY) == "True\n"
 
 
 def test_an_interpreter_that_ends_within_a_call_ends_well():

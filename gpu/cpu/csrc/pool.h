@@ -36,10 +36,18 @@
 
 namespace headrace {
 
+// The first look at any of a thread's thread_locals takes memory for all those of the library, and where there is none, the
+// process is ended, without an exception. So threads look when they are made, and not in the middle of a step.
+inline void take_thread_locals() {
+    thread_local volatile char any;
+    any = 0;
+}
+
 class Pool {
   public:
     // Where the system grants fewer threads than are asked for, those do the work: slower, with the same results.
     explicit Pool(int num_threads) {
+        take_thread_locals();
         helpers_.reserve(num_threads > 1 ? (size_t)num_threads - 1 : 0);
         try {
             for (int i = 1; i < num_threads; i++) helpers_.emplace_back([this] { help(); });
@@ -123,6 +131,7 @@ class Pool {
     }
 
     void help() {
+        take_thread_locals();
         while (true) {
             for (int spins = 0; !any_left() && spins < kSpins; spins++) pause();
             if (!any_left()) {

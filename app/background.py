@@ -16,7 +16,6 @@ import anyio
 
 from app.endpoint import run_and_account
 from app.event_log import EventLog
-from app.generation import HEADERS_WITHIN
 from app.scope import Handler, RequestScope
 from app.server import Server
 from app.workload import weight_so_far
@@ -26,6 +25,10 @@ from protocol.errors import ApiError
 from protocol.sse import CONTENT_TYPE, KEEP_ALIVE, event_frame
 
 logger = logging.getLogger(__name__)
+
+# Seconds until it is told that it has begun: long enough to read, tokenize and refuse it on a busy machine, so that
+# what is wrong at once is told in plain words.
+ACCEPTED_WITHIN = 5.0
 
 Fail = Callable[[ApiError, Iterable[RequestOutput]], bytes]
 """Makes the last events of a response that cannot go on; see `StreamWriter.fail_stream`."""
@@ -68,7 +71,7 @@ class BackgroundScope(RequestScope):
                 when_over()
 
         server.start_soon(run)
-        with anyio.move_on_after(HEADERS_WITHIN):
+        with anyio.move_on_after(ACCEPTED_WITHIN):
             await self._accepted.wait()
         if self.failure is not None and self.outputs is None:
             raise self.failure

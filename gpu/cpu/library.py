@@ -128,6 +128,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
 _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`
+_NO_SUCH_FORM = -1  # of packing
 
 
 class Library:
@@ -149,6 +150,8 @@ class Library:
 
 
 def _raise_what_failed(outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
+    if outcome == _NO_SUCH_FORM:
+        raise ValueError(f"{function.__name__} knows no such form or type")
     if outcome == _OUT_OF_MEMORY:
         raise MemoryError(f"{function.__name__} found no memory to work in")
     if outcome == _FAILED:

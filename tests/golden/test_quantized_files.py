@@ -23,6 +23,7 @@ from tests.golden.test_perplexity import CODE, MAX_MODEL_LEN, PROSE, TOLERANCE, 
 from tests.gpu.checkpoint_files import TinyGGUF
 from tests.gpu.k_quants import KINDS
 
+LICENSE = Path(__file__).resolve().parents[2] / "LICENSE"
 WIDE = 768  # a multiple of 256
 
 
@@ -62,9 +63,12 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str | 
     path.unlink(missing_ok=True)
 
 
-def perplexities(model: Path) -> tuple[float, float]:
-    """As the file is served by default, and of its numbers in float32 by torch."""
-    texts = [open_model(str(model)).tokenizer.encode(text).ids for text in (PROSE, CODE)]
+def perplexities(model: Path, more: str = "") -> tuple[float, float]:
+    """As the file is served by default, and of its numbers in float32 by torch. `more` goes in pieces of 500 tokens."""
+    tokenizer = open_model(str(model)).tokenizer
+    texts = [tokenizer.encode(text).ids for text in (PROSE, CODE)]
+    rest = tokenizer.encode(more).ids
+    texts += [rest[start : start + 500] for start in range(0, len(rest), 500)]
     found = []
     for dtype in ("auto", "float32"):
         core = make_core(dtype, model)
@@ -87,6 +91,7 @@ def test_all_types_side_by_side_keep_the_perplexity(write: Callable[[Callable[[s
 @pytest.mark.storm
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_type_keeps_the_perplexity(write: Callable[[str], Path], kind: str) -> None:
-    served, exact = perplexities(write(kind))
+    # With 906 tokens the figure of Q4_0 is uncertain by 0.07 %, which is too much for a bound of 0.1 %.
+    served, exact = perplexities(write(kind), LICENSE.read_text())
     print(f"| {kind} | {exact:.3f} | {served:.3f} | {served / exact - 1:+.3%} |")
     assert served == pytest.approx(exact, rel=TOLERANCE)

@@ -7,7 +7,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
-from gpu.cpu.library import Library, Threads, is_for_this_processor, load_library, usable
+from gpu.cpu.library import Library, MatrixStruct, Threads, is_for_this_processor, load_library, usable
 from gpu.cpu.matrices import BF16, K4, K5, K6, U4, U5, U8, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
 
@@ -243,3 +243,9 @@ def test_inputs_too_small_to_divide_by_are_nothing_and_spare_the_others(library:
     matrix = pack(library, WeightBuffer(), [rows_of("Q4_1", 16, 96)])
     expected = seen(library, x) @ stored(library, matrix).double().T
     torch.testing.assert_close(product(library, matrix, x).double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_what_has_no_form_is_refused(library: Library) -> None:
+    matrix = MatrixStruct(rows=16, cols=32)
+    with pytest.raises(ValueError, match="hr_pack_blocks knows no such form or type"):
+        library.functions.hr_pack_blocks(matrix, 99, None, 0, 0, 16, 1)

@@ -15,8 +15,8 @@ constexpr int kStretch = 256;      // tokens, if blocks have whole tiles: keys b
 constexpr int kPart = 2048;        // tokens, likewise: keys that have one running maximum
 constexpr int kMaxRows = 32;       // queries of one KV head that read a key while it is near
 
-// Queries and weights on their way to a product. What has no instruction for pairs of bfloat16 multiplies floats, which
-// it then can read in place, each for all lanes; they are rounded to bfloat16 all the same.
+// Queries and weights on their way to a product. AVX-512 without an instruction for pairs of bfloat16 multiplies floats,
+// which it then can read in place, each for all lanes; they are rounded to bfloat16 all the same.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
 using Left = float;
 #else

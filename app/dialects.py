@@ -81,7 +81,6 @@ async def _translated(
         return given, given.translate(), given.left_out
 
     _ = server.model  # before anything is read for nothing
-    await server.workload.turn()
     given, body, left_out = await server.workload.read(request, read)
     tell_left_out(server, request, left_out)
     return given, body

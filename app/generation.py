@@ -71,7 +71,6 @@ async def parse(server: Server, model: type[M], request: RequestScope) -> M:
     """The request's body, checked against `model`, on a worker thread if it is long. Raises ApiError 400, and 503 while
     there is nothing that could answer it."""
     _ = server.model
-    await server.workload.turn()
     return await server.workload.read(request, lambda: parse_body(model, request.body))
 
 

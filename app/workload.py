@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
-import anyio
-
 from app.scope import RequestScope
 from engine.frontend.fair_threads import FairThreads
 from engine.frontend.request_stream import RequestStream
@@ -36,13 +34,6 @@ class Workload:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
         self._checking = FairThreads(CHECKING_THREADS)
-        self._turn = anyio.Lock()
-
-    async def turn(self) -> None:
-        """Wait for those who came before, and between any two for whatever else the event loop has to do: of requests
-        that come at once, each may take a millisecond, and the tokens of all streams would wait for all of them."""
-        async with self._turn:  # which takes a turn of the loop, also for the only one
-            pass
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
         """What `function` makes of the request's body, and of `num_bytes` more. It may run on when nobody waits."""

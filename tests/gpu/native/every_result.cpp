@@ -113,7 +113,7 @@ void passes(void* engine, int window) {
                      caches[i].data()};
     }
     const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, angles.data(),
-                         angles.data() + angles.size() / 2, layers, 2, kHidden, kInner, 1e-5f, heads};
+                         angles.data() + angles.size() / 2, layers, 2, kHidden, 1e-5f, heads};
     const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // two requests
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
         std::vector<int64_t> positions, ids;

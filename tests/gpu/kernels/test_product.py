@@ -24,12 +24,11 @@ def test_few_rows_times_a_matrix(rows, in_size, out_size, tile, dtype):
 
 
 def test_a_row_is_the_same_bits_whatever_stands_beside_it(form):
-    if form == "reference":
-        pytest.skip("what is promised of the kernel alone")
+    same = torch.allclose if form == "reference" else torch.equal  # the bits are what the kernel promises
     x, weight = torch.randn(MAX_ROWS, 700), torch.randn(24, 700)
     together = linear(x, weight, None, TILES[0])
     for rows in range(1, MAX_ROWS):
-        assert torch.equal(linear(x[-rows:], weight, None, TILES[0]), together[-rows:])
+        assert same(linear(x[-rows:], weight, None, TILES[0]), together[-rows:])
 
 
 def test_an_output_knows_no_weight_but_its_own():

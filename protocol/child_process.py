@@ -61,8 +61,8 @@ class ChildPool:
 
     def close(self) -> None:
         """End every process, those in use too, and start no more."""
+        self.is_closed = True  # before the lock, which is not fair: threads that start processes could keep it for good
         with self._lock:
-            self.is_closed = True
             processes = list(self._processes)
         for process in processes:
             process.kill()

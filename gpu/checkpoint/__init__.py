@@ -18,6 +18,7 @@ gguf_model          a GGUF file as a `ModelFiles`
 gguf_file           the container: metadata and tensors of one mapped file
 gguf_config         its metadata as the model's shape
 gguf_tokenizer      its metadata as a tokenizer
+gguf_sentencepiece  the same where the tokenizer is SentencePiece's
 quantized_rows      a quantized tensor as its file holds it
 hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape

@@ -1,8 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file.
 
-Only byte-level BPE (`tokenizer.ggml.model` = "gpt2"), which is what all supported architectures use but the first
-Llamas and Mistrals. GGUF keeps vocabulary, merges and token types, but of the pre-tokenizer only a name: the patterns
-behind the names are here.
+Byte-level BPE (`tokenizer.ggml.model` = "gpt2") is here: GGUF keeps vocabulary, merges and token types, but of the
+pre-tokenizer only a name, so the patterns behind the names are here too. SentencePiece's ("llama") has its own file.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.gguf_sentencepiece import sentencepiece_from_gguf
 from gpu.checkpoint.header_fields import shown
 from gpu.checkpoint.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
 
@@ -40,11 +40,33 @@ def tokenizer_from_gguf(file: GGUFFile, vocab_size: int) -> Tokenizer:
 
 def _build(file: GGUFFile) -> Tokenizer:
     kind = file.require("tokenizer.ggml.model", str)
-    if kind != "gpt2":
+    if kind not in ("gpt2", "llama"):
         raise ModelError(
-            f"{file.path.name} has a tokenizer of the kind {shown(kind)}; supported in GGUF files is 'gpt2' "
-            f"(byte-level BPE). Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
+            f"{file.path.name} has a tokenizer of the kind {shown(kind)}; supported in GGUF files are 'gpt2' "
+            f"(byte-level BPE) and 'llama' (SentencePiece). Serve the model's Hugging Face directory, which has a "
+            f"tokenizer.json, instead."
         )
+    tokens = _tokens(file)
+    types = file.require_array("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
+    if kind == "llama":
+        tokenizer, add_bos = sentencepiece_from_gguf(file, tokens, types), True
+    else:
+        tokenizer, add_bos = _byte_level(file, tokens)
+    tokenizer.add_tokens(_added_tokens(file, tokens, types))
+    if file.get("tokenizer.ggml.add_bos_token", bool, add_bos):
+        bos = file.require("tokenizer.ggml.bos_token_id", int)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=["[BOS]", "$A"],
+            pair=["[BOS]", "$A", "[BOS]:1", "$B:1"],
+            special_tokens=[{"id": "[BOS]", "ids": [bos], "tokens": [_token_text(file, tokens, bos)]}],
+        )
+    return tokenizer
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """The tokenizer without its added tokens, and whether its family begins a text with BOS."""
     pre_name = file.get("tokenizer.ggml.pre", str, "default") or "default"
     if pre_name not in _PRE_TOKENIZERS:
         raise ModelError(
@@ -52,7 +74,6 @@ def _build(file: GGUFFile) -> Tokenizer:
             f"Serve the model's Hugging Face directory, which has a tokenizer.json, instead."
         )
     pre = _PRE_TOKENIZERS[pre_name]
-    tokens = _tokens(file)
     merges = file.require_array("tokenizer.ggml.merges", str)
     try:
         model = models.BPE(
@@ -68,15 +89,7 @@ def _build(file: GGUFFile) -> Tokenizer:
         tokenizer.normalizer = pre.normalizer()
     tokenizer.pre_tokenizer = pre.build()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(_added_tokens(file, tokens))
-    if file.get("tokenizer.ggml.add_bos_token", bool, pre.add_bos):
-        bos = file.require("tokenizer.ggml.bos_token_id", int)
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=["[BOS]", "$A"],
-            pair=["[BOS]", "$A", "[BOS]:1", "$B:1"],
-            special_tokens=[{"id": "[BOS]", "ids": [bos], "tokens": [_token_text(file, tokens, bos)]}],
-        )
-    return tokenizer
+    return tokenizer, pre.add_bos
 
 
 def special_tokens_from_gguf(file: GGUFFile) -> dict[str, str]:
@@ -104,11 +117,8 @@ def _token_text(file: GGUFFile, tokens: list[str], index: int) -> str:
     return tokens[index]
 
 
-def _added_tokens(file: GGUFFile, tokens: list[str]) -> list[AddedToken]:
+def _added_tokens(file: GGUFFile, tokens: list[str], types: list[int]) -> list[AddedToken]:
     """The tokens that are found in text as a whole, before it is split: control tokens, and what users defined."""
-    types = file.require_array("tokenizer.ggml.token_type", int)
-    if len(types) != len(tokens):
-        raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
     added = [
         AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, types, strict=True)

@@ -213,7 +213,7 @@ def test_user_defined_tokens_are_whole_but_not_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "llama"}, "'llama'; supported in GGUF files is 'gpt2'"),
+        ({"kind": "bert"}, "'bert'; supported in GGUF files are 'gpt2'"),
         ({"pre": "tekken"}, "'tekken'; supported are default, gpt-2, smollm, llama-bpe, qwen2"),
         ({"merges": ["not in"]}, "merges do not fit"),
         ({"merges": ["alone"]}, "merges do not fit"),

@@ -106,7 +106,7 @@ def parts_of(spec: object) -> Iterator[Part]:
 def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) -> LayerSpec:
     """A layer of Llama, which most families share. `gguf_heads`: see `Part`."""
     hidden, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, dim**-0.5, config.sliding_window)
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim, dim**-0.5, config.window(index))
 
     def part(name: str, gguf: str, *shape: int, **more: Any) -> Part:
         return Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", shape, **more)

@@ -36,11 +36,17 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # biases on q, k and v (Qwen2)
     qk_norm: bool = False  # RMSNorm on each query and key head (Qwen3)
-    sliding_window: int | None = None  # None: full causal attention in every layer
+    sliding_window: int | None = None  # of the layers that slide (`window`); None: none does
+    layer_types: tuple[str, ...] = ()  # "full_attention" or "sliding_attention" for each layer; (): all alike
     torch_dtype: str = "float32"  # what the checkpoint was saved in: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
     numbers: Mapping[str, int | float] = field(default_factory=dict, hash=False)  # those that only its family has
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a query of this layer sees, itself included; None: all before it."""
+        is_full = bool(self.layer_types) and self.layer_types[layer] == "full_attention"
+        return None if is_full else self.sliding_window
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of KV cache that one token takes over all layers."""

@@ -16,7 +16,7 @@ from gpu.checkpoint.families import FAMILIES
 from gpu.checkpoint.header_fields import Numbers, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
@@ -49,6 +49,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // heads)
     num_layers = fields.integer("num_hidden_layers")
+    sliding_window, layer_types = _windows(values, fields, num_layers, source)
     config = ModelConfig(
         architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
@@ -65,7 +66,8 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
-        sliding_window=_sliding_window(values, fields, num_layers, source),
+        sliding_window=sliding_window,
+        layer_types=layer_types,
         torch_dtype=_dtype(values, source),
         eos_token_ids=tuple(
             dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
@@ -169,28 +171,25 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
     )
 
 
-def _sliding_window(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> int | None:
-    """The window of all layers. Qwen switches windows on by `use_sliding_window`, from layer `max_window_layers` on."""
-    window = values.get("sliding_window")
-    if not fields.flag("use_sliding_window", False) or window is None:
-        return None
+def _windows(
+    values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str
+) -> tuple[int | None, tuple[str, ...]]:
+    """The window, and which layers have it. Qwen switches windows on by `use_sliding_window`, and where it names no
+    `layer_types` from layer `max_window_layers` on."""
+    if not fields.flag("use_sliding_window", False) or values.get("sliding_window") is None:
+        return None, ()
     kinds = values.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= _LAYER_TYPES:
-            raise ModelError(
-                f"{source}: layer_types in config.json must name {' or '.join(sorted(_LAYER_TYPES))} for each of the "
-                f"{num_layers} layers, got {shown(kinds)}."
-            )
-        sliding = kinds.count("sliding_attention")
-    else:
-        sliding = num_layers - min(fields.integer("max_window_layers", 0), num_layers)
-    if sliding == 0:
-        return None
-    if sliding < num_layers:
+    if kinds is None:
+        num_full = min(fields.integer("max_window_layers", 0), num_layers)
+        kinds = [_FULL] * num_full + [_SLIDING] * (num_layers - num_full)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_FULL, _SLIDING}:
         raise ModelError(
-            f"{source}: a sliding window in {sliding} of {num_layers} layers is not supported; it must be all or none."
+            f"{source}: layer_types in config.json must name {_FULL} or {_SLIDING} for each of the {num_layers} "
+            f"layers, got {shown(kinds)}."
         )
-    return fields.integer("sliding_window")
+    if _SLIDING not in kinds:
+        return None, ()
+    return fields.integer("sliding_window"), tuple(kinds) if _FULL in kinds else ()
 
 
 def _dtype(values: Mapping[str, Any], source: str) -> str:

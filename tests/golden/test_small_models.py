@@ -27,6 +27,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=11),
     "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-some-windows": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 16}),
 }
 

@@ -206,10 +206,6 @@ def test_weights_that_transformers_would_ignore_are_ignored(directory):
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
         ({"torch_dtype": "float8_e4m3fn"}, "supported are float32, float16, bfloat16"),
         ({"eos_token_id": 256}, "must be below vocab_size"),
-        (
-            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
-            "in 1 of 2 layers is not supported",
-        ),
     ],
 )
 def test_a_configuration_that_cannot_be_run_says_why(directory, values, message):
@@ -222,6 +218,11 @@ def test_a_window_is_read_only_where_it_is_switched_on(directory):
     change(directory, use_sliding_window=True, max_window_layers=2)
     assert open_model(str(directory)).config.sliding_window is None
     assert open_model(str(change(directory, max_window_layers=0))).config.sliding_window == 64
+    mixed = open_model(str(change(directory, max_window_layers=1))).config
+    assert [mixed.window(layer) for layer in range(2)] == [None, 64]
+    named = change(directory, layer_types=["sliding_attention", "full_attention"])
+    assert [open_model(str(named)).config.window(layer) for layer in range(2)] == [64, None]
+    change(directory, layer_types=...)
     mistral = change(directory, architectures=["MistralForCausalLM"], use_sliding_window=..., max_window_layers=...)
     assert open_model(str(mistral)).config == replace(TINY, architecture="MistralForCausalLM", sliding_window=64)
 

@@ -47,6 +47,7 @@ ORACLES: dict[str, PreTrainedConfig] = {
     "mistral-window": MistralConfig(**SMALL, sliding_window=11),
     "mistral-full": MistralConfig(**SMALL, sliding_window=None),
     "qwen2": Qwen2Config(**SMALL),
+    "qwen2-some-windows": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL | {"head_dim": 16}),
 }
 BLOCK_SIZE = 4
@@ -80,6 +81,7 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
         attention_bias=oracle.model_type == "qwen2",
         qk_norm=oracle.model_type == "qwen3",
         sliding_window=getattr(oracle, "sliding_window", None),
+        layer_types=tuple(getattr(oracle, "layer_types", None) or ()),
     )
 
 

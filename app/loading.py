@@ -23,11 +23,11 @@ from engine.frontend.detokenizer import Vocabulary
 from engine.structured import GrammarCompiler
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelError, ModelFiles, Progress, model_digest, open_model
 from gpu.host import cuda_devices, usable_cores
 
 if TYPE_CHECKING:
+    from engine.transport.process_client import ProcessClient
     from gpu.executor import UniProcExecutor
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
 
     `index` tells several engines apart in the log.
     """
+    from engine.transport.process_client import ProcessClient  # ZMQ: a twentieth of a start that does without
+
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now

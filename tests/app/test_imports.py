@@ -24,3 +24,7 @@ def test_import_brings_neither_torch_nor_gguf(module: str) -> None:
 def test_what_answers_first_brings_nothing_that_only_the_model_needs() -> None:
     names = {"numpy", "tokenizers", "llguidance", "zmq", "jinja2", "rich", "engine.core.core", "gpu.checkpoint"}
     assert not imported("import app.cli, app.runner, app.application", names)
+
+
+def test_an_engine_in_a_thread_brings_no_zmq() -> None:
+    assert not imported("import app.loading", {"zmq"})

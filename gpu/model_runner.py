@@ -50,9 +50,8 @@ class ModelRunner:
         sampled = self._sample(hidden, shape, None if plan.masks is None else plan.masks.result())
         self.input_batch.append(shape, sampled.token_ids)
         self.rows.advance(shape)
-        output = shape.output(sampled.token_ids, sampled.finite, sampled.logprobs)
-        if not shape.is_decode:  # of whom all has been looked at
-            output.not_finite = sorted({*output.not_finite, *_not_finite(hidden, shape)})
+        states_finite = None if shape.is_decode else _finite(hidden)
+        output = shape.output(sampled.token_ids, sampled.finite, sampled.logprobs, states_finite)
         self._prompt_outputs.add_to(output, plan, shape, _HostHiddenStates(self._model, hidden))
         return output
 
@@ -96,16 +95,9 @@ class ModelRunner:
         return output
 
 
-def _not_finite(hidden: NDArray[np.float32], shape: StepShape) -> list[int]:
-    """The indices in the plan of requests with any state, [T, hidden], that is not finite, whether or not it is sampled
-    from.
-
-    Attention may bring it to tokens before it (a weight of 0 times NaN), so nothing that such a step computed of the
-    request is to be found by others.
-    """
+def _finite(hidden: NDArray[np.float32]) -> NDArray[np.bool_]:
     with np.errstate(invalid="ignore", over="ignore"):
-        finite = np.isfinite(hidden.sum(axis=1))
-    return shape.order[~np.logical_and.reduceat(finite, shape.query_start_loc[:-1])].tolist()
+        return np.isfinite(hidden.sum(axis=1))
 
 
 @dataclass(frozen=True)

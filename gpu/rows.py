@@ -75,9 +75,18 @@ class StepShape:
         return self.num_decodes == len(self.rows) == len(self.samples)
 
     def output(
-        self, token_ids: NDArray[np.int64], finite: NDArray[np.bool_], logprobs: dict[int, TokenLogprobs]
+        self,
+        token_ids: NDArray[np.int64],
+        finite: NDArray[np.bool_],
+        logprobs: dict[int, TokenLogprobs],
+        states_finite: NDArray[np.bool_] | None = None,
     ) -> ModelRunnerOutput:
-        """What was sampled, in the order of the plan. The arrays are [S], and `logprobs` is by index into them."""
+        """What was sampled, in the order of the plan. The arrays are [S], and `logprobs` is by index into them.
+
+        `states_finite`, [T], tells of the state of every token, whether or not it is sampled from; None where all are
+        sampled from. Attention may bring what is not finite to tokens before it (a weight of 0 times NaN), so nothing
+        that such a step computed of the request is to be found by others.
+        """
         plan_indices = self.order[self.samples]
         sampled: list[list[int]] = [[] for _ in range(len(self.order))]
         for index, token_id in zip(plan_indices.tolist(), token_ids.tolist(), strict=True):
@@ -86,6 +95,9 @@ class StepShape:
         for sample, entry in logprobs.items():
             entries.setdefault(int(plan_indices[sample]), []).append(entry)
         not_finite: list[int] = plan_indices[~finite].tolist()
+        if states_finite is not None:
+            suspect = self.order[~np.logical_and.reduceat(states_finite, self.query_start_loc[:-1])]
+            not_finite = sorted({*not_finite, *suspect.tolist()})
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=entries, not_finite=not_finite)
 
 

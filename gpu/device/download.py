@@ -27,6 +27,7 @@ class DeviceStep:
     logprobs: LogprobTensors | None  # likewise, of those that ask
     every: torch.Tensor | None  # likewise, float32 [A, vocab], of those that ask for all
     named_tokens: NamedTokens
+    sums: torch.Tensor | None  # likewise, float32 [T], of the states, where not all tokens are sampled from
     copied: torch.cuda.Event | None = None  # None where nothing has to be waited for
     prompt_outputs: ModelRunnerOutput | None = None  # what prompts gave, if anybody asked
 
@@ -36,7 +37,8 @@ class DeviceStep:
         packed = self.packed.numpy()
         finite = packed >= 0
         token_ids = np.where(finite, packed, -1 - packed).astype(np.int64)
-        output = self.shape.output(token_ids, finite, self._logprobs(token_ids))
+        states_finite = None if self.sums is None else np.isfinite(self.sums.numpy())
+        output = self.shape.output(token_ids, finite, self._logprobs(token_ids), states_finite)
         if self.prompt_outputs is not None:
             output.prompt_logprobs = self.prompt_outputs.prompt_logprobs
             output.embeddings = self.prompt_outputs.embeddings
@@ -64,11 +66,12 @@ def start_download(
     logprobs: LogprobTensors | None,
     every: torch.Tensor | None,
     named_tokens: NamedTokens,
+    sums: torch.Tensor | None,
 ) -> DeviceStep:
     """Start copying what a step gives."""
     copies = None if logprobs is None else LogprobTensors(*(_to_host(tensor) for tensor in logprobs))
-    all_of_some = None if every is None else _to_host(every)
-    step = DeviceStep(shape, features, _to_host(packed), copies, all_of_some, named_tokens)
+    all_of_some, sums = (None if tensor is None else _to_host(tensor) for tensor in (every, sums))
+    step = DeviceStep(shape, features, _to_host(packed), copies, all_of_some, named_tokens, sums)
     if packed.is_cuda:
         step.copied = torch.cuda.Event()
         step.copied.record()

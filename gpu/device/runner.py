@@ -118,12 +118,15 @@ class DeviceRunner:
         self._device_rows.send_shape(shape, None if graph is None else graph[0])
         self._upload.send()
 
-        logprobs = every = None
+        logprobs = every = sums = None
         prompt_outputs = None
         if graph is not None:
             graph[1]()
         else:
             hidden = self._hidden_states(shape, cancellation_check(abandoned))
+            if not shape.is_decode:
+                num_tokens = int(shape.query_start_loc[-1])
+                sums = hidden[:num_tokens].sum(-1, dtype=torch.float32)  # finite where the state is
             if wants_prompts:
                 # Few ask, and what they get is read at once, which means that this step is waited for.
                 prompt_outputs = ModelRunnerOutput(sampled_token_ids=[], logprobs={})
@@ -133,7 +136,7 @@ class DeviceRunner:
             token_ids, finite, logprobs, every = self._sampler.sample(hidden, samples, features)
             record_step(self._tables, len(shape.rows), token_ids, finite, self._packed)
         packed = self._packed[: len(shape.samples)]
-        step = start_download(shape, features, packed, logprobs, every, self.rows.named_tokens)
+        step = start_download(shape, features, packed, logprobs, every, self.rows.named_tokens, sums)
         step.prompt_outputs = prompt_outputs
         return step
 

@@ -210,7 +210,16 @@ def test_little_is_started_around_the_layers_and_steps_with_prompts_are_graphs_a
             with launches:
                 executor.submit(plan)
             names.append(list(launches.names))
-    mixed = ["_scatter_words", *inputs, "copy_", "_gather_rows", *draw, "copy_"]
+    mixed = [
+        "_scatter_words",
+        *inputs,
+        "copy_",
+        "sum",
+        "_gather_rows",
+        *draw,
+        "copy_",
+        "copy_",
+    ]
     assert names == [mixed, [*inputs, *draw, "copy_"], mixed]
 
 
@@ -345,6 +354,25 @@ def test_numbers_that_are_not_finite_are_told() -> None:
     output = executor.submit(plan_of({r.request_id: 3 for r in everyone}, new=everyone)).result()
     assert output.not_finite == [1]
     assert all(0 <= token_id < VOCAB_SIZE for (token_id,) in output.sampled_token_ids)
+
+
+def test_a_request_with_a_token_that_is_not_finite_is_told_though_nothing_of_it_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = make_executor("device")
+    forward = CausalLM.forward
+
+    def with_a_bad_token(self: CausalLM, input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward(self, input_ids, *rest).masked_fill((input_ids == 7)[:, None], float("inf"))
+
+    monkeypatch.setattr(CausalLM, "forward", with_a_bad_token)
+    new = [
+        new_request("going on", [8, 7, *[8] * 10], block_ids=[1, 2, 3, 4, 5, 6], temperature=0.0),
+        new_request("sound", [5, 6, 4], block_ids=[7, 8], temperature=0.0),
+        new_request("ends", [5, 7, 4], block_ids=[9, 10], temperature=0.0),
+    ]
+    plan = plan_of({"going on": 7, "sound": 3, "ends": 3}, new=new, going_on=["going on"])
+    assert executor.submit(plan).result().not_finite == [0, 2]
 
 
 def test_graphs_that_cannot_be_had_are_done_without() -> None:

@@ -300,8 +300,8 @@ def test_one_address_takes_no_more_than_its_share(worker_class: str) -> None:
     ) as server:
         server.wait_ready()
         server.client.close()
-        streams = [server.stream(f"mine-{number}", max_tokens=300).read_some() for number in range(2)]
         with server.faults.during("slow", seconds=0.05):
+            streams = [server.stream(f"mine-{number}", max_tokens=300).read_some() for number in range(2)]
             with server.connect() as newcomer:
                 newcomer.get("/livez")
                 assert newcomer.read_head().status_code == 429

@@ -33,9 +33,12 @@ def start(worker_class: str, how: Start, **settings: Any) -> ChaosServer:
 
 def fill(server: ChaosServer, max_tokens: int) -> list[Stream]:
     """Three streams that run and two that wait for their running slots."""
-    running = [server.stream(f"running-{number}", max_tokens=max_tokens).read_some() for number in range(3)]
-    queued = [server.stream(f"queued-{number}", max_tokens=10) for number in range(2)]
-    server.wait_until(lambda now: now.waiting == 2)
+    with server.faults.during("slow", seconds=0.1):  # none ends before all are there, however slow this process is
+        running = [server.stream(f"running-{number}", max_tokens=max_tokens) for number in range(3)]
+        for stream in running:
+            stream.read_some()
+        queued = [server.stream(f"queued-{number}", max_tokens=10) for number in range(2)]
+        server.wait_until(lambda now: now.waiting == 2)
     return running + queued
 
 
@@ -48,25 +51,26 @@ def test_everything_in_flight_ends_whole_and_nothing_new_begins(worker_class: st
     with start(worker_class, how) as server:
         server.wait_ready()
         texts = {stream.name: stream.text for stream in [s.read() for s in fill(server, max_tokens=60)]}
-        streams = fill(server, max_tokens=60)
-        idle = server.connect()
-        if how == "hypercorn":
-            os.killpg(server.pid, signal.SIGTERM)  # as systemd does it: to parent and worker alike
-        else:
-            os.kill(server.pid, signal.SIGTERM)
+        with server.faults.during("slow", seconds=0.1):  # what is in flight is there until all of this has been seen
+            streams = fill(server, max_tokens=60)
+            idle = server.connect()
+            if how == "hypercorn":
+                os.killpg(server.pid, signal.SIGTERM)  # as systemd does it: to parent and worker alike
+            else:
+                os.kill(server.pid, signal.SIGTERM)
 
-        wait_not_ready(server)
-        assert server.client.get("/livez").status_code == 200
-        with server.connect() as late:
-            late.post("/v1/completions", {"prompt": prompt_of("late")})
-            head = late.read_head()
-            assert head.status_code == 503
-            assert (b"connection", b"close") in head.headers
-            assert b"shutting_down" in late.read_body()
-        with Http2Client(server.port, timeout=TIMEOUT) as late2:
-            refused = late2.post("/v1/completions", {"prompt": prompt_of("late")})
-            assert late2.read_head(refused)[":status"] == "503"
-            assert b"shutting_down" in late2.read_body(refused)
+            wait_not_ready(server)
+            assert server.client.get("/livez").status_code == 200
+            with server.connect() as late:
+                late.post("/v1/completions", {"prompt": prompt_of("late")})
+                head = late.read_head()
+                assert head.status_code == 503
+                assert (b"connection", b"close") in head.headers
+                assert b"shutting_down" in late.read_body()
+            with Http2Client(server.port, timeout=TIMEOUT) as late2:
+                refused = late2.post("/v1/completions", {"prompt": prompt_of("late")})
+                assert late2.read_head(refused)[":status"] == "503"
+                assert b"shutting_down" in late2.read_body(refused)
 
         for stream in streams:
             stream.read()
@@ -139,7 +143,7 @@ def test_second_signal_does_not_wait(worker_class: str, how: Start) -> None:
 def test_hung_engine_does_not_hold_up_the_end(worker_class: str, how: Start) -> None:
     with start(worker_class, how, drain_timeout=0.2) as server:
         server.wait_ready()
-        stream = server.stream("hung").read_some()
+        stream = server.stream("hung", max_tokens=1000).read_some()
         server.faults.order("hang")
         os.kill(server.pid, signal.SIGTERM)
         stream.read()
@@ -164,11 +168,14 @@ def test_worker_does_not_outlive_a_parent_that_is_killed(worker_class: str, how:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return []
 
 
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, before it was opened or before it was read
         return False

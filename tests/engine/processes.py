@@ -87,13 +87,16 @@ def process_of(parallel: DataParallelClient, index: int) -> int:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, before it was opened or before it was read
         return False
 
 
 def engines_of_this_process() -> list[int]:
     """Its children that are engines, or were and have not been waited for. Other tests' servers are children, too."""
-    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    children: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            children += (task / "children").read_text().split()
     found = []
     for pid in children:
         with suppress(FileNotFoundError, ProcessLookupError):

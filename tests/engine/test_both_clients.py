@@ -253,7 +253,7 @@ async def test_the_heartbeat_says_whether_there_is_work_and_when_it_got_on(where
             await until(lambda: not engine.client.is_asleep)
             await until(lambda: engine.llm.seconds_without_progress() > 0.1)
         assert engine.llm.seconds_without_progress() > 0.1, "that its client has left does not make it well"
-        assert engine.client.last_progress < before + 1.0
+        assert engine.client.last_progress < before + 5.0
         hang.unlink()
         await until(lambda: engine.client.is_asleep)
         assert engine.llm.seconds_without_progress() == 0.0

@@ -37,10 +37,13 @@ async def test_an_idle_engine_makes_no_steps_and_burns_no_cpu() -> None:
         await engine.idle()
         clock = time.pthread_getcpuclockid(engine_threads()[0])
         num_steps = engine.core.num_steps
-        await anyio.sleep(0.05)  # it has gone to sleep
-        used = time.clock_gettime_ns(clock)
-        await anyio.sleep(0.1)
-        assert time.clock_gettime_ns(clock) == used
+        for _ in range(50):  # on a busy machine it may take a while to go to sleep
+            used = time.clock_gettime_ns(clock)
+            await anyio.sleep(0.1)
+            if time.clock_gettime_ns(clock) == used:
+                break
+        else:
+            pytest.fail("it never stands still")
         assert engine.core.num_steps == num_steps
 
 

@@ -27,7 +27,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]
 
 
 async def test_several_engines_measure_and_count_as_one() -> None:
-    parallel = replicas(2, step_seconds=0.003)
+    parallel = replicas(2, step_seconds=0.015)
     async with serving(parallel) as both:
         assert both.llm.ready is not None
         assert both.llm.ready.num_blocks == 2 * 64
@@ -54,7 +54,7 @@ async def test_several_engines_measure_and_count_as_one() -> None:
 
 
 async def test_choices_of_one_prompt_run_where_they_share_it() -> None:
-    parallel = replicas(2, step_seconds=0.003)
+    parallel = replicas(2, step_seconds=0.01)
     async with serving(parallel) as both:
         async with both.llm.stream(
             make_request(range(17), n=3, max_tokens=40), make_request(range(50, 67), n=3, max_tokens=40)
@@ -78,7 +78,7 @@ async def test_leaving_ends_a_request_where_it_runs() -> None:
 
 
 async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back() -> None:
-    parallel = replicas(2, step_seconds=0.004)
+    parallel = replicas(2, step_seconds=0.01)
     async with serving(parallel) as both:
         last: dict[int, RequestOutput] = {}
         tokens: dict[int, list[int]] = {}
@@ -164,7 +164,7 @@ async def test_no_replica_outlives_the_scope(how: str) -> None:
 
 async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) -> None:
     hang = tmp_path / "hang"
-    parallel = replicas(2, hang_while=str(hang), step_seconds=0.002)
+    parallel = replicas(2, hang_while=str(hang), step_seconds=0.01)
     async with serving(parallel) as both:
         await until(lambda: parallel.is_asleep)
         assert both.llm.seconds_without_progress() == 0.0
@@ -172,7 +172,7 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
         try:
             first, second = make_request([1], max_tokens=100), make_request([2], max_tokens=100)
             async with both.llm.stream(first, second) as stream:
-                assert {(await anext(stream)).index for _ in range(20)} == {1}
+                assert {(await anext(stream)).index for _ in range(5)} == {1}
                 await until(lambda: both.llm.seconds_without_progress() > 0.1)
         finally:
             os.kill(process_of(parallel, 0), signal.SIGCONT)

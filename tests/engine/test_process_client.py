@@ -118,7 +118,10 @@ async def test_what_comes_while_the_loop_is_busy_is_delivered_in_order_and_at_on
     async with client.running(received.extend):
         await until(lambda: received)
         client.send(AddRequests.of([make_request(range(9), max_tokens=30)]))
+        busy_until = time.monotonic() + 30
         time.sleep(0.3)  # noqa: ASYNC251 - busy, as a loop may be
+        while not client.is_asleep and time.monotonic() < busy_until:
+            time.sleep(0.05)  # noqa: ASYNC251
         assert client.is_asleep, "the engine did not wait for it"
         assert len(received) == 1
         await until(lambda: len(received) > 1)

@@ -55,7 +55,7 @@ async def test_an_idle_engine_is_woken_to_answer_and_sleeps_again(where: Where) 
 
 
 async def test_a_busy_engine_answers_between_two_steps_after_what_was_sent_before(where: Where) -> None:
-    async with serving(where, max_num_seqs=1, step_seconds=0.003) as engine:
+    async with serving(where, max_num_seqs=1, step_seconds=0.02) as engine:
         before = time.monotonic()
         async with engine.llm.stream(make_request(range(9), "first", max_tokens=100, n=2)) as stream:
             state = await look_at(engine)

@@ -42,8 +42,11 @@ def children() -> set[int]:
     """The template processes of this one that have not been reaped."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread, or a child, that has just ended
-            for pid in (task / "children").read_text().split():
+        pids: list[str] = []
+        with suppress(OSError):  # a thread that has just ended
+            pids = (task / "children").read_text().split()
+        for pid in pids:
+            with suppress(OSError):  # a child that has
                 if b"template_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.add(int(pid))
     return found
@@ -166,7 +169,14 @@ def test_a_parent_that_is_killed_leaves_no_process(state: str) -> None:
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
-    wait_for(lambda: not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split()[2] == "Z")
+
+    def has_ended() -> bool:
+        try:
+            return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:  # nobody has it any more
+            return True
+
+    wait_for(has_ended)
 
 
 def test_a_process_is_deaf_to_signals_for_the_group_and_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,8 @@ class Server:
         } | settings
         self.environment: dict[str, str] = {}  # more than settings, for servers that are not `app:main`
         self.max_open_files: int | None = None  # of the process; None: as many as the tests may open
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as this object
+        # Its position is shared with the process: only because writes append may the log be read while it is written.
+        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115 - as long as this object
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -255,7 +256,7 @@ def _free_port() -> int:
 def _kill_group(group: int) -> bool:
     """End what is left of a process group. Returns whether there was anything."""
     # Hypercorn's worker and multiprocessing's resource tracker follow their parent within moments.
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if not _lives(group):
             return False

@@ -77,7 +77,10 @@ def helpers(server: Server) -> set[int]:
 
 
 def busy(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has just ended
+        return False
 
 
 @pytest.mark.parametrize("harm", HARM)

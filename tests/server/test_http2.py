@@ -153,7 +153,7 @@ def test_client_gone_that_took_no_byte_of_its_answer_leaves_nothing_behind(narro
     descriptors = server.metrics().samples["process_open_fds"]
     client.leave_with_rst()
     after = server.wait_until(lambda now: now.http_requests(PATH, "2xx") == before.http_requests(PATH, "2xx") + 2)
-    server.wait_until(lambda now: now.samples["process_open_fds"] == descriptors - 1)
+    server.wait_until(lambda now: now.samples["process_open_fds"] < descriptors)
     assert sum(after.finished.values()) == sum(before.finished.values()) + 2
 
 

@@ -79,4 +79,4 @@ def test_large_upload_that_nobody_reads_leaves_no_connection_behind(narrow_tiny_
                 client.send_bytes(b" " * 65536)
         except ConnectionError:
             pass  # it has been told no and hung up on
-    server.wait_until(lambda now: now.samples["process_open_fds"] == descriptors - len(clients))
+    server.wait_until(lambda now: now.samples["process_open_fds"] <= descriptors - len(clients))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import pytest
 
@@ -17,24 +19,46 @@ def server() -> Iterator[Server]:
         yield running.wait_ready()
 
 
+@contextmanager
+def _well(server: Server) -> Iterator[Server]:
+    with server:
+        yield server.wait_ready()
+        assert "Traceback" not in server.log, server.log
+
+
 @pytest.fixture(scope="session")
-def narrow_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def narrow_servers() -> Iterator[Callable[[str], Server]]:
+    """Each is started once: a parameter's server would end wherever the next test asks for another."""
+    with ExitStack() as stack:
+        settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32}
+        yield cache(lambda name: stack.enter_context(_well(Server(name, **settings))))
+
+
+@pytest.fixture(scope="session")
+def narrow_server(request: pytest.FixtureRequest, narrow_servers: Callable[[str], Server]) -> Server:
     """A server on which a request's phases last: five running slots, and prompts that are computed 32 tokens a step.
 
     Parametrized with Hypercorn's worker class. Filling the running slots makes the next request wait; a long prompt
     takes many steps; between two steps the server has time to notice whatever a test does.
     """
-    with Server(request.param, max_num_seqs=5, max_num_batched_tokens=32) as running:
-        yield running.wait_ready()
+    return narrow_servers(request.param)
 
 
 @pytest.fixture(scope="session")
-def narrow_tiny_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def narrow_tiny_servers() -> Iterator[Callable[[str], Server]]:
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_queued_requests": 16, "sse_keep_alive": 0.5}
+    with ExitStack() as stack:
+
+        def start(name: str) -> Server:
+            return stack.enter_context(_well(deployed_tiny_server(name, max_model_len=LONG_CONTEXT, **settings)))
+
+        yield cache(start)
+
+
+@pytest.fixture(scope="session")
+def narrow_tiny_server(request: pytest.FixtureRequest, narrow_tiny_servers: Callable[[str], Server]) -> Server:
     """As narrow as `narrow_server`, with the shipped deploy/hypercorn.toml and a model of a very long context.
 
     Sixteen choices fill its queue, and a silent stream gets a comment twice a second.
     """
-    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_queued_requests": 16, "sse_keep_alive": 0.5}
-    with deployed_tiny_server(request.param, max_model_len=LONG_CONTEXT, **settings) as running:
-        yield running.wait_ready()
-        assert "Traceback" not in running.log, running.log
+    return narrow_tiny_servers(request.param)

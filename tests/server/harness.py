@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).parents[2]
 MODEL = "smollm2-135m-instruct"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_HOLD = 0.1  # seconds of processor time; half of it on a machine that has nothing else to do
-TIMEOUT = 60.0  # seconds until a state that should come soon counts as never coming
+TIMEOUT = 120.0  # seconds until a state that should come soon counts as never coming
 
 
 class Server:

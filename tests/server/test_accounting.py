@@ -72,7 +72,10 @@ def storm(server: ChaosServer) -> Storm:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         tries = pool.map(lambda number: list(_try_again(server, number, stop=alone[20:24])), range(STORM))
         told = list(itertools.chain.from_iterable(tries))
-    after = server.wait_idle()
+    server.wait_idle()
+    # A request is counted, and its line written, when its handler has ended, which may be after its client has left.
+    all_ended = _http_requests(before) + len(told)
+    after = server.wait_until(lambda now: _http_requests(now) >= all_ended)
     lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
     found = {one.request_id: server.client.get(f"/v1/requests/{one.request_id}/timeline") for one in told}
     return Storm(
@@ -82,6 +85,10 @@ def storm(server: ChaosServer) -> Storm:
         timelines={request_id: answer.json() for request_id, answer in found.items() if answer.status_code == 200},
         log={line["request_id"]: line for line in lines if line.get("event") == "request"},
     )
+
+
+def _http_requests(metrics: Metrics) -> int:
+    return sum(metrics.http_requests(COMPLETIONS, status) for status in ("2xx", "4xx", "5xx"))
 
 
 def _prompt(number: int) -> list[int]:

@@ -10,7 +10,6 @@ import gzip
 import hmac
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,10 +68,11 @@ def resident(server: Server) -> float:
     return server.metrics().samples["process_resident_memory_bytes"]
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    start = time.monotonic()
+def seconds_of(server: Server, action: Callable[[], object]) -> float:
+    """Processor time of the server: what else the machine does makes an answer later, not dearer."""
+    start = server.metrics().samples["process_cpu_seconds_total"]
     action()
-    return time.monotonic() - start
+    return server.metrics().samples["process_cpu_seconds_total"] - start
 
 
 # --- who may come in
@@ -200,7 +200,7 @@ def test_prompt_logprobs_cannot_ask_for_prompt_times_vocabulary(server: Server) 
     assert "fewer" in refused(server, COMPLETIONS, "logprobs", prompt=many, logprobs=20, echo=True, n=10)
 
 
-A_LOT = 250_000
+A_LOT = 100_000
 
 
 @pytest.mark.parametrize(
@@ -236,12 +236,16 @@ def test_vllm_51447_long_lists_and_texts_are_refused_before_work_is_spent_on_the
     idle = json.dumps(good | {"max_tokens": 1, "unknown": value if field else bad}).encode()
     assert len(wrong) < BODY_LIMIT
     answers: list[httpx.Response] = []
-    unnoticed = min(seconds_of(lambda: answers.append(server.client.post(path, content=idle))) for _ in range(2))
+
+    def seconds(body: bytes) -> float:
+        return min(seconds_of(server, lambda: answers.append(server.client.post(path, content=body))) for _ in range(2))
+
+    unnoticed = seconds(idle)
     assert [answer.status_code for answer in answers] == [200, 200]
-    noticed = min(seconds_of(lambda: answers.append(server.client.post(path, content=wrong))) for _ in range(2))
+    noticed = seconds(wrong)
     assert answers[-1].status_code == 400
     assert (answers[-1].json()["error"]["param"] or "").startswith(field or "")
-    assert noticed < 5 * unnoticed + 0.5
+    assert noticed < 5 * unnoticed + 0.2
 
 
 def test_cve_2025_46560_a_flood_of_placeholders_costs_what_as_much_text_costs(server: Server) -> None:
@@ -249,7 +253,7 @@ def test_cve_2025_46560_a_flood_of_placeholders_costs_what_as_much_text_costs(se
 
     def time_of(content: str) -> float:
         message = [{"role": "user", "content": content}]
-        return min(seconds_of(lambda: refused(server, CHAT, "messages", messages=message)) for _ in range(2))
+        return min(seconds_of(server, lambda: refused(server, CHAT, "messages", messages=message)) for _ in range(2))
 
     flood = "<|im_end|> " * 20_000
     text = "placehold! " * 20_000

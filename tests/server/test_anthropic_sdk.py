@@ -382,6 +382,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_slot(server: Server) -> No
         assert client.read_head().status_code == 200
         assert next(sse_events(client.chunks()))["type"] == "message_start"
         client.leave_with_rst()
+    server.wait_until(lambda now: now.aborted > before.aborted)
     after = server.wait_idle()
     assert after.aborted == before.aborted + 1
     assert after.generation_tokens < before.generation_tokens + 4000

@@ -91,9 +91,11 @@ def test_a_response_is_made_while_nobody_waits(sdk: openai.OpenAI, keyed_server:
     after = keyed_server.wait_idle()
     assert after.finished["length"] == before.finished["length"] + 2
     assert after.http_requests(PATH, "2xx") == before.http_requests(PATH, "2xx") + 2
+    [line] = keyed_server.poll(  # written when all else of the request is over
+        lambda: [line for line in keyed_server.log.splitlines() if queued.id[5:] in line and '"length"' in line], bool
+    )
     timeline = keyed_server.client.get(f"/v1/requests/{queued.id.removeprefix('resp_')}/timeline").json()
     assert timeline["output_tokens"] == 24
-    [line] = [line for line in keyed_server.log.splitlines() if queued.id[5:] in line and '"length"' in line]
     assert orjson.loads(line)["status"] == 200
 
 
@@ -154,6 +156,7 @@ def test_cancelling_is_idempotent(sdk: openai.OpenAI, keyed_server: Server) -> N
     cancelled = sdk.responses.cancel(running)
     assert cancelled.status == "cancelled"
     assert sdk.responses.cancel(running) == sdk.responses.retrieve(running) == cancelled
+    keyed_server.wait_until(lambda now: now.aborted > before.aborted)
     assert keyed_server.wait_idle().aborted == before.aborted + 1
     ended = wait_ended(keyed_server, sdk, start(keyed_server, SHORT))
     assert sdk.responses.cancel(ended.id) == ended
@@ -173,6 +176,7 @@ def test_one_that_is_deleted_while_it_runs_is_gone(sdk: openai.OpenAI, keyed_ser
     for ask in (sdk.responses.retrieve, sdk.responses.cancel, sdk.responses.delete):
         with pytest.raises(openai.NotFoundError):
             ask(running)
+    keyed_server.wait_until(lambda now: now.aborted > before.aborted)
     assert keyed_server.wait_idle().aborted == before.aborted + 1
 
 

@@ -363,6 +363,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_slot(server: Server) -> No
         assert client.read_head().status_code == 200
         created = next(sse_events(client.chunks()))
         client.leave_with_rst()
+    server.wait_until(lambda now: now.aborted > before.aborted)
     after = server.wait_idle()
     assert after.aborted == before.aborted + 1
     assert server.client.get(f"/v1/responses/{created['response']['id']}").status_code == 404

@@ -62,7 +62,7 @@ def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) 
     status = _status(request)
     record = record_of(request, route=route, model=server.settings.model_names[0], status=status)
     if request.outputs is not None:
-        server.timelines.keep(request, status)
+        server.timelines.keep(request, status, record.ended_time)
         server.tracer.record(record)
     if server.settings.log_requests and not quiet:
         log_request(record)

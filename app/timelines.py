@@ -8,29 +8,26 @@ one that asks a lot pushes out its own.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from typing import Any
 
 from app.scope import RequestScope
-from engine.clock import Clock
 
 
 class Timelines:
     """Timelines of ended requests. The oldest of the tenant that has the most is forgotten first."""
 
-    def __init__(self, size: int, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, size: int) -> None:
         self._size = size
         self._num_kept = 0
         self._kept: dict[str, OrderedDict[str, dict[str, Any]]] = {}  # by tenant and request id
 
-    def keep(self, request: RequestScope, status: int) -> None:
-        """Remember a generation request that has ended."""
+    def keep(self, request: RequestScope, status: int, end: float) -> None:
+        """Remember a generation request that has ended at `end`."""
         if self._size:
             own = self._kept.setdefault(request.tenant.name, OrderedDict())
             self._num_kept += request.request_id not in own
-            own[request.request_id] = timeline(request, status, self._clock())
+            own[request.request_id] = timeline(request, status, end)
             own.move_to_end(request.request_id)
             if self._num_kept > self._size:
                 self._forget_one(request.tenant.name)

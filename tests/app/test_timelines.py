@@ -20,7 +20,7 @@ def only_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep(timelines: Timelines, tenant: str, request_id: str) -> None:
     request: Any = SimpleNamespace(tenant=SimpleNamespace(name=tenant), request_id=request_id)
-    timelines.keep(cast(RequestScope, request), 200)
+    timelines.keep(cast(RequestScope, request), 200, 0.0)
 
 
 def kept(timelines: Timelines) -> Counter[str]:

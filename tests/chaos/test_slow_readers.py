@@ -142,7 +142,7 @@ def test_stalled_stream_of_http2_is_reset_and_its_connection_goes_on(server: Cha
     with Http2Client(server.port, timeout=TIMEOUT, window=window) as client:
         flood = {"prompt": prompt_of("stalled"), "logprobs": 1, "n": 6, "max_tokens": 3000}
         stalled = client.post("/v1/completions", body | flood)
-        whole = client.post("/v1/completions", body | flood | {"max_tokens": 100, "stream": False})
+        whole = client.post("/v1/completions", body | flood | {"max_tokens": 200, "stream": False})
         server.wait_until(lambda now: now.generation_tokens > before.generation_tokens + 6 * 200)
         beside = client.post("/v1/completions", body | {"prompt": prompt_of("beside"), "max_tokens": 30})
         assert list(sse_events(answer(client, beside)))[-1] == "[DONE]"

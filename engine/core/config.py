@@ -19,6 +19,7 @@ class EngineConfig:
     target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
     enable_prefix_caching: bool = True
     prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
+    kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.scheduler.kv_groups`)
     # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
     eos_token_ids: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ request           live state of one request: tokens, how many are computed, stat
 plan              what a step computes, and what it gave
 plan_draft        a plan while it is being made
 in_flight         what has been planned and not yet accounted for
+kv_groups         what the layers of a model keep, and what a block table is
 block_pool        KV blocks: reference counts, the free list, the index by hash
 kv_cache_manager  which blocks a request has, needs and shares
 fairness          what each tenant was served, and who is owed

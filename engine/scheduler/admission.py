@@ -46,10 +46,11 @@ class Admission:
                     in_vain.append(request)
                 continue
             prefix = kv.find_prefix(request)
-            if self._is_being_computed(request, len(prefix), being_computed):
+            num_found = len(prefix) // kv.num_groups
+            if self._is_being_computed(request, num_found, being_computed):
                 passed_over += 1
                 continue
-            num_missing = request.num_tokens - len(prefix) * kv.block_size
+            num_missing = request.num_tokens - num_found * kv.block_size
             # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
             if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
                 in_vain.append(request)

@@ -7,6 +7,10 @@ collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what anot
 Where the device computes a prompt's tokens otherwise than the same ones generated (`prompt_form_differs`), the hash
 also covers which of a block's tokens were generated. So an answer is computed once more as a part of the next turn's
 prompt, and a request's bits still do not depend on who was here before.
+
+A prefix is hit where every group of layers (`engine.scheduler.kv_groups`) has what the next token sees: all blocks of
+full groups, and the latest of those with a window. What a request has behind its windows is given back at once, and can
+be found until the block is used again.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from array import array
 from hashlib import blake2b
 
 from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.kv_groups import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.request import Request
 
 _DIGEST_SIZE = 16
@@ -29,10 +34,18 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        max_step_tokens: int,
+        windows: KVWindows = (None,),
         enable_prefix_caching: bool = True,
         prompt_form_differs: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.num_groups = len(windows)
+        self._windows = windows
+        self._max_step_tokens = max_step_tokens
+        self._has_windows = any(window is not None for window in windows)
+        # What tells a group's content from another's of the same tokens: nothing for the first.
+        self._marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._prompt_form_differs = prompt_form_differs
@@ -43,61 +56,118 @@ class KVCacheManager:
         """Share of the blocks that requests own, 0 .. 1."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def most_blocks(self, num_tokens: int) -> int:
+        """As many blocks a request of so many tokens may come to own at a time, over all groups."""
+        return most_blocks(self._windows, self.block_size, num_tokens, self._max_step_tokens)
 
     def find_prefix(self, request: Request) -> list[int]:
-        """The cached blocks that hold the longest prefix of the request's tokens. Takes no references.
+        """The block table of the longest prefix of the request's tokens whose blocks are cached. Takes no references.
 
-        At least one token is left to compute: without it there would be no logits to sample from.
+        At least one token is left to compute: without it there would be no logits to sample from. Groups with a window
+        need only the blocks that the next token sees.
         """
+        if not (self.enable_prefix_caching and request.reads_prefix_cache):
+            return []
+        limit = (request.num_tokens - 1) // self.block_size
+        if self._has_windows or self.num_groups > 1:
+            return self._find_in_groups(request, limit)
         found: list[int] = []
-        if self.enable_prefix_caching and request.reads_prefix_cache:
-            for index in range((request.num_tokens - 1) // self.block_size):
-                block_id = self.pool.find(self.block_hash(request, index))
-                if block_id is None:
-                    break
-                found.append(block_id)
+        for index in range(limit):
+            block_id = self.pool.find(self.block_hash(request, index))
+            if block_id is None:
+                break
+            found.append(block_id)
         return found
+
+    def _find_in_groups(self, request: Request, limit: int) -> list[int]:
+        rows: list[list[int]] = []  # what is cached of each place, as far as no full group lacks any
+        for index in range(limit):
+            content = self.block_hash(request, index)
+            found = [self.pool.find(content + mark) for mark in self._marks]
+            row = [NO_BLOCK if block_id is None else block_id for block_id in found]
+            if any(
+                window is None and block_id == NO_BLOCK for window, block_id in zip(self._windows, row, strict=True)
+            ):
+                break
+            rows.append(row)
+        # Where a window's block is missing the prefix ends, and the windows of that end are looked for in turn.
+        needs = [limit if window is None else self._places(window - 1) for window in self._windows]
+        length = index = len(rows)
+        while index > max(0, length - max(needs)):
+            index -= 1
+            if any(
+                block_id == NO_BLOCK and index >= length - need
+                for block_id, need in zip(rows[index], needs, strict=True)
+            ):
+                length = index
+        return [
+            block_id if index >= length - need else NO_BLOCK
+            for index, row in enumerate(rows[:length])
+            for block_id, need in zip(row, needs, strict=True)
+        ]
 
     def can_admit(self, request: Request, prefix: list[int]) -> bool:
         """Whether all tokens known for the request would fit now, so that its prefill is not cut short at once."""
-        unowned_prefix = sum(1 for block_id in prefix if self.pool.is_free(block_id))
-        return self.blocks_for(request.num_tokens) - len(prefix) + unowned_prefix <= self.pool.num_free
+        shared = owned(prefix) if self._has_windows else prefix
+        unowned = sum(1 for block_id in shared if self.pool.is_free(block_id))
+        return self.most_blocks(request.num_tokens) - len(shared) + unowned <= self.pool.num_free
 
     def adopt_prefix(self, request: Request, prefix: list[int]) -> None:
-        """Start the request's block table with the blocks that `find_prefix` gave."""
-        self.pool.share(prefix)
+        """Start the request's block table with what `find_prefix` gave."""
+        self.pool.share(owned(prefix) if self._has_windows else prefix)
         request.block_ids = list(prefix)
-        request.num_committed_blocks = len(prefix)
-        request.num_computed_tokens = len(prefix) * self.block_size
+        request.num_committed_blocks = len(prefix) // self.num_groups
+        request.num_computed_tokens = request.room = request.num_committed_blocks * self.block_size
 
     def extend(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make room for the request's first `num_tokens` tokens. Returns the blocks added, None if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        missing = self._places(num_tokens - request.room)
         if missing <= 0:
             return []
-        if missing > self.pool.num_free:
+        if self._has_windows:
+            self._leave_windows(request)
+        if missing * self.num_groups > self.pool.num_free:
             return None
-        block_ids = self.pool.allocate(missing)
+        block_ids = self.pool.allocate(missing * self.num_groups)
         request.block_ids += block_ids
+        request.room += missing * self.block_size
         return block_ids
 
-    def publish_computed(self, request: Request) -> None:
-        """Make the request's full, computed blocks findable.
+    def commit(self, request: Request) -> None:
+        """Make the request's full, computed blocks findable, and give back those that it needs no more.
 
         Called after the step that computed them has succeeded: a step that fails leaves nothing wrong to be found.
         """
-        if not self.enable_prefix_caching:
-            return
         full = request.num_computed_tokens // self.block_size
-        for index in range(request.num_committed_blocks, full):
-            self.pool.publish(request.block_ids[index], self.block_hash(request, index))
+        if self.enable_prefix_caching:
+            for index in range(request.num_committed_blocks, full):
+                content = self.block_hash(request, index)
+                for group, mark in enumerate(self._marks, index * self.num_groups):
+                    self.pool.publish(request.block_ids[group], content + mark)
         request.num_committed_blocks = max(full, request.num_committed_blocks)
+        if self._has_windows:
+            self._leave_windows(request)
+
+    def _leave_windows(self, request: Request) -> None:
+        """Give back the blocks of which no token from the next one on sees anything. They stay findable for a while."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                left: list[int] = []
+                first = max(0, request.num_computed_tokens + 1 - window) // self.block_size
+                for place in range((first - 1) * self.num_groups + group, -1, -self.num_groups):
+                    if request.block_ids[place] == NO_BLOCK:
+                        break
+                    left.append(request.block_ids[place])
+                    request.block_ids[place] = NO_BLOCK
+                self.pool.release(left[::-1])
 
     def withdraw(self, request: Request) -> None:
         """Make nothing of the request findable any more: what it computed cannot be trusted."""
-        self.pool.withdraw(request.block_ids)
+        if self.enable_prefix_caching:
+            for index in range(request.num_committed_blocks):
+                content = self.block_hash(request, index)
+                found = [self.pool.find(content + mark) for mark in self._marks]
+                self.pool.withdraw(block_id for block_id in found if block_id is not None)
 
     def reset(self) -> None:
         """Make nothing findable any more that is there now."""
@@ -105,8 +175,9 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Give back everything the request owns. What was published can still be found until it is overwritten."""
-        self.pool.release(request.block_ids)
+        self.pool.release(owned(request.block_ids) if self._has_windows else request.block_ids)
         request.block_ids = []
+        request.room = 0
         request.num_committed_blocks = 0
         request.num_computed_tokens = 0
 
@@ -122,6 +193,9 @@ class KVCacheManager:
                 content += max(request.num_prompt_tokens - start, 0).to_bytes(4, "big")
             hashes.append(blake2b(content, key=self._key, digest_size=_DIGEST_SIZE).digest())
         return hashes[index]
+
+    def _places(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
     def _root(self, request: Request) -> bytes:
         # The length keeps apart what a tenant's name and a client's salt could spell together.

@@ -32,7 +32,7 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     token_ids: list[int]  # the prompt and, when resumed, what was generated before
     num_prompt_tokens: int
     num_computed_tokens: int  # tokens whose KV is in the cache already (prefix hits)
-    block_ids: list[int]
+    block_ids: list[int]  # as `engine.scheduler.kv_groups` has it
     sampling: SamplingParams  # `seed` is always set here
     stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
     pooling: Pooling | None = None
@@ -66,7 +66,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     step: int
     removed_request_ids: list[str]
     new_requests: list[NewRequestData]
-    new_block_ids: dict[str, list[int]]  # appended to block tables that the runner knows
+    new_block_ids: dict[str, list[int]]  # appended to block tables that the runner knows, for whole places
     request_ids: list[str]
     num_scheduled_tokens: list[int]  # computed, at most
     num_sampled_tokens: list[int]  # may be sampled, at most: 0 while a prefill goes on

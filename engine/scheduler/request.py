@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
+from engine.scheduler.kv_groups import NO_BLOCK
 from engine.scheduler.plan import NewRequestData
 from engine.snapshot import RequestSnapshot
 from engine.structured import TokenMatcher
@@ -44,9 +45,9 @@ FINISH_REASONS = {
 class Request:
     """Live state of one request. Two counters tell its whole story: `num_computed_tokens` catches up with `num_tokens`.
 
-    `token_ids` is the prompt followed by the output. `block_ids` is the block table: block i holds the keys and
-    values of tokens [i * block_size, (i + 1) * block_size). `block_hashes[i]` identifies the content of block i and
-    of everything before it; it is filled lazily, for full blocks only.
+    `token_ids` is the prompt followed by the output. `block_ids` is the block table (`engine.scheduler.kv_groups`) with
+    room for `room` tokens: place i holds the keys and values of tokens [i * block_size, (i + 1) * block_size).
+    `block_hashes[i]` identifies these tokens and everything before them; it is filled lazily, for full blocks only.
     """
 
     __slots__ = (
@@ -73,6 +74,7 @@ class Request:
         "precedence",
         "priority",
         "request_id",
+        "room",
         "sampling",
         "sequence_number",
         "status",
@@ -121,6 +123,7 @@ class Request:
         self.stop_reason: int | None = None
         self.num_computed_tokens = 0
         self.block_ids: list[int] = []
+        self.room = 0
         self.block_hashes: list[bytes] = []
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
@@ -245,7 +248,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_computed_tokens=self.num_computed_tokens,
             num_output_tokens=self.num_output_tokens,
-            num_blocks=len(self.block_ids),
+            num_blocks=len(self.block_ids) - self.block_ids.count(NO_BLOCK),
             num_preemptions=self.num_preemptions,
         )
 

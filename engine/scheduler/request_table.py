@@ -10,6 +10,7 @@ from engine.messages import EventKind
 from engine.scheduler.fairness import TenantShares
 from engine.scheduler.in_flight import StepsInFlight
 from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.scheduler.kv_groups import owned
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.waiting_queue import WaitingQueue
 
@@ -84,7 +85,7 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
-        self.kv.pool.check_integrity(request.block_ids for request in self.requests.values())
+        self.kv.pool.check_integrity(owned(request.block_ids) for request in self.requests.values())
         if set(self.running) & {request.request_id for request in self.waiting}:
             raise AssertionError("a request is both running and waiting")
         if len(self.running) + len(self.waiting) != len(self.requests):

@@ -45,18 +45,20 @@ class Scheduler:
     """Plans steps and keeps account of all living requests."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
-        if num_blocks * block_size < config.max_model_len:
-            raise ValueError(
-                f"one request of max_model_len {config.max_model_len} tokens does not fit into "
-                f"{num_blocks} KV blocks of {block_size} tokens"
-            )
         self.config = config
         self.kv = KVCacheManager(
             num_blocks,
             block_size,
+            windows=config.kv_windows,
+            max_step_tokens=config.max_num_batched_tokens * config.pipeline_depth,
             enable_prefix_caching=config.enable_prefix_caching,
             prompt_form_differs=config.prompt_form_differs,
         )
+        if self.kv.most_blocks(config.max_model_len) > num_blocks:
+            raise ValueError(
+                f"one request of max_model_len {config.max_model_len} tokens does not fit into "
+                f"{num_blocks} KV blocks of {block_size} tokens"
+            )
         self._table = table = RequestTable(self.kv)
         # Its parts, which are never replaced.
         self.requests, self.running, self.waiting = table.requests, table.running, table.waiting
@@ -152,7 +154,6 @@ class Scheduler:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         plan = PlanDraft(self.config.max_num_batched_tokens)
         in_flight = self._in_flight.latest.num_tokens
-        block_size = self.kv.block_size
         # Drafts leave a token for everybody else: the budget has room for one of each.
         most_sampled = min(self.config.max_sampled_tokens, plan.budget // max(len(self.running), 1))
         behind: list[tuple[Request, int]] = []
@@ -168,7 +169,7 @@ class Scheduler:
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is RequestStatus.RUNNING:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens
-                if end <= len(request.block_ids) * block_size or self._extend(plan, request, end, now, only):
+                if end <= request.room or self._extend(plan, request, end, now, only):
                     plan.num_tokens[request.request_id] = num_tokens
                     plan.budget -= num_tokens
         if plan.num_tokens and max_prefill_tokens is not None:
@@ -289,7 +290,7 @@ class Scheduler:
             if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
                 self._account_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
-                self.kv.publish_computed(request)
+                self.kv.commit(request)
             if token_ids:
                 num_sampled_of[request.tenant] += len(token_ids)
             elif not request.events:

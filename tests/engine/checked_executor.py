@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from engine.core.executor import StepHandle
+from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.simulation.executor import Row, SimulatedExecutor
 
@@ -46,6 +47,7 @@ class CheckedExecutor(SimulatedExecutor):
         *,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        windows: KVWindows = (None,),
         step_seconds: float = 0.0,
         before_step: Callable[[SchedulerOutput], None] | None = None,
         **options: Any,
@@ -53,12 +55,13 @@ class CheckedExecutor(SimulatedExecutor):
         super().__init__(num_blocks, block_size, vocab_size, **options)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.windows = windows
         self.step_seconds = step_seconds
         self.before_step = before_step
         self.plans: list[SchedulerOutput] = []
         self.computed: Counter[str] = Counter()
         self.is_shut_down = False
-        self._memory: list[int | None] = [None] * (num_blocks * block_size)
+        self._memory: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)  # digest and group
         self._introduced: set[str] = set()
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
@@ -129,41 +132,63 @@ class CheckedExecutor(SimulatedExecutor):
             if num_sampled > 1 and row.sampling.max_tokens is not None:
                 most = row.num_prompt_tokens + row.sampling.max_tokens
                 _require(row.num_tokens + num_sampled <= most, f"{request_id} is to sample beyond max_tokens")
-            _require(end <= len(row.block_ids) * self.block_size, f"the block table of {request_id} is too short")
-            _require(len(set(row.block_ids)) == len(row.block_ids), f"{request_id} holds a block twice")
-            _require(all(0 <= i < self.num_blocks for i in row.block_ids), f"{request_id} has a block out of range")
+            places, left = divmod(len(row.block_ids), len(self.windows))
+            _require(left == 0, f"the block table of {request_id} is not whole")
+            _require(end <= places * self.block_size, f"the block table of {request_id} is too short")
+            used = self._used_blocks(row)
+            _require(len(set(used)) == len(used), f"{request_id} holds a block twice")
+            _require(all(0 <= i < self.num_blocks for i in used), f"{request_id} has a block out of range")
 
     # --- memory
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         rows = {request_id: self._rows[request_id] for request_id in plan.request_ids}
-        # What a request builds on was there before the step, and nobody overwrites it during the step.
-        self._read(rows)
         before = [(row.num_computed_tokens, row.num_tokens) for row in rows.values()]
+        # What a request builds on was there before the step, and nobody overwrites it during the step.
+        for (request_id, row), (start, _) in zip(rows.items(), before, strict=True):
+            self._read(request_id, row, start, start)
         output = super()._run(plan)
-        written: dict[int, int] = {}
+        written: dict[int, tuple[int, int]] = {}
         for (request_id, row), (start, num_known), num_tokens in zip(
             rows.items(), before, plan.num_scheduled_tokens, strict=True
         ):
             for position in range(start, start + num_tokens):
-                slot = self._slot_of(row, position)
                 right = position < max(row.num_computed_tokens, num_known)
-                value = row.digests[position] if right else _REJECTED
-                _require(written.setdefault(slot, value) == value, f"{request_id} overwrites what another one writes")
-                self._memory[slot] = value
+                for group in range(len(self.windows)):
+                    slot = self._slot_of(row, group, position)
+                    value = (row.digests[position] if right else _REJECTED, group)
+                    _require(written.setdefault(slot, value) == value, f"{request_id} writes where another one does")
+                    self._memory[slot] = value
             self.computed[request_id] += num_tokens
-        self._read(rows)
+        for (request_id, row), (start, _) in zip(rows.items(), before, strict=True):
+            self._read(request_id, row, start, row.num_computed_tokens)
         return output
 
-    def _read(self, rows: dict[str, Row]) -> None:
-        for request_id, row in rows.items():
-            for position in range(row.num_computed_tokens):
-                if self._memory[self._slot_of(row, position)] != row.digests[position]:
-                    block_id = row.block_ids[position // self.block_size]
-                    raise PlanViolation(f"{request_id} at position {position} reads what is not its own: {block_id=}")
+    def _read(self, request_id: str, row: Row, start: int, end: int) -> None:
+        """All that tokens from `start` on see of the tokens before `end`."""
+        for group, window in enumerate(self.windows):
+            for position in range(self._first_seen(window, start), end):
+                slot = self._slot_of(row, group, position)
+                if slot < 0 or self._memory[slot] != (row.digests[position], group):
+                    block_id = slot // self.block_size
+                    raise PlanViolation(f"{request_id} at {position} reads what is not its own: {block_id=} {group=}")
 
-    def _slot_of(self, row: Row, position: int) -> int:
-        return row.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _first_seen(self, window: int | None, position: int) -> int:
+        return 0 if window is None else max(0, position + 1 - window)
+
+    def _used_blocks(self, row: Row) -> list[int]:
+        """Those that the tokens to come will see or be written to; what stands before them is out of date."""
+        return [
+            block_id
+            for group, window in enumerate(self.windows)
+            for block_id in row.block_ids[group :: len(self.windows)][
+                self._first_seen(window, row.num_computed_tokens) // self.block_size :
+            ]
+        ]
+
+    def _slot_of(self, row: Row, group: int, position: int) -> int:
+        place, offset = divmod(position, self.block_size)
+        return row.block_ids[place * len(self.windows) + group] * self.block_size + offset
 
 
 def _require(condition: bool, message: str) -> None:

@@ -59,6 +59,7 @@ def make_core(
     before_step: Callable[[SchedulerOutput], None] | None = None,
     pipeline_depth: int = 1,
     max_sampled_tokens: int = 1,
+    windows: tuple[int | None, ...] = (None,),
     clock: Clock = time.monotonic,
 ) -> EngineCore:
     """An engine core over a simulated executor that holds it to its limits; one that queues steps where depth is 2."""
@@ -68,6 +69,7 @@ def make_core(
         vocab_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        windows=windows,
         before_step=before_step,
     )
     config = EngineConfig(
@@ -76,6 +78,7 @@ def make_core(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
         prompt_form_differs=prompt_form_differs,
+        kv_windows=windows,
         eos_token_ids=eos_token_ids,
         pipeline_depth=pipeline_depth,
         max_sampled_tokens=max_sampled_tokens,

@@ -27,6 +27,7 @@ from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
+from engine.scheduler.kv_groups import most_blocks, most_in_window, owned
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import RequestStatus
 from engine.simulation.tokens import expected_output
@@ -55,6 +56,10 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         fast=st.sampled_from([None, 0.0, 0.0, 0.5]),
         max_sampled_tokens=st.sampled_from([1, 1, 2, 5]),
+        windows=st.one_of(
+            st.just((None,)),
+            st.lists(st.sampled_from([None, 1, 2, 5, 13, 40, 1000]), min_size=1, max_size=3).map(tuple),
+        ),
     )
     def start(
         self,
@@ -65,22 +70,26 @@ class EngineMachine(RuleBasedStateMachine):
         enable_prefix_caching: bool,
         fast: float | None,
         max_sampled_tokens: int,
+        windows: tuple[int | None, ...],
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
 
         One that may sample several tokens gives any number of them, also none.
         """
-        num_blocks = num_tokens // block_size + 1
+        budget, depth = max_num_seqs + spare_budget, 1 if fast is None else 2
         # One request may need almost the whole pool, so several together must be preempted.
         self.max_model_len = num_tokens - num_tokens // 4
+        num_blocks = most_blocks(windows, block_size, self.max_model_len, budget * depth)
+        num_blocks += num_blocks // 4 * bool(block_size % 2)
         config = EngineConfig(
             max_model_len=self.max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + spare_budget,
+            max_num_batched_tokens=budget,
             max_sampled_tokens=max_sampled_tokens,
             enable_prefix_caching=enable_prefix_caching,
             eos_token_ids=EOS,
-            pipeline_depth=1 if fast is None else 2,
+            kv_windows=windows,
+            pipeline_depth=depth,
         )
         make_executor = CheckedExecutor if fast is None else partial(QueueingExecutor, fast=fast)
         self.executor = make_executor(
@@ -89,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             VOCAB_SIZE,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            windows=windows,
             before_step=self.before_step,
             how_many=None if max_sampled_tokens == 1 else partial(random.Random(0).randint, 0),
         )
@@ -189,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
         except PlanViolation as violation:
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
+        self.check_windows()
         for plan in self.executor.plans[self.num_plans_checked :]:
             self.check_tenants(plan)
             _seen["several tokens a step"] += max(plan.num_sampled_tokens, default=0) > 1
@@ -208,13 +219,28 @@ class EngineMachine(RuleBasedStateMachine):
         _seen["preemptions"] += batch.stats.num_preemptions
         _seen["preemptions a step ahead"] += batch.stats.num_preemptions if is_ahead else 0
         _seen["prefix hits"] += batch.stats.prefix_cache_hits
+        if len(set(self.executor.windows)) > 1:
+            _seen["preemptions with windows"] += batch.stats.num_preemptions
+            _seen["prefix hits with windows"] += batch.stats.prefix_cache_hits
+
+    def check_windows(self) -> None:
+        """Nobody owns more of a group with a window than the steps at hand, and drafts of the one before, need."""
+        latest: Counter[str] = Counter()
+        for plan in self.executor.plans[-1 - self.core.config.pipeline_depth :]:
+            latest.update(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)))
+        windows = self.executor.windows
+        for request_id, request in self.core.scheduler.running.items():
+            for group, window in enumerate(windows):
+                if window is not None:
+                    num_owned = len(owned(request.block_ids[group :: len(windows)]))
+                    assert num_owned <= most_in_window(window, self.executor.block_size, latest[request_id])
 
     def check_tenants(self, plan: SchedulerOutput) -> None:
         """A block's content is used by the tenant that wrote it, and by nobody else."""
         for new in plan.new_requests:
             tenant = self.children[new.request_id].tenant
-            num_shared = new.num_computed_tokens // self.executor.block_size
-            assert all(self.writers[block_id] == tenant for block_id in new.block_ids[:num_shared])
+            num_shared = new.num_computed_tokens // self.executor.block_size * len(self.executor.windows)
+            assert all(self.writers[block_id] == tenant for block_id in owned(new.block_ids[:num_shared]))
             self.writers.update(dict.fromkeys(new.block_ids[num_shared:], tenant))
         for request_id, block_ids in plan.new_block_ids.items():
             self.writers.update(dict.fromkeys(block_ids, self.children[request_id].tenant))
@@ -280,6 +306,8 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
         "abandoned at depth 1",
         "abandoned at depth 2",
         "prefix hits",
+        "preemptions with windows",
+        "prefix hits with windows",
         "found guilty",
         "left while WAITING",
         "left while RUNNING",

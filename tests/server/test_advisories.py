@@ -497,7 +497,7 @@ def test_cve_2025_25183_block_hashes_cannot_be_computed_from_outside() -> None:
         )
         return Request(message, sequence_number=0, eos_token_ids=(), max_model_len=CONTEXT)
 
-    one, other = KVCacheManager(4, 16), KVCacheManager(4, 16)
+    one, other = (KVCacheManager(4, 16, max_step_tokens=16) for _ in range(2))
     assert one.block_hash(request("a"), 0) == one.block_hash(request("a"), 0)
     assert one.block_hash(request("a"), 0) != other.block_hash(request("a"), 0), "keyed by a secret of the process"
     assert one.block_hash(request("a"), 0) != one.block_hash(request("b"), 0), "and by tenant"

@@ -73,7 +73,7 @@ class TorchAttention:
         kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
         key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
         rows = query.index_select(0, group.rows).unflatten(1, (self.heads.kv, self.group_size))
-        attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=group.mask, scale=self.heads.scale)
+        attended = self._attend(rows, key, value, group.mask)
         output.index_copy_(0, group.rows, attended.flatten(1, 2))
 
     def _prefill(self, query: torch.Tensor, slots: torch.Tensor, chunk: _Chunk, output: torch.Tensor) -> None:
@@ -83,14 +83,24 @@ class TorchAttention:
         key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
         heads = (self.heads.kv, self.group_size)
         for tile in chunk.tiles:
-            attended = F.scaled_dot_product_attention(
+            attended = self._attend(
                 query[tile.rows].unflatten(1, heads).permute(1, 2, 0, 3),  # [kv_heads, group_size, rows, head_dim]
                 key[:, :, tile.keys],
                 value[:, :, tile.keys],
-                attn_mask=tile.mask,
-                scale=self.heads.scale,
+                tile.mask,
             )
             output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Softmax of the scores, capped if the heads say so, times values; `mask` is added to the scores."""
+        if self.heads.softcap is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.heads.scale)
+        scores = (query @ key.transpose(-1, -2)).float().mul_(self.heads.scale / self.heads.softcap)
+        scores = scores.tanh_().mul_(self.heads.softcap)
+        weights = (scores if mask is None else scores.add_(mask)).softmax(-1)
+        return weights.to(value.dtype) @ value
 
     def _plan_for(self, metadata: AttentionMetadata, dtype: torch.dtype) -> _Plan:
         if self._plan is None or self._plan[0] is not metadata:

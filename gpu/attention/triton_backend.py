@@ -67,5 +67,6 @@ class TritonAttention:
             self._work[1],
             scale=self.heads.scale,
             window=self.heads.window,
+            softcap=self.heads.softcap,
             num_decodes=num_decodes,
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.header_fields import HeaderField
 
 
@@ -23,6 +23,7 @@ class Part:
     gguf: str  # the same in a GGUF file
     shape: tuple[int, ...]
     bias: bool = False
+    offset: float = 0.0  # to be added to what a Hugging Face checkpoint has; a GGUF file has the sums
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
 
 
@@ -43,6 +44,15 @@ class Heads:
     dim: int
     scale: float  # what scores are multiplied by
     window: int | None = None  # tokens that a query sees, itself included; None: all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The angles of rotary positions (`gpu.rotary`). Layers of equal ones share a table."""
+
+    theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class AttentionSpec:
     qkv: tuple[Part, Part, Part]
     out: Part
     qk_norm: tuple[RMSNormSpec, RMSNormSpec] | None
+    rope: Rope
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,14 @@ class SwiGLUSpec:
 
 
 @dataclass(frozen=True)
+class GeGLUSpec(SwiGLUSpec):
+    """down(gelu(gate(x)) * up(x)), where gelu is approximated by a tanh."""
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """Attention and a feed-forward network, each behind its norm and added to the residual stream.
+    """Attention and a feed-forward network, each behind its norm and added to the residual stream, perhaps normed again
+    before that.
 
     Where there is another kind of either, it becomes a union here, and mypy names the readers that lack it.
     """
@@ -74,7 +91,9 @@ class LayerSpec:
     attention_norm: RMSNormSpec
     attention: AttentionSpec
     feed_forward_norm: RMSNormSpec
-    feed_forward: SwiGLUSpec
+    feed_forward: SwiGLUSpec | GeGLUSpec
+    attention_post_norm: RMSNormSpec | None = None
+    feed_forward_post_norm: RMSNormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,8 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: RMSNormSpec
     head: Part | None  # None: the embedding is the head too
+    embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
+    softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
 
 
 def records_of(spec: object) -> Iterator[Any]:
@@ -131,6 +152,7 @@ def llama_layer(config: ModelConfig, index: int, *, gguf_heads: bool = False) ->
             qk_norm=(norm("self_attn.q_norm", "attn_q_norm", dim), norm("self_attn.k_norm", "attn_k_norm", dim))
             if config.qk_norm
             else None,
+            rope=Rope(config.rope_theta, config.rope_scaling),
         ),
         feed_forward_norm=norm("post_attention_layernorm", "ffn_norm", hidden),
         feed_forward=SwiGLUSpec(
@@ -164,14 +186,17 @@ class Architecture:
     attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
     qk_norm: bool = False  # likewise
     numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # its own, for `ModelConfig.numbers`
+    full_layers: int = 0  # with windows every so many-th layer sees all where no file says which; 0: none does
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
+    finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # what is not a layer's
 
     def spec(self, config: ModelConfig) -> DecoderSpec:
         """All parts of a model of this family."""
         size = (config.vocab_size, config.hidden_size)
-        return DecoderSpec(
+        spec = DecoderSpec(
             embedding=Part("model.embed_tokens", "token_embd", size),
             layers=tuple(self.layer(config, index) for index in range(config.num_hidden_layers)),
             norm=RMSNormSpec(Part("model.norm", "output_norm", (config.hidden_size,)), config.rms_norm_eps),
             head=None if config.tie_word_embeddings else Part("lm_head", "output", size),
         )
+        return self.finish(spec, config)

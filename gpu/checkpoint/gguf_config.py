@@ -50,6 +50,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
                 f"{file.path.name}: {architecture}.{key} other than the head's size {head_dim} is not supported."
             )
 
+    num_layers = numbers.integer("num_hidden_layers")
     rope_theta = numbers.number("rope_theta", 10000.0)
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
     vocab_size = file.tensors["token_embd.weight"].shape[0]
@@ -60,7 +61,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         ),
         hidden_size=hidden_size,
         intermediate_size=numbers.integer("intermediate_size"),
-        num_hidden_layers=numbers.integer("num_hidden_layers"),
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=numbers.integer("num_key_value_heads", heads),
         head_dim=head_dim,
@@ -73,6 +74,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_window=numbers.integer("sliding_window") if has_window else None,
+        layer_types=ModelConfig.alternating(num_layers, numbers.integer("sliding_window_pattern", family.full_layers))
+        if has_window and family.full_layers
+        else (),
         eos_token_ids=tuple(dict.fromkeys(token for key in _EOS_KEYS if (token := file.get(key, int)) is not None)),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id", int),
         numbers=numbers.own(),

@@ -26,6 +26,7 @@ class HeaderField:
     high: Number  # itself allowed, as is `low`
     unit: str
     gguf: str | None = None  # GGUF's key, without the architecture before it
+    default: Number | None = None  # of a number that only its family has; None: it must be there
 
 
 FIELDS: dict[str, HeaderField] = {
@@ -38,6 +39,7 @@ FIELDS: dict[str, HeaderField] = {
     "head_dim": HeaderField(int, 2, 2**10, "elements", "attention.key_length"),
     "max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "context_length"),
     "sliding_window": HeaderField(int, 1, 2**24, "tokens", "attention.sliding_window"),
+    "sliding_window_pattern": HeaderField(int, 1, 2**10, "layers", "attention.sliding_window_pattern"),
     "max_window_layers": HeaderField(int, 0, 2**20, "layers"),
     "rms_norm_eps": HeaderField(float, 1e-12, 0.1, "", "attention.layer_norm_rms_epsilon"),
     "rope_theta": HeaderField(float, 1.0, 1e12, "", "rope.freq_base"),
@@ -89,7 +91,7 @@ class Numbers:
 
     def own(self) -> dict[str, int | float]:
         """All those that only the family has."""
-        return {name: self._read(name, field, None) for name, field in self._own.items()}
+        return {name: self._read(name, field, field.default) for name, field in self._own.items()}
 
     def _read(self, name: str, field: HeaderField, default: float | None) -> Any:
         value, key = self._find(name, field)

@@ -26,8 +26,15 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
     family = _family(values, source)
+    values = {**values, **_Fields(values, source).mapping("text_config")}  # of a model that sees images too
     fields = _Fields(values, source, family)
     rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
+    if isinstance(full := rope.get("full_attention"), dict):  # transformers 5 has one for each kind of layer
+        local = _Fields(rope, source).mapping("sliding_attention")
+        if _rope_scaling(local, source) is not None:
+            raise ModelError(f"{source}: RoPE scaling of layers with a window is not supported.")
+        fields = _Fields({**values, "rope_local_base_freq": local.get("rope_theta")}, source, family)
+        rope = full
     for key, allowed in family.allowed_values.items():
         value = values.get(key, rope.get(key))
         if value not in allowed:
@@ -49,7 +56,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden_size // heads)
     num_layers = fields.integer("num_hidden_layers")
-    sliding_window, layer_types = _windows(values, fields, num_layers, source)
+    sliding_window, layer_types = _windows(values, fields, num_layers, family.full_layers, source)
     config = ModelConfig(
         architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
@@ -172,14 +179,16 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
 
 
 def _windows(
-    values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str
+    values: Mapping[str, Any], fields: _Fields, num_layers: int, every: int, source: str
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The window, and which layers have it. Qwen switches windows on by `use_sliding_window`, and where it names no
-    `layer_types` from layer `max_window_layers` on."""
+    """The window, and which layers have it. Where no `layer_types` are named, those of Gemma alternate, and Qwen's have
+    it from layer `max_window_layers` on. Qwen switches windows on by `use_sliding_window`."""
     if not fields.flag("use_sliding_window", False) or values.get("sliding_window") is None:
         return None, ()
     kinds = values.get("layer_types")
-    if kinds is None:
+    if kinds is None and every:
+        kinds = [*ModelConfig.alternating(num_layers, fields.integer("sliding_window_pattern", every))]
+    elif kinds is None:
         num_full = min(fields.integer("max_window_layers", 0), num_layers)
         kinds = [_FULL] * num_full + [_SLIDING] * (num_layers - num_full)
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_FULL, _SLIDING}:

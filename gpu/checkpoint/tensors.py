@@ -17,6 +17,9 @@ from gpu.checkpoint.header_fields import shown
 
 # Computed from the configuration, whatever a checkpoint says; old Llama checkpoints saved them.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+# Of a model that sees images too, whose text part is served: what it sees them by, and how the rest is called.
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
 _NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 
 
@@ -40,11 +43,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def text_name(name: str) -> str:
+    """What a tensor is called in a model of text alone."""
+    return _OF_TEXT.sub("model.", name, count=1) if _OF_TEXT.match(name) else name
+
+
 def checked(weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str) -> Iterator[tuple[str, W]]:
     """Pass on the weights that `config` calls for, each once and in its shape. Raises `ModelError` at the end if they
     did not all come, or others did: it names what is wrong, all of it."""
     check = _Check(config)
-    for name, weight in weights:
+    for given, weight in weights:
+        name = text_name(given)
         if check.takes(name, tuple(weight.shape)):
             yield name, weight
     check.end(source)
@@ -57,7 +66,7 @@ def check_shapes(found: Iterable[tuple[str, tuple[int, ...]]], config: ModelConf
     """
     check = _Check(config)
     for name, shape in found:
-        check.takes(name, shape)
+        check.takes(text_name(name), shape)
     check.end(source)
 
 
@@ -74,7 +83,11 @@ class _Check:
         self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        if _DERIVED.fullmatch(name) or (name == "lm_head.weight" and self._config.tie_word_embeddings):
+        if (
+            _DERIVED.fullmatch(name)
+            or _OF_IMAGES.fullmatch(name)
+            or (name == "lm_head.weight" and self._config.tie_word_embeddings)
+        ):
             return False
         expected = self._missing.pop(name, None)
         if expected == shape:

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.checkpoint import ModelConfig
+from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import (
     AttentionSpec,
     DecoderSpec,
@@ -25,6 +25,7 @@ from gpu.checkpoint.architecture import (
     LayerSpec,
     Part,
     RMSNormSpec,
+    Rope,
     SwiGLUSpec,
     parts_of,
     records_of,
@@ -54,7 +55,7 @@ TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
 
 # What `forward` computes; a model with a part of any other kind is torch's.
-_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, SwiGLUSpec, RMSNormSpec, Part}
+_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, SwiGLUSpec, RMSNormSpec, Part}
 
 
 class CPUCausalLM:
@@ -122,6 +123,10 @@ class CPUCausalLM:
             and config.hidden_size % LANES == 0
             and config.intermediate_size % LANES == 0
             and all(record == heads for record in records if type(record) is Heads)
+            and heads.softcap is None
+            and len({layer.attention.rope for layer in spec.layers}) == 1
+            and all(layer.attention_post_norm is layer.feed_forward_post_norm is None for layer in spec.layers)
+            and (spec.embedding_scale, spec.softcap) == (1.0, None)
             and all(record.eps == spec.norm.eps for record in records if type(record) is RMSNormSpec)
             and all(len({part.bias for part in parts}) == 1 for parts in merged)
             and not any(part.bias for part in unmerged)

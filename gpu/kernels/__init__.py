@@ -13,7 +13,7 @@ whatever the dtype; the sums of one row are taken in an order that does not depe
 In reading order:
 
 norm               residual addition and RMSNorm in one pass
-activation         SwiGLU's elementwise half
+activation         the elementwise half of SwiGLU and GeGLU
 product            a matrix product for few rows, beside cuBLAS's
 gather             rows by index: of the embedding, of the hidden states that sample
 rope               from the merged projection to rotated queries and a written cache; the layout of the KV cache
@@ -27,7 +27,7 @@ dispatch           which of the two, kernel or reference
 jit                the kernels themselves
 """
 
-from gpu.kernels.activation import silu_and_mul
+from gpu.kernels.activation import gelu_and_mul, silu_and_mul
 from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
 from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
@@ -47,6 +47,7 @@ __all__ = [
     "apply_penalties",
     "compute_logprobs",
     "gather_rows",
+    "gelu_and_mul",
     "linear",
     "list_attention_work",
     "paged_attention",

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half. Imported by gpu.layers.activation."""
+"""The elementwise half of SwiGLU and GeGLU. Imported by gpu.layers.activation."""
 
 from __future__ import annotations
 
@@ -24,3 +24,18 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul` in torch."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return F.silu(gate).mul_(up).to(gate_up.dtype)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `silu_and_mul`, with gelu(x) = x sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3): the tanh approximation."""
+    if on_triton(gate_up):
+        from gpu.kernels.jit import activation
+
+        return activation.silu_and_mul(gate_up, gelu=True)
+    return gelu_and_mul_reference(gate_up)
+
+
+def gelu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu_and_mul` in torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)

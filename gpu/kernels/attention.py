@@ -68,6 +68,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     num_decodes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -76,21 +77,22 @@ def paged_attention(
     `query` is [T, num_heads, head_dim]; those of request i are the rows from `query_start_loc[i]` to
     `query_start_loc[i + 1]` (int32 [B + 1]), and those with one query, the decodes, come first. `block_table` is int32
     [B, max_blocks], `seq_lens` int32 [B], all tokens of a request; `out` is of the query's shape and dtype. `window` is
-    how many tokens a query sees, itself included. A chunk of a prompt and a prompt behind a cached prefix are the same
-    thing: fewer queries than keys. `work` is that of `list_attention_work`; a decode is cut by it into parts, which are
-    merged by their log-sum-exp. What `num_decodes` excludes is not even started.
+    how many tokens a query sees, itself included, and `softcap` makes of a score softcap * tanh(score / softcap). A
+    chunk of a prompt and a prompt behind a cached prefix are the same thing: fewer queries than keys. `work` is that of
+    `list_attention_work`; a decode is cut by it into parts, which are merged by their log-sum-exp. What `num_decodes`
+    excludes is not even started.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     if work is None:
-        attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window)
+        attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window, softcap)
         return out
     from gpu.kernels.jit import decode, prefill
 
     if num_decodes != 0:
-        decode.paged_decode(query, kv_cache, block_table, work.parts, work.part_starts, out, scale, window)
+        decode.paged_decode(query, kv_cache, block_table, work.parts, work.part_starts, out, scale, window, softcap)
     if len(work.blocks):
         tables = (kv_cache, block_table, seq_lens, query_start_loc)
-        prefill.paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window)
+        prefill.paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window, softcap)
     return out
 
 
@@ -103,6 +105,7 @@ def attend_reference(
     out: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> None:
     """`paged_attention` in torch, request by request: scores, mask, softmax, in float32 or better."""
     precise = torch.promote_types(query.dtype, torch.float32)
@@ -118,6 +121,8 @@ def attend_reference(
         kv = kv_cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(precise)
         key, value = kv.repeat_interleave(group_size, dim=1)  # each [num_heads, length, head_dim]
         scores = query[rows].to(precise).transpose(0, 1) @ key.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = (scores / softcap).tanh() * softcap
         last = torch.arange(length - scores.shape[1], length, device=query.device).unsqueeze(1)
         position = torch.arange(length, device=query.device)
         hidden = position > last

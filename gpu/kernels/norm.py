@@ -27,4 +27,4 @@ def add_rms_norm_reference(
     """`add_rms_norm` in torch."""
     if delta is not None:
         residual.add_(delta)
-    return F.rms_norm(residual, weight.shape, weight, eps)
+    return F.rms_norm(residual.to(weight.dtype), weight.shape, weight, eps).to(residual.dtype)

@@ -1,4 +1,4 @@
-"""The gated activation of Llama's feed-forward network. Imported by gpu.models."""
+"""The gated activations of the feed-forward networks. Imported by gpu.models."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """GeGLU without its matrices, with the tanh for gelu: [T, 2 * n], gate first -> gelu(gate) * up, [T, n]"""
+    if on_triton(gate_up):
+        return kernels.gelu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

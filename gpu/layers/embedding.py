@@ -16,21 +16,26 @@ from gpu.layers.weights import WeightSlot, empty_parameter
 
 
 class Embedding(nn.Module):
-    """One row per token of the vocabulary."""
+    """One row per token of the vocabulary, times a scale, which is rounded to the dtype as Hugging Face does."""
 
-    def __init__(self, part: Part, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, part: Part, scale: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.part = part
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
         self.weight = empty_parameter(*part.shape, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
-        if on_triton(self.weight):
-            return gather_rows(self.weight, input_ids)
-        return F.embedding(input_ids, self.weight)
+        gather = gather_rows if on_triton(self.weight) else _embedding
+        rows = gather(self.weight, input_ids)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield f"{self.part.name}.weight", WeightSlot.into(self.weight)
+
+
+def _embedding(weight: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    return F.embedding(input_ids, weight)
 
 
 class LMHead(Product):

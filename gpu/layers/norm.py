@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.spec = spec
         self.shape, self.eps = spec.weight.shape, spec.eps
-        self.weight = empty_parameter(*self.shape, dtype=dtype, device=device)
+        self.weight = empty_parameter(*self.shape, dtype=_dtype(spec, dtype), device=device)
 
     def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
             return add_rms_norm(residual, delta, self.weight, self.eps)
         if delta is not None:
             residual.add_(delta)
-        return F.rms_norm(residual, self.shape, self.weight, self.eps)
+        return F.rms_norm(residual.to(self.weight.dtype), self.shape, self.weight, self.eps).to(residual.dtype)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield f"{self.spec.weight.name}.weight", WeightSlot.into(self.weight)
@@ -57,14 +57,22 @@ class QKNorm(nn.Module):
         super().__init__()
         self.specs = specs
         self.shape, self.eps = specs[0].weight.shape, specs[0].eps
-        self.weight = empty_parameter(2, heads.dim, dtype=dtype, device=device)  # of the queries, of the keys
+        self.weight = empty_parameter(
+            2, heads.dim, dtype=_dtype(specs[0], dtype), device=device
+        )  # of the queries, of the keys
         rows = [0] * heads.query + [1] * heads.kv
         self.register_buffer("head_index", torch.tensor(rows, device=device), persistent=False)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[T, num_heads + num_kv_heads, head_dim], queries first -> the same, normalized and contiguous"""
-        return F.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight.index_select(0, self.head_index))
+        normed = F.rms_norm(qk.to(self.weight.dtype), self.shape, None, self.eps)
+        return normed.mul_(self.weight.index_select(0, self.head_index)).to(qk.dtype)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         for spec, weight in zip(self.specs, self.weight, strict=True):
             yield f"{spec.weight.name}.weight", WeightSlot.into(weight)
+
+
+def _dtype(spec: RMSNormSpec, dtype: torch.dtype) -> torch.dtype:
+    """Weights that are sums are kept as precise as they are computed."""
+    return torch.float32 if spec.weight.offset else dtype

@@ -48,14 +48,21 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         spec, attention = spec_of(config), cache(attention)
-        self.embed_tokens = Embedding(spec.embedding, dtype=dtype, device=device)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope_theta, config.rope_scaling, dtype=dtype, device=device
-        )
+        self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, dtype=dtype, device=device)
+        ropes = [layer.attention.rope for layer in spec.layers]
+        rotaries = {
+            rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, dtype=dtype, device=device)
+            for rope in dict.fromkeys(ropes)
+        }
+        self._rotaries = [*rotaries.values()]  # in the order in which layers first want them
+        self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
+        self.rotary, *others = self._rotaries
+        self._others = nn.ModuleList(others)
         layers = [DecoderLayer(layer, attention, dtype=dtype, device=device) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._backends = [layer.attention.backend for layer in layers]
         self.norm = RMSNorm(spec.norm, dtype=dtype, device=device)
+        self._softcap = spec.softcap
         self.lm_head = LMHead(spec.head, self.embed_tokens, dtype=dtype, device=device)
 
     def forward(
@@ -72,12 +79,12 @@ class CausalLM(nn.Module):
         `cancellation_check` is called before each layer, and may raise to end the pass.
         """
         residual = self.embed_tokens(input_ids)
-        rotation = self.rotary(positions)
+        rotations = [rotary(positions) for rotary in self._rotaries]
         delta = None
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, rotary, kv_cache in zip(self.layers, self._rotary_of, kv_caches, strict=True):
             if cancellation_check is not None:
                 cancellation_check()
-            delta = layer(residual, delta, rotation, metadata, kv_cache)
+            delta = layer(residual, delta, rotations[rotary], metadata, kv_cache)
         return self.norm(residual, delta)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -86,11 +93,13 @@ class CausalLM(nn.Module):
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context that is served, in tokens, where it is not the one that the model was made for."""
-        self.rotary.resize(max_model_len)
+        for rotary in self._rotaries:
+            rotary.resize(max_model_len)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
-        return self.lm_head(hidden)
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
     @torch.inference_mode()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -120,6 +129,10 @@ class DecoderLayer(nn.Module):
         self.attention = _implemented(ATTENTION, spec.attention)(spec.attention, attention, dtype=dtype, device=device)
         self.feed_forward_norm = RMSNorm(spec.feed_forward_norm, dtype=dtype, device=device)
         self.feed_forward = _implemented(FEED_FORWARD, spec.feed_forward)(spec.feed_forward, dtype=dtype, device=device)
+        post_norms = (spec.attention_post_norm, spec.feed_forward_post_norm)
+        self.attention_post_norm, self.feed_forward_post_norm = (
+            None if norm is None else RMSNorm(norm, dtype=dtype, device=device) for norm in post_norms
+        )
 
     def forward(
         self,
@@ -132,7 +145,10 @@ class DecoderLayer(nn.Module):
         """`residual` [T, hidden] is updated in place and lacks one contribution: `delta`, of the layer before. The
         contribution of this layer is returned, so that the next norm adds and normalizes in one pass."""
         delta = self.attention(self.attention_norm(residual, delta), rotation, metadata, kv_cache)
-        return self.feed_forward(self.feed_forward_norm(residual, delta))
+        if self.attention_post_norm is not None:
+            delta = self.attention_post_norm(delta)
+        delta = self.feed_forward(self.feed_forward_norm(residual, delta))
+        return delta if self.feed_forward_post_norm is None else self.feed_forward_post_norm(delta)
 
 
 def _implemented(kinds: Mapping[type, T], spec: object) -> T:

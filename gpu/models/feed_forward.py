@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpu.checkpoint.architecture import SwiGLUSpec
-from gpu.layers.activation import silu_and_mul
+from gpu.checkpoint.architecture import GeGLUSpec, SwiGLUSpec
+from gpu.layers.activation import gelu_and_mul, silu_and_mul
 from gpu.layers.linear import Linear
 
 
@@ -23,4 +23,12 @@ class SwiGLU(nn.Module):
         return self.down(silu_and_mul(self.gate_up(hidden)))
 
 
-FEED_FORWARD: dict[type, type[SwiGLU]] = {SwiGLUSpec: SwiGLU}
+class GeGLU(SwiGLU):
+    """Gemma's: gelu, approximated by a tanh, instead of silu."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self.down(gelu_and_mul(self.gate_up(hidden)))
+
+
+FEED_FORWARD: dict[type, type[SwiGLU]] = {SwiGLUSpec: SwiGLU, GeGLUSpec: GeGLU}

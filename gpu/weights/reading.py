@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelFiles, QuantizedRows
+from gpu.checkpoint.architecture import parts_of
+from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.safetensors_header import read_header
-from gpu.checkpoint.tensors import checked, tensor_shapes
+from gpu.checkpoint.tensors import checked, tensor_shapes, text_name
 from gpu.weights.dummy import dummy_weights
 
 # uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
@@ -58,10 +60,13 @@ def _read(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
     elif isinstance(files.tensors, GGUFFile):
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config))
     else:
+        offsets = {f"{part.name}.weight": part.offset for part in parts_of(spec_of(files.config)) if part.offset}
         for path in files.tensors:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
-            yield from _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _read_safetensors(path, mapped))
+            for name, weight in _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _read_safetensors(path, mapped)):
+                offset = offsets.get(text_name(name))
+                yield name, weight if offset is None else floats(weight) + np.float32(offset)
 
 
 def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> Iterator[tuple[str, W]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -27,13 +27,14 @@ class Oracle:
 
     @classmethod
     def from_gguf(cls, path: Path) -> Oracle:
-        """A Llama as transformers' own GGUF reader sees it: nothing of gpu.checkpoint is used.
+        """A model as transformers' own GGUF reader sees it: nothing of gpu.checkpoint is used.
 
         Its public door, `from_pretrained(..., gguf_file=...)`, does the same and asks for the accelerate package.
         """
         with read_gguf_once(), no_init_weights():
-            config = LlamaConfig(**load_gguf_checkpoint(str(path))["config"])
-            model = LlamaForCausalLM(config).eval()
+            read = load_gguf_checkpoint(str(path))["config"]
+            config = AutoConfig.for_model(**read)
+            model = AutoModelForCausalLM.from_config(config).eval()
             tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
         missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
         assert (missing, unexpected) == (["lm_head.weight"], [])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from app.loading import core_factory, open_files
 from app.settings import Settings
@@ -23,12 +23,15 @@ VOCAB = 271
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2}
+GEMMA = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=11),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen2-some-windows": Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 16}),
+    "gemma2": Gemma2Config(**SHAPE | GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    "gemma3": Gemma3TextConfig(**SHAPE | GEMMA | {"num_key_value_heads": 1}),
 }
 
 Pair = tuple[Oracle, EngineCore]

@@ -26,6 +26,7 @@ TINY = ModelConfig(
 )
 
 _GGUF_NAMES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+_GGUF_NAMES |= {"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:

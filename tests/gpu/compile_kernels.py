@@ -118,16 +118,26 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
 
     kernels.add_rms_norm(zeros(4, 4096), zeros(4, 4096), zeros(4096), 1e-5)
     kernels.silu_and_mul(zeros(4, 2 * 14336))
+    kernels.gelu_and_mul(zeros(4, 2 * 14336))
     kernels.gather_rows(zeros(4, 4096), longs(3))
     for tile in TILES:
         kernels.linear(zeros(4, 4096), zeros(6144, 4096), zeros(6144), tile)
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
-    for head_dim, window, longest in ((128, None, None), (128, None, 3), (80, 512, None)):
+    for head_dim, window, longest in ((128, None, None), (128, None, 3), (80, 512, None), (256, 512, None)):
         query, paged, lengths = zeros(512, 32, head_dim), zeros(4, 2, 8, 16, head_dim), (ints(4), ints(5))
         work = kernels.list_attention_work(query, 8, *lengths, window=window, longest_chunk=longest)
-        kernels.paged_attention(query, paged, ints(4, 64), *lengths, work, scale=1.0, window=window)
+        kernels.paged_attention(
+            query,
+            paged,
+            ints(4, 64),
+            *lengths,
+            work,
+            scale=1.0,
+            window=window,
+            softcap=50.0 if head_dim == 256 else None,
+        )
     tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
     kernels.scatter_words(tables.buffer, ints(7), 2)
     for all_decode in (True, False):

@@ -56,6 +56,8 @@ class Step:
             for head in range(query.shape[1]):
                 seen = slice(int(first), position + 1)
                 scores = key[seen, head // group] @ query[i, head] * self.attention.heads.scale
+                if (cap := self.attention.heads.softcap) is not None:
+                    scores = (scores / cap).tanh() * cap
                 output[i, head] = scores.softmax(0) @ value[seen, head // group]
         return output
 
@@ -68,6 +70,7 @@ def make_step(
     group_size: int = 2,
     head_dim: int = 8,
     window: int | None = None,
+    softcap: float | None = None,
     scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
@@ -75,7 +78,7 @@ def make_step(
     """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
     generator = torch.Generator().manual_seed(seed)
     scale = head_dim**-0.5 if scale is None else scale
-    attention = TorchAttention(Heads(kv_heads * group_size, kv_heads, head_dim, scale, window), block_size)
+    attention = TorchAttention(Heads(kv_heads * group_size, kv_heads, head_dim, scale, window, softcap), block_size)
     needed = [-(-seq_len // block_size) for _, seq_len in lengths]
     pool = list(range(sum(needed) + 3))
     random.Random(seed).shuffle(pool)
@@ -142,6 +145,11 @@ def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_tokens_only(
 def test_a_chunk_of_several_tiles_sees_every_token_before_it(window):
     query_len = 2 * TILE + 5
     assert_right(make_step([(1, 9), (query_len, query_len + 40)], kv_heads=1, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_scores_are_capped_in_decodes_and_chunks(window):
+    assert_right(make_step([(1, 9), (1, 400), (40, 340)], kv_heads=1, window=window, softcap=1.5, scale=2.0))
 
 
 @pytest.mark.parametrize("window", [None, 600])

@@ -1,17 +1,27 @@
 """Models against transformers (their definition), their published sizes, and checkpoints that do not fit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
-from gpu.checkpoint.architecture import Part
+from gpu.checkpoint.architecture import Part, parts_of
+from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.hf_config import config_from_hf
 from gpu.layers.linear import Linear
 from gpu.models import CausalLM
 from gpu.rotary import inverse_frequencies
@@ -50,6 +60,25 @@ ORACLES: dict[str, PreTrainedConfig] = {
     "qwen2-some-windows": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL | {"head_dim": 16}),
 }
+GEMMA = SMALL | {
+    "num_hidden_layers": 6,
+    "initializer_range": 0.1,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 11,
+}
+ORACLES |= {
+    "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
+    "gemma3": Gemma3TextConfig(**GEMMA | {"num_key_value_heads": 1}),
+    "gemma3-scaled-rope": Gemma3TextConfig(
+        **GEMMA,
+        final_logit_softcapping=2.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+}
 BLOCK_SIZE = 4
 PROMPT = 45
 TOLERANCE = 2e-5  # logits are of the order of 1
@@ -57,6 +86,9 @@ TOLERANCE = 2e-5  # logits are of the order of 1
 
 def model_config(oracle: PreTrainedConfig) -> ModelConfig:
     """What gpu.checkpoint reads from a config.json, for the architectures of this file."""
+    if oracle.model_type.startswith("gemma"):
+        name = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}[oracle.model_type]
+        return config_from_hf({**oracle.to_dict(), "architectures": [name]}, source=name)
     rope = dict(oracle.rope_parameters)
     theta, rope_type = rope.pop("rope_theta"), rope["rope_type"]
     return ModelConfig(
@@ -83,6 +115,12 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
         sliding_window=getattr(oracle, "sliding_window", None),
         layer_types=tuple(getattr(oracle, "layer_types", None) or ()),
     )
+
+
+def weights_of(oracle: torch.nn.Module, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """As they are read from a checkpoint of it."""
+    offsets = {f"{part.name}.weight": part.offset for part in parts_of(spec_of(config))}
+    return ((name, tensor + offsets.get(name, 0.0)) for name, tensor in oracle.state_dict().items())
 
 
 def build(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -121,7 +159,7 @@ def pair(request):
             if "norm" in name or name.endswith("bias"):
                 parameter.normal_(1.0, 0.3)  # their init is ones and zeros, which hides what is not applied
     model = build(model_config(config))
-    model.load_weights(oracle.state_dict().items())
+    model.load_weights(weights_of(oracle, model.config))
     return oracle, model
 
 
@@ -204,7 +242,7 @@ def test_a_mixed_batch_gives_each_request_the_logits_of_transformers(pair):
 def test_bfloat16_stays_close_to_float32(pair):
     oracle, _ = pair
     half = build(model_config(oracle.config), dtype=torch.bfloat16)
-    half.load_weights(oracle.state_dict().items())
+    half.load_weights(weights_of(oracle, half.config))
     runner = Runner(half)
     runner.caches = [cache.bfloat16() for cache in runner.caches]
     tokens = prompt(7)

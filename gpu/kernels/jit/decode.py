@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-from gpu.kernels.jit.online import accumulate
+from gpu.kernels.jit.online import accumulate, capped
 
 MERGED_TOGETHER = 16
 
@@ -28,6 +28,7 @@ def paged_decode(
     out: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     """Of the requests that `parts` names: the query of each is that of the same number."""
     _, num_heads, head_dim = query.shape
@@ -46,6 +47,7 @@ def paged_decode(
         block_table,
         parts,
         scale * math.log2(math.e),
+        (softcap or 0.0) * math.log2(math.e),
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -58,6 +60,7 @@ def paged_decode(
         BLOCK_SIZE=block_size,
         BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         WINDOW=window or 0,
+        HAS_CAP=softcap is not None,
         TILE=64 if block_dim * query.element_size() <= 256 else 32,
         **sizes,
         num_warps=4,
@@ -89,6 +92,7 @@ def _decode(
     table_ptr,
     parts_ptr,  # int32 [parts, 4]: request or -1, number of the part, of how many, length of the request
     scale,  # times log2(e)
+    softcap,  # likewise
     out_stride,
     out_head_stride,
     query_stride,
@@ -101,6 +105,7 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     TILE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -147,6 +152,8 @@ def _decode(
             other=0.0,
         )
         scores = tl.dot(query, key, input_precision="ieee") * scale
+        if HAS_CAP:
+            scores = capped(scores, softcap)
         scores = tl.where(visible[None, :], scores, float("-inf"))
         acc, highest, total = accumulate(acc, highest, total, scores, value)
 

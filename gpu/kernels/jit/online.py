@@ -1,4 +1,4 @@
-"""What both attention kernels share: a tile of scores and values taken into a running softmax.
+"""What both attention kernels share: a tile of scores and values taken into a running softmax, and how they are capped.
 
 The online softmax (Milakov and Gimelshein, arXiv:1805.02867) as FlashAttention uses it (Dao et al., arXiv:2205.14135),
 with powers of two instead of e: the scores come scaled by log2(e), and exp2 is one instruction.
@@ -22,3 +22,9 @@ def accumulate(acc, highest, total, scores, value):
     total = total * kept + tl.sum(weights, 1)
     acc = tl.dot(weights.to(value.dtype), value, acc * kept[:, None], input_precision="ieee")
     return acc, raised, total
+
+
+@triton.jit
+def capped(scores, softcap):
+    """Scores s as softcap * tanh(s / softcap), both times log2(e): tanh(x) = 1 - 2 / (1 + e^2x)."""
+    return softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores / softcap * 2.8853900818)))

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.online import accumulate
+from gpu.kernels.jit.online import accumulate, capped
 
 
 def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
@@ -37,6 +37,7 @@ def paged_prefill(
     out: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     """Of the requests that `blocks` names."""
     _, num_heads, head_dim = query.shape
@@ -53,6 +54,7 @@ def paged_prefill(
         query_start_loc,
         blocks,
         scale * math.log2(math.e),
+        (softcap or 0.0) * math.log2(math.e),
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -62,6 +64,7 @@ def paged_prefill(
         kv_cache.stride(2),
         block_table.stride(0),
         WINDOW=window or 0,
+        HAS_CAP=softcap is not None,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -84,6 +87,7 @@ def _prefill(
     starts_ptr,
     blocks_ptr,  # int32 [blocks, 2]: request or -1, and the first query of the block, counted within the request
     scale,  # times log2(e)
+    softcap,  # likewise
     out_stride,
     out_head_stride,
     query_stride,
@@ -93,6 +97,7 @@ def _prefill(
     cache_head_stride,
     table_stride,
     WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -166,6 +171,8 @@ def _prefill(
                 key = tl.load(keys_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
                 value = tl.load(values_ptr + offset[:, None] + dim[None, :], mask=loaded, other=0.0)
                 scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+                if HAS_CAP:
+                    scores = capped(scores, softcap)
                 if part != 1:
                     visible = key_position[None, :] <= position[:, None]
                     if WINDOW > 0:

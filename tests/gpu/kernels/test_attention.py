@@ -28,6 +28,7 @@ class Case:
     block_size: int
     window: int | None
     scale: float
+    softcap: float | None = None
 
     def oracle(self, index: int) -> torch.Tensor:
         query, (key, value) = self.queries[index].double(), self.kv[index].double()
@@ -38,6 +39,8 @@ class Case:
             start = 0 if self.window is None else max(0, stop - self.window)
             for head in range(query.shape[1]):
                 scores = key[head // group, start:stop] @ query[i, head] * self.scale
+                if self.softcap is not None:
+                    scores = (scores / self.softcap).tanh() * self.softcap
                 output[i, head] = scores.softmax(0) @ value[head // group, start:stop]
         return output
 
@@ -56,6 +59,7 @@ def make_case(
     head_dim: int = 64,
     block_size: int = 16,
     window: int | None = None,
+    softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
@@ -64,7 +68,7 @@ def make_case(
     pool = list(range(sum(-(-seq_len // block_size) for _, seq_len in lengths) + 2))
     rng.shuffle(pool)
     cache = torch.full((len(pool), 2, num_kv_heads, block_size, head_dim), POISON, dtype=dtype)
-    case = Case([], [], [], cache, block_size, window, rng.choice([head_dim**-0.5, 0.2]))
+    case = Case([], [], [], cache, block_size, window, rng.choice([head_dim**-0.5, 0.2]), softcap)
     for query_len, seq_len in lengths:
         blocks = [pool.pop() for _ in range(-(-seq_len // block_size))]
         kv = torch.randn(2, num_kv_heads, seq_len, head_dim).to(dtype)
@@ -83,6 +87,7 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
         "head_dim": rng.choice([64, 80, 96, 128, 256]),
         "block_size": rng.choice([8, 16, 32, 48]),
         "window": rng.choice([None, None, 5, 40, 150]),
+        "softcap": rng.choice([None, None, 2.0]),
         "dtype": rng.choice(list(TOLERANCE)),
     }
 
@@ -109,6 +114,7 @@ def attend(case: Case, out: torch.Tensor | None = None, *, known: bool = True) -
         work,
         scale=case.scale,
         window=case.window,
+        softcap=case.softcap,
         num_decodes=num_decodes,
         out=out,
     )

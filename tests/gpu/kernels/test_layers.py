@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gpu.kernels import add_rms_norm, gather_rows, rope_and_cache, silu_and_mul
+from gpu.kernels import add_rms_norm, gather_rows, gelu_and_mul, rope_and_cache, silu_and_mul
 from gpu.layers.rotary import RotaryEmbedding
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -44,6 +44,13 @@ def test_silu_of_the_first_half_times_the_second(size, dtype):
     gate_up = (torch.randn(3, 2 * size) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_near(silu_and_mul(gate_up), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_of_the_first_half_times_the_second(dtype):
+    gate_up = (torch.randn(3, 2 * 1536) * 4).to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(gelu_and_mul(gate_up), torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])

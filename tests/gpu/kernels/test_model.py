@@ -70,11 +70,22 @@ def wanted():
     return {name: logits_of(build(config, TorchAttention), kernels_expected=False) for name, config in CONFIGS.items()}
 
 
+WINDOWS = ("sliding_attention", "full_attention")
 CONFIGS = {
     "llama": config_of("LlamaForCausalLM", tie_word_embeddings=True),
     "mistral": config_of("MistralForCausalLM", sliding_window=7),
     "qwen2": config_of("Qwen2ForCausalLM", attention_bias=True),
     "qwen3": config_of("Qwen3ForCausalLM", qk_norm=True),
+    "gemma2": config_of(
+        "Gemma2ForCausalLM", sliding_window=7, layer_types=WINDOWS, numbers={"attn_logit_softcapping": 2.0}
+    ),
+    "gemma3": config_of(
+        "Gemma3ForCausalLM",
+        sliding_window=7,
+        layer_types=WINDOWS,
+        numbers={"rope_local_base_freq": 100.0},
+        qk_norm=True,
+    ),
 }
 
 

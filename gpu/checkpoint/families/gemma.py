@@ -1,0 +1,112 @@
+"""Gemma 2 and 3, of text. What differs from Llama is told in `_layer` and `_finish`.
+
+Layers with a window and such that see everything alternate in a pattern that Gemma's GGUF files and older config.json
+do not tell: every second layer of Gemma 2 is full, every sixth of Gemma 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from gpu.checkpoint.architecture import (
+    LLAMA_VALUES,
+    Architecture,
+    DecoderSpec,
+    GeGLUSpec,
+    LayerSpec,
+    Part,
+    RMSNormSpec,
+    Rope,
+    llama_layer,
+)
+from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.header_fields import HeaderField
+
+_ACTIVATIONS = ("gelu_pytorch_tanh", None)
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    **LLAMA_VALUES,
+    "hidden_activation": _ACTIVATIONS,
+    "hidden_act": _ACTIVATIONS,
+    "use_bidirectional_attention": (False, None),
+}
+_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "use_sliding_window": True}
+_SCALAR = HeaderField(float, 0.0, 1e6, "", default=0.0)  # 0, here and of the caps: there is none
+
+
+def _gemma_norm(norm: RMSNormSpec) -> RMSNormSpec:
+    return replace(norm, weight=replace(norm.weight, offset=1.0))
+
+
+def _layer(config: ModelConfig, index: int, *, largest: int) -> LayerSpec:
+    """Norms by 1 + w, four of them, GeGLU, and scores by a number of the configuration. GGUF files do not have it: it
+    is the head's size, but for the `largest` of a family, told by its layers, the share of a head in the hidden size.
+    """
+    layer, numbers = llama_layer(config, index), config.numbers
+    attention, inner = layer.attention, layer.feed_forward
+
+    def norm(name: str, gguf: str) -> RMSNormSpec:
+        part = Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,), offset=1.0)
+        return RMSNormSpec(part, config.rms_norm_eps)
+
+    by_layers = config.hidden_size / config.num_attention_heads if config.num_hidden_layers == largest else None
+    scalar = numbers.get("query_pre_attn_scalar") or by_layers or config.head_dim
+    heads = replace(attention.heads, scale=float(scalar) ** -0.5, softcap=numbers.get("attn_logit_softcapping") or None)
+    is_local = heads.window is not None and "rope_local_base_freq" in numbers
+    return LayerSpec(
+        attention_norm=norm("input_layernorm", "attn_norm"),
+        attention=replace(
+            attention,
+            heads=heads,
+            qk_norm=attention.qk_norm and (_gemma_norm(attention.qk_norm[0]), _gemma_norm(attention.qk_norm[1])),
+            rope=Rope(numbers["rope_local_base_freq"]) if is_local else attention.rope,
+        ),
+        attention_post_norm=norm("post_attention_layernorm", "post_attention_norm"),
+        feed_forward_norm=norm("pre_feedforward_layernorm", "ffn_norm"),
+        feed_forward=GeGLUSpec(inner.gate, inner.up, inner.down),
+        feed_forward_post_norm=norm("post_feedforward_layernorm", "post_ffw_norm"),
+    )
+
+
+def _finish(spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
+    return replace(
+        spec,
+        norm=_gemma_norm(spec.norm),
+        embedding_scale=config.hidden_size**0.5,
+        softcap=config.numbers.get("final_logit_softcapping") or None,
+    )
+
+
+GEMMA2 = Architecture(
+    name="Gemma2ForCausalLM",
+    gguf="gemma2",
+    defaults=_DEFAULTS,
+    allowed_values=_VALUES,
+    numbers={
+        "query_pre_attn_scalar": _SCALAR,
+        "attn_logit_softcapping": replace(_SCALAR, gguf="attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": replace(_SCALAR, gguf="final_logit_softcapping", default=30.0),
+    },
+    full_layers=2,
+    layer=partial(_layer, largest=46),
+    finish=_finish,
+)
+GEMMA3 = Architecture(
+    name="Gemma3ForCausalLM",
+    gguf="gemma3",
+    defaults=_DEFAULTS
+    | {"rope_theta": 1e6, "vocab_size": 262208, "max_position_embeddings": 131072}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4},
+    allowed_values={**_VALUES, "attn_logit_softcapping": (None,)},
+    qk_norm=True,
+    numbers={
+        "query_pre_attn_scalar": _SCALAR,
+        "final_logit_softcapping": replace(_SCALAR, gguf="final_logit_softcapping"),
+        "rope_local_base_freq": HeaderField(float, 1.0, 1e12, "", "rope.freq_base_swa", default=10000.0),
+    },
+    full_layers=6,
+    layer=partial(_layer, largest=62),
+    finish=_finish,
+)

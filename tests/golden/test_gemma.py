@@ -1,0 +1,93 @@
+"""A real model with windows, greedy, token for token as transformers says it: short prompts, and beyond its windows."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from app.offline import LLM
+from engine.frontend import llm as offline
+from engine.messages import SamplingParams
+from tests.gemma_model import gemma_gguf
+from tests.golden.driving import fresh_llm
+from tests.golden.oracle import Oracle
+from tests.golden.prompts import PROMPTS
+
+TEXTS = [
+    *(text for text in PROMPTS if "<|im_start|>" not in text),
+    "The capital of France is",
+    "A river runs from its source to",
+    "Question: How many legs does a spider have?\nAnswer:",
+    "    for (int i = 0; i < n; i++) {\n        sum +=",
+    "To bake bread one needs flour, water,",
+    "1, 2, 3, 4, 5,",
+    "Der schnelle braune Fuchs springt über den",
+    "<h1>Title</h1>\n<p>",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "SELECT name, age FROM users WHERE",
+]
+LONG = [  # beyond windows of 512 and beyond 1,500 tokens
+    "".join(f"Item {number}: a mill number {number * 7919 % 1000} at the river.\n" for number in range(130)) + "Item",
+    " ".join(str(number * number) for number in range(1, 330)),
+]
+
+
+@pytest.fixture(scope="module")
+def gemma() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    llm = LLM(
+        str(gemma_gguf()),
+        progress=False,
+        dtype="float32",
+        device="cpu",
+        max_model_len=3072,
+        max_num_seqs=20,
+        num_threads=1,
+        target_inter_token_latency=60.0,  # so that no plan depends on the clock
+    )
+    yield llm
+    llm.core.shutdown()
+    torch.set_num_threads(threads)
+
+
+def assert_says(llm: offline.LLM, oracle: Oracle, texts: list[str], num_tokens: int) -> None:
+    prompts = [llm.tokenizer.encode(text).ids for text in texts]
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    results = llm.generate(prompts, sampling)
+    for prompt, result, expected in zip(prompts, results, oracle.generate(prompts, num_tokens), strict=True):
+        oracle.assert_says(prompt, result.choices[0].token_ids, expected)
+
+
+# What transformers says (and the last test has it say again).
+SHORT = dict(
+    zip(
+        [*TEXTS[:6], LONG[0][-1700:]],
+        [
+            " you have your <strong><em><strong><em><strong><em><strong><em>",
+            "        return 0\n    elif n == 2:",
+            ' 1950, "fields": ["mathematics',
+            " faire des économies d'eau.\n\nLe moulin",
+            "晴朗，我正在做一件事，我正在做",
+            " 🌧️ ☀️🌡️ 31 °C",
+            " 130: a mill number 480",
+        ],
+        strict=True,
+    )
+)
+
+
+def test_prompts_within_and_beyond_the_windows_are_gone_on_with_as_transformers_does(gemma):
+    llm = fresh_llm(gemma, max_num_batched_tokens=300)
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for _ in range(2):  # and from the prefix cache
+        results = llm.generate(list(SHORT), sampling)
+        assert [result.choices[0].text for result in results] == list(SHORT.values())
+
+
+@pytest.mark.storm
+def test_twenty_prompts_are_gone_on_with_as_transformers_does(gemma):
+    oracle = Oracle.from_gguf(gemma_gguf())
+    assert all(len(gemma.tokenizer.encode(text).ids) > 1500 for text in LONG)
+    assert len([*TEXTS, *LONG]) == 20
+    for texts, num_tokens in ((list(SHORT), 12), (TEXTS, 32), *(([text], 32) for text in LONG)):
+        assert_says(fresh_llm(gemma), oracle, texts, num_tokens)

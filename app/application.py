@@ -156,7 +156,7 @@ def end_process(error: BaseException) -> NoReturn:
         logger.log(level, "%s", error, exc_info=error.__cause__)
     words = str(error) if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
     logging.shutdown()
-    sys.stderr.write(f"headrace: {words}\n")
+    sys.stderr.write(f"error: {words}\n")
     sys.stderr.flush()
     end_parent()
     os._exit(1)

@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from app.progress import loading
-from app.setting_sources import CONFIG_VARIABLE, allowed_values, flag_name, load_settings, shown
-from app.settings import Settings, env_name
+from app.setting_sources import CONFIG_VARIABLE, allowed_values, flag_name, load_settings, shown, unknown_setting
+from app.settings import Settings, SettingsError, env_name
 from engine.errors import HeadraceError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    options = vars(_parser().parse_args(arguments))
+    parsed, rest = _parser().parse_known_args(arguments)
+    options = vars(parsed)
     command = options.pop("command")
     config_file = options.pop("config")
     flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
     try:
+        if rest:
+            raise SettingsError(unknown_setting(rest[0].partition("=")[0], map(flag_name, Settings.model_fields)))
         return command(load_settings(flags, config_file), **options)
     except HeadraceError as error:
         sys.stdout.flush()

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -104,7 +104,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
     problems = [
-        f"{path}: {_unknown(name, {n: n for n in Settings.model_fields})}"
+        f"{path}: {unknown_setting(name, {n: n for n in Settings.model_fields})}"
         for name in values
         if name not in Settings.model_fields
     ]
@@ -128,15 +128,16 @@ def _from_environment() -> dict[str, _Given]:
         and not value.startswith(("tcp://", "udp://"))
     }
     known = {env_name(name): name for name in Settings.model_fields}
-    problems = [_unknown(name, known) for name in variables if name not in known]
+    problems = [unknown_setting(name, known) for name in variables if name not in known]
     if problems:
         raise SettingsError("\n".join(problems))
     values = EnvSettingsSource(Settings, case_sensitive=False)()
     return {name: _Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
 
 
-def _unknown(name: str, known: Mapping[str, str]) -> str:
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """What to say to whoever has given it."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     hint = f"Did you mean {nearest[0]}?" if nearest else "`headrace serve --help` lists the settings."
     return f"there is no setting {name!r}. {hint}"
 
@@ -147,7 +148,7 @@ def _explain(problem: Any, given: Mapping[str, _Given]) -> str:
     name = str(problem["loc"][0])
     field = Settings.model_fields.get(name)
     if field is None:
-        return _unknown(name, {n: n for n in Settings.model_fields})
+        return unknown_setting(name, {n: n for n in Settings.model_fields})
     entry = given[name]
     value = "a value that is not shown" if is_secret(field) else repr(entry.value)
     example = working_value(field)

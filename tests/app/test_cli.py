@@ -62,8 +62,14 @@ def test_a_key_is_not_echoed() -> None:
 
 def test_a_prefix_of_a_flag_is_no_flag() -> None:
     done = run("serve", "--max-num", "3")
-    assert done.returncode == 2
-    assert "--max-num" in done.stderr
+    assert done.returncode == 1
+    assert "'--max-num'" in done.stderr
+
+
+def test_a_mistyped_flag_is_told_with_the_one_that_was_meant() -> None:
+    done = run("serve", "--prot=secret")
+    assert done.returncode == 1
+    assert done.stderr == "error: there is no setting '--prot'. Did you mean --port?\n"
 
 
 @pytest.fixture

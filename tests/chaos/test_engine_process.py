@@ -54,7 +54,7 @@ def test_killed_engine_ends_streams_with_an_error_and_the_server_with_a_failure(
             assert stream.done or stream.status == 503
         assert server.wait_exit() != 0
         assert "killed by SIGKILL" in server.log
-        assert server.log.splitlines()[-1] == "headrace: the engine has died while serving"
+        assert server.log.splitlines()[-1] == "error: the engine has died while serving"
 
 
 def test_engine_that_panics_says_why_before_it_ends() -> None:

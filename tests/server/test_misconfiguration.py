@@ -201,7 +201,7 @@ def test_what_cannot_work_ends_with_a_line_that_says_what_would(
     status, lines = ended[name]
     last = lines[-1]
     assert status != 0
-    assert last.startswith("headrace: "), last
+    assert last.startswith("error: "), last
     missing = [word for word in CASES[name][1] if word not in last]
     assert not missing, f"{missing} is not in: {last}"
     assert not any(line.startswith("Traceback") for line in lines)
@@ -257,7 +257,7 @@ def test_more_than_one_worker_is_refused(worker_class: str, tmp_path: Path) -> N
     with Workers(number, worker_class, file) as server:
         assert server.wait_exit() != 0
         last = server.log.strip().splitlines()[-1]
-    for words in ("headrace: workers", f"got {number}", "hypercorn --workers 1 app:main", "data_parallel_size"):
+    for words in ("error: workers", f"got {number}", "hypercorn --workers 1 app:main", "data_parallel_size"):
         assert words in last
     assert server.log.count("workers: got") == 1, server.log
     assert "Traceback" not in server.log

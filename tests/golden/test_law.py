@@ -1,0 +1,55 @@
+"""Whatever happened to a request, its tokens are those of its solo, cold run: random histories of small random models
+(`tests.golden.histories`), by every way that the engine has of computing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.golden.histories import History, Law, load, small_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"sliding_window": 11},
+}
+# By what they are computed, how it is loaded, and how many histories are told.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "library": ({"dtype": "bfloat16"}, {"exact": True}, 100),
+    "torch": ({"dtype": "float32"}, {"exact": False}, 5),
+    "device": ({"dtype": "float32", "runner": "device"}, {"exact": False, "depths": (1, 2)}, 5),
+}
+
+
+@pytest.fixture(scope="module", params=[(model, way) for model in MODELS for way in WAYS], ids=" by ".join)
+def told(request) -> Iterator[tuple[Law, int]]:
+    model, way = request.param
+    options, rules, number = WAYS[way]
+    core = load(small_model(**MODELS[model]), **options)
+    yield Law(core, **rules), number
+    core.shutdown()
+
+
+def tell(law: Law, seeds: range) -> None:
+    law.seen.clear()
+    for seed in seeds:
+        try:
+            History(law, seed).tell()
+        except AssertionError as error:
+            raise AssertionError(f"history {seed}: {error}") from error
+    for event in ("hits", "preempted", "chunks", "mixed steps", "left"):  # what a hundred go through
+        assert len(seeds) < 100 or law.seen[event] > 0, f"the histories never went through: {event}"
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_a_solo_cold_run(told):
+    law, number = told
+    tell(law, range(number))
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(3600)
+def test_they_are_so_in_thousands_of_histories(told):
+    law, number = told
+    tell(law, range(10**6, 10**6 + number * 30))

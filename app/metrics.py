@@ -14,7 +14,8 @@ What was computed for prompts, and computed again after a preemption, is `prompt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -32,7 +33,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
-from engine.messages import FinishReason, SchedulerStats
+from engine.messages import FinishReason, SchedulerStats, TierStats
 from protocol.answer_check import OUTCOMES, Outcome
 from protocol.tools.left_out import FAMILIES, family
 
@@ -124,6 +125,17 @@ class Metrics:
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
+        self._tiers = {
+            "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
+            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Pieces that were torn, foreign or gone."),
+            "loaded_bytes": by_tier("headrace:kv_tier_loaded_bytes", "Bytes that were loaded."),
+            "load_seconds": by_tier("headrace:kv_tier_load_seconds", "Seconds of reading, checking and copying."),
+            "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
+            "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, beside the steps."),
+        }
+        text = "Bytes that a tier of the KV cache holds, by the engine that last wrote there."
+        self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         text = "Tools that clients offered and nobody serves here, by the requests that did so."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
@@ -148,8 +160,15 @@ class Metrics:
             self._reused_tokens.inc(stats.prefix_cache_hits)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
+        for tier in stats.tiers or ():
+            self._on_tier(tier)
         if tokens := stats.prompt_tokens + generated_tokens:
             self._step_tokens.observe(tokens)
+
+    def _on_tier(self, stats: TierStats) -> None:
+        for field, counter in self._tiers.items():
+            counter.labels(stats.tier).inc(getattr(stats, field))
+        self._tier_bytes.labels(stats.tier).set(stats.num_bytes)
 
     def on_prompt(self, tokens: int) -> None:
         self._prompt_tokens.inc(tokens)

@@ -140,6 +140,25 @@ class Settings(BaseSettings):
         ge=MIB,
         examples=["2GiB"],
     )
+    kv_cache_dir: UserPath | None = Field(
+        None,
+        description="Directory where KV blocks of prompts are kept, so that they outlive a restart; several engines of "
+        "a machine may share one. Default: none are kept.",
+        examples=["/var/cache/headrace/kv"],
+    )
+    kv_cache_dir_size: ByteSize = Field(
+        ByteSize(8 * 1024 * MIB),
+        description="Most bytes in kv_cache_dir, of all models and engines together.",
+        ge=16 * MIB,
+        examples=["8GiB"],
+    )
+    kv_cache_ram: ByteSize = Field(
+        ByteSize(0),
+        description="Memory of the host for KV blocks that a device's own memory does not hold; 0: none. Not for CPUs, "
+        "which compute in that memory.",
+        ge=0,
+        examples=["16GiB"],
+    )
     gpu_memory_utilization: float = Field(
         0.9,
         description="Share of a CUDA device's memory that weights, steps and KV cache may fill, if kv_cache_memory "
@@ -336,6 +355,15 @@ class Settings(BaseSettings):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), because every running request needs one token of each step. For example: "
                 f"max_num_batched_tokens = {max(512, self.max_num_seqs)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_kept_can_be_found(self) -> Settings:
+        if (self.kv_cache_dir is not None or self.kv_cache_ram) and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_cache_dir and kv_cache_ram keep what the prefix cache finds, and enable_prefix_caching is false. "
+                "What works: enable_prefix_caching = true, or neither of them"
             )
         return self
 

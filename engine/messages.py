@@ -259,6 +259,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     tenant_max_running: int = 0  # running slots that the tenant may hold at once; 0 is no limit
     cache_salt: str = ""  # salts it further: hits among requests of the same salt only
     pooling: Pooling | None = None
+    keeps_prefix: bool = False  # its conversation may go on: what is cached of it outlives what is not so
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -277,6 +278,8 @@ class EventKind(enum.StrEnum):
     SCHEDULED = "scheduled"  # got a running slot; tokens: how many the prefix cache provided
     PREFILL = "prefill"  # a chunk was computed; tokens: how many
     PREEMPTED = "preempted"  # lost its running slot; tokens: how many have to be computed again
+    LOADED_FROM_RAM = "loaded_from_ram"  # into the prefix cache, while it waited; tokens: how many
+    LOADED_FROM_DISK = "loaded_from_disk"
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False):
@@ -319,8 +322,22 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     refusal: Refusal | None = None  # set with FinishReason.ERROR if the client is at fault, and not the server
 
 
+class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """What has happened in a tier of the KV cache since it was last told; `num_bytes` is a level."""
+
+    tier: str  # "ram" or "disk"
+    hit_tokens: int = 0  # that were loaded into the prefix cache
+    failed_loads: int = 0  # pieces that were torn, foreign, or gone
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0  # of reading, checking and copying
+    stored_bytes: int = 0
+    store_seconds: float = 0.0  # of writing, beside the steps
+    num_bytes: int = 0  # held
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """The stats after one step. The last four are what this step added, the others are levels."""
+    """The stats after one step. The last ones, from `num_preemptions` on, are what this step added, the others are
+    levels."""
 
     step: int
     num_running: int
@@ -330,6 +347,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_tokens: int  # prompt tokens whose KV was computed
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
+    tiers: list[TierStats] | None = None  # None where nothing has happened in them
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

@@ -11,6 +11,8 @@ from engine.core.executor import StepHandle
 from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
+from gpu.kv_tiers.opening import check_tiers, open_tier
+from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.perplexity import sample_text
 from gpu.runner import FinishedStep
@@ -27,13 +29,17 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     """
     options = options or WorkerOptions()
     device = resolve_device(options.device)
+    check_tiers(options, device)
     if options.quantization != "none":
-        return _load_quantized(files, options)
-    if device == "cpu":
-        return UniProcExecutor(Worker(files.config, read_weights(files), options), files.config.vocab_size)
-    from gpu.weights.tensors import weights_of
+        executor = _load_quantized(files, options)
+    elif device == "cpu":
+        executor = UniProcExecutor(Worker(files.config, read_weights(files), options), files.config.vocab_size)
+    else:
+        from gpu.weights.tensors import weights_of
 
-    return UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
+        executor = UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
+    executor.open_tier(files, options)
+    return executor
 
 
 def _load_quantized(files: ModelFiles, options: WorkerOptions) -> UniProcExecutor:
@@ -61,7 +67,13 @@ class UniProcExecutor:
         self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
         self.summary = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads. {worker.kv_cache_size}"
+        self.tier: KVTier | None = None
         self._worker: Worker | None = worker
+
+    def open_tier(self, files: ModelFiles, options: WorkerOptions) -> None:
+        """What the options want beside the KV cache, where it can be had."""
+        if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
+            self.tier = open_tier(self._worker.kv_caches, 1, files, options, self.compute_form)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:

@@ -7,8 +7,9 @@ nothing else imports it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from engine.errors import ConfigError
@@ -34,6 +35,9 @@ class WorkerOptions:
     block_size: int = 16
     kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
     kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
+    kv_cache_dir: Path | None = None  # where keys and values are kept that outlive the process
+    kv_cache_dir_size: int = 0  # bytes
+    kv_cache_ram: int = 0  # bytes of the host's memory for what a device's own does not hold
     gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
     # Where the batch is kept (see `gpu.device`): "auto" is on the device if that is a card, and else on the host.
     runner: Literal["auto", "host", "device"] = "auto"
@@ -41,6 +45,11 @@ class WorkerOptions:
 
 class ServedModel(LanguageModel, Protocol):
     """A model with its weights in place, that also knows its cache, and how long a context is served."""
+
+    @property
+    def kv_caches(self) -> Sequence[Any]:
+        """The cache of every layer, once it is there: an array or a tensor, [num_blocks, ...]."""
+        ...
 
     @property
     def element_size(self) -> int:

@@ -48,6 +48,7 @@ class Worker:
             kv_cache_memory=options.kv_cache_memory,
         )
         model.set_max_model_len(self.kv_cache_size.max_model_len)
+        self.kv_caches: Sequence[Any] = ()
         self.runner = self._make_runner(model, options)
         room = min(self.kv_cache_size.num_tokens, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
         self.perplexity = perplexity(model, text[:room], options.block_size) if text else None
@@ -61,6 +62,7 @@ class Worker:
 
             synchronize(self.device)
         del self.runner
+        self.kv_caches = ()
         gc.collect()
         if self._on_cuda:
             from gpu.device.memory import release
@@ -71,12 +73,15 @@ class Worker:
         sizes = BatchSizes(options.max_num_seqs, self.kv_cache_size.max_model_len, options.block_size)
         if options.runner == "host" or (options.runner == "auto" and not self._on_cuda):
             model.allocate_kv_cache(self.kv_cache_size.num_blocks)
+            self.kv_caches = model.kv_caches
             return ModelRunner(model, sizes)
         from gpu.device import make_device_runner
         from gpu.models.served import TorchModel
 
         assert isinstance(model, TorchModel)
-        return make_device_runner(model, self.kv_cache_size.num_blocks, sizes, options.max_num_batched_tokens)
+        runner = make_device_runner(model, self.kv_cache_size.num_blocks, sizes, options.max_num_batched_tokens)
+        self.kv_caches = runner.kv_caches
+        return runner
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""

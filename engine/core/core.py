@@ -28,7 +28,7 @@ from engine.commands import (
     ResetPrefixCache,
 )
 from engine.core.config import EngineConfig
-from engine.core.executor import Executor, Prepares, StepHandle
+from engine.core.executor import Executor, KeepsBlocks, Prepares, StepHandle
 from engine.core.heartbeat import Heartbeat
 from engine.core.quarantine import Quarantine
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
@@ -94,7 +94,9 @@ class EngineCore:
         self.config = config
         self.grammars = grammars
         self.executor = executor
-        self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size)
+        tier = executor.tier if isinstance(executor, KeepsBlocks) else None
+        self.scheduler = Scheduler(config, executor.num_blocks, executor.block_size, tier)
+        self._tiers = self.scheduler.kv.tiers
         self.num_steps = 0
         self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
@@ -203,6 +205,8 @@ class EngineCore:
             self._last_end = ended
             outputs = self.scheduler.update(plan, output, ended)
             self._name_failed(outputs)
+            if self._tiers is not None:
+                self._tiers.write_back(ended - began, has_streams=num_decode_tokens > 0)
         self._past_steps.append(
             StepSnapshot(
                 step=plan.step,
@@ -238,6 +242,11 @@ class EngineCore:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there
         is more of it."""
         has_more = isinstance(self.executor, Prepares) and self.executor.prepare()
+        if self._tiers is not None and self._tiers.has_backlog:
+            self._tiers.write_back(None)
+            if self._tiers.has_backlog:
+                self._tiers.tier.wait()
+                has_more = True
         self.heartbeat.beat()
         return has_more
 
@@ -262,6 +271,8 @@ class EngineCore:
                 plan.masks = self._structured.masks(self.scheduler.matchers_of(plan))
                 if not plan.request_ids:
                     self._structured.wait_for_grammars()
+            if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
+                self._tiers.tier.wait()
             handle: StepHandle
             try:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
@@ -306,6 +317,8 @@ class EngineCore:
     def shutdown(self) -> None:
         if self._structured is not None:
             self._structured.shutdown()
+        if self._tiers is not None:
+            self._tiers.tier.close()
         self.executor.shutdown()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.tiers import BlockTier
 
 
 class StepHandle(Protocol):
@@ -57,3 +58,10 @@ class Prepares(Protocol):
         """Do a piece of what makes later steps faster, a tenth of a second's worth or so. Returns whether there is
         more of it."""
         ...
+
+
+@runtime_checkable
+class KeepsBlocks(Protocol):
+    """An executor that may have a tier beside its KV cache."""
+
+    tier: BlockTier | None

@@ -27,6 +27,8 @@ class Admission:
         waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
         crowd with one system prompt, prefill it once.
 
+        One whose prefix lies in a tier starts when that is loaded; nobody behind it waits for that.
+
         Returns those that wait in vain: their deadline cannot be kept at that speed, or their grammar has an error.
         """
         table, kv = self._table, self._kv
@@ -45,10 +47,14 @@ class Admission:
                 if request.grammar.error is not None:
                     in_vain.append(request)
                 continue
+            if request.load is not None:
+                continue
             prefix = kv.find_prefix(request)
             num_found = len(prefix) // kv.num_groups
             if self._is_being_computed(request, num_found, being_computed):
                 passed_over += 1
+                continue
+            if kv.tiers is not None and kv.tiers.begin(request, prefix):
                 continue
             num_missing = request.num_tokens - num_found * kv.block_size
             # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.

@@ -1,8 +1,9 @@
 """Which blocks a request gets, and which of them it can share.
 
 Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, the tenant, and
-the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, so nobody can compute a
-collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what another has sent (CVE-2025-46570).
+the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, or of the directory that
+blocks are kept in, so nobody can compute a collision from outside (vLLM's CVE-2025-25183) and no tenant can probe what
+another has sent (CVE-2025-46570).
 
 Where the device computes a prompt's tokens otherwise than the same ones generated (`prompt_form_differs`), the hash
 also covers which of a block's tokens were generated. So an answer is computed once more as a part of the next turn's
@@ -22,6 +23,7 @@ from hashlib import blake2b
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.kv_groups import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.request import Request
+from engine.scheduler.tiers import BlockTier, Tiers
 
 _DIGEST_SIZE = 16
 
@@ -38,18 +40,21 @@ class KVCacheManager:
         windows: KVWindows = (None,),
         enable_prefix_caching: bool = True,
         prompt_form_differs: bool = False,
+        tier: BlockTier | None = None,
     ) -> None:
+        """With a `tier`, hashes mean the same after a restart: its key is theirs."""
         self.block_size = block_size
         self.num_groups = len(windows)
         self._windows = windows
         self._max_step_tokens = max_step_tokens
         self._has_windows = any(window is not None for window in windows)
         # What tells a group's content from another's of the same tokens: nothing for the first.
-        self._marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
+        self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._prompt_form_differs = prompt_form_differs
-        self._key = secrets.token_bytes(32)
+        self._key = secrets.token_bytes(32) if tier is None else tier.key
+        self.tiers = None if tier is None else Tiers(self, tier, only_prompts=prompt_form_differs)
 
     @property
     def usage(self) -> float:
@@ -83,7 +88,7 @@ class KVCacheManager:
         rows: list[list[int]] = []  # what is cached of each place, as far as no full group lacks any
         for index in range(limit):
             content = self.block_hash(request, index)
-            found = [self.pool.find(content + mark) for mark in self._marks]
+            found = [self.pool.find(content + mark) for mark in self.marks]
             row = [NO_BLOCK if block_id is None else block_id for block_id in found]
             if any(
                 window is None and block_id == NO_BLOCK for window, block_id in zip(self._windows, row, strict=True)
@@ -91,7 +96,7 @@ class KVCacheManager:
                 break
             rows.append(row)
         # Where a window's block is missing the prefix ends, and the windows of that end are looked for in turn.
-        needs = [limit if window is None else self._places(window - 1) for window in self._windows]
+        needs = self.needs(limit)
         length = index = len(rows)
         while index > max(0, length - max(needs)):
             index -= 1
@@ -105,6 +110,10 @@ class KVCacheManager:
             for index, row in enumerate(rows[:length])
             for block_id, need in zip(row, needs, strict=True)
         ]
+
+    def needs(self, num_places: int) -> list[int]:
+        """How many of a prefix's `num_places` places the next token sees, from its end on, for each group."""
+        return [num_places if window is None else self._places(window - 1) for window in self._windows]
 
     def can_admit(self, request: Request, prefix: list[int]) -> bool:
         """Whether all tokens known for the request would fit now, so that its prefill is not cut short at once."""
@@ -126,6 +135,8 @@ class KVCacheManager:
             return []
         if self._has_windows:
             self._leave_windows(request)
+        if missing * self.num_groups > self.pool.num_free and self.tiers is not None:
+            self.tiers.give_up()
         if missing * self.num_groups > self.pool.num_free:
             return None
         block_ids = self.pool.allocate(missing * self.num_groups)
@@ -142,8 +153,10 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             for index in range(request.num_committed_blocks, full):
                 content = self.block_hash(request, index)
-                for group, mark in enumerate(self._marks, index * self.num_groups):
+                for group, mark in enumerate(self.marks, index * self.num_groups):
                     self.pool.publish(request.block_ids[group], content + mark)
+            if self.tiers is not None:
+                self.tiers.note_published(request, request.num_committed_blocks, full)
         request.num_committed_blocks = max(full, request.num_committed_blocks)
         if self._has_windows:
             self._leave_windows(request)
@@ -166,15 +179,19 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             for index in range(request.num_committed_blocks):
                 content = self.block_hash(request, index)
-                found = [self.pool.find(content + mark) for mark in self._marks]
+                found = [self.pool.find(content + mark) for mark in self.marks]
                 self.pool.withdraw(block_id for block_id in found if block_id is not None)
+        if self.tiers is not None:
+            self.tiers.withdraw(request)
 
     def reset(self) -> None:
-        """Make nothing findable any more that is there now."""
+        """Make nothing findable any more that is there now. What is kept elsewhere stays there."""
         self.pool.withdraw(range(self.pool.num_blocks))
 
     def free(self, request: Request) -> None:
         """Give back everything the request owns. What was published can still be found until it is overwritten."""
+        if self.tiers is not None:
+            self.tiers.leave(request)
         self.pool.release(owned(request.block_ids) if self._has_windows else request.block_ids)
         request.block_ids = []
         request.room = 0

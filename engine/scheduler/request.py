@@ -8,12 +8,16 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
 from engine.scheduler.kv_groups import NO_BLOCK
 from engine.scheduler.plan import NewRequestData
 from engine.snapshot import RequestSnapshot
 from engine.structured import TokenMatcher
+
+if TYPE_CHECKING:
+    from engine.scheduler.tiers import Load
 
 
 class RequestStatus(enum.IntEnum):
@@ -53,6 +57,7 @@ class Request:
     __slots__ = (
         "_ends",
         "arrival_time",
+        "asked_tiers",
         "block_hashes",
         "block_ids",
         "cache_salt",
@@ -63,6 +68,8 @@ class Request:
         "generates",
         "grammar",
         "is_complete",
+        "keeps_prefix",
+        "load",
         "max_num_tokens",
         "num_cached_tokens",
         "num_committed_blocks",
@@ -130,6 +137,9 @@ class Request:
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
         self.events: list[RequestEvent] = []  # not yet reported
+        self.keeps_prefix = message.keeps_prefix
+        self.asked_tiers = False  # whether what lies beyond its cached prefix has been looked for
+        self.load: Load | None = None  # that it waits for
 
     @property
     def num_tokens(self) -> int:

@@ -85,7 +85,9 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
-        self.kv.pool.check_integrity(owned(request.block_ids) for request in self.requests.values())
+        loading = [] if self.kv.tiers is None else self.kv.tiers.tables()
+        tables = [owned(request.block_ids) for request in self.requests.values()]
+        self.kv.pool.check_integrity([*loading, *tables])
         if set(self.running) & {request.request_id for request in self.waiting}:
             raise AssertionError("a request is both running and waiting")
         if len(self.running) + len(self.waiting) != len(self.requests):

@@ -38,13 +38,14 @@ from engine.scheduler.plan_draft import PlanDraft
 from engine.scheduler.preemption import bystander, worst_ranked
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
+from engine.scheduler.tiers import BlockTier
 from engine.structured import TokenMatcher
 
 
 class Scheduler:
     """Plans steps and keeps account of all living requests."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, tier: BlockTier | None = None) -> None:
         self.config = config
         self.kv = KVCacheManager(
             num_blocks,
@@ -53,6 +54,7 @@ class Scheduler:
             max_step_tokens=config.max_num_batched_tokens * config.pipeline_depth,
             enable_prefix_caching=config.enable_prefix_caching,
             prompt_form_differs=config.prompt_form_differs,
+            tier=tier,
         )
         if self.kv.most_blocks(config.max_model_len) > num_blocks:
             raise ValueError(
@@ -152,6 +154,9 @@ class Scheduler:
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
+        if self.kv.tiers is not None:
+            self.kv.tiers.seconds_per_token = seconds_per_prefill_token
+            self.kv.tiers.poll(now, is_busy=bool(self.running))
         plan = PlanDraft(self.config.max_num_batched_tokens)
         in_flight = self._in_flight.latest.num_tokens
         # Drafts leave a token for everybody else: the budget has room for one of each.
@@ -350,6 +355,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
+            tiers=None if self.kv.tiers is None else self.kv.tiers.take_stats(),
         )
         self._prompt_tokens = self._table.num_preemptions = 0
         self._table.prefix_cache_queries = self._table.prefix_cache_hits = 0

@@ -19,7 +19,7 @@ def model_digest(files: ModelFiles) -> bytes:
     """
     found = hashlib.blake2b(digest_size=32)
     found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
-    for path in _paths(files):
+    for path in weight_paths(files):
         size = path.stat().st_size
         found.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:
@@ -29,7 +29,8 @@ def model_digest(files: ModelFiles) -> bytes:
     return found.digest()
 
 
-def _paths(files: ModelFiles) -> tuple[Path, ...]:
+def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
+    """The files that the weights lie in, none for random ones."""
     if files.tensors is None:
         return ()
     return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)

@@ -141,6 +141,7 @@ class Library:
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
+        self.path = path
         self.functions = ctypes.CDLL(str(path))
         for function, (result, arguments) in _SIGNATURES.items():
             entry = getattr(self.functions, function)

@@ -52,7 +52,7 @@ class DeviceRunner:
         graphs: Graphs | None = None,
     ) -> None:
         self._model = model
-        self._kv_caches = kv_caches
+        self.kv_caches = kv_caches
         self._tables = DeviceTables(sizes, vocab_size, device)
         self._upload = Upload(self._tables.buffer)
         self.rows = RowTable(sizes)
@@ -166,7 +166,7 @@ class DeviceRunner:
         self._hidden[:size].copy_(hidden)
 
     def _forward(self, inputs: ModelInputs, check: Callable[[], None] | None) -> torch.Tensor:
-        return self._model.forward(*inputs, self._kv_caches, check)
+        return self._model.forward(*inputs, self.kv_caches, check)
 
 
 def make_device_runner(

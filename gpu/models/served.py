@@ -44,10 +44,10 @@ class TorchModel:
         library = load_library()
         self.draw = torch_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
         self.set_max_model_len = model.set_max_model_len
-        self._kv_caches: list[torch.Tensor] = []
+        self.kv_caches: list[torch.Tensor] = []
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        self._kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
+        self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
@@ -65,7 +65,7 @@ class TorchModel:
             seq_lens_list=inputs.seq_lens.tolist(),
         )
         ids, positions = self._tensor(inputs.input_ids), self._tensor(inputs.positions)
-        return self.model.forward(ids, positions, metadata, self._kv_caches, cancellation_check).float().cpu().numpy()
+        return self.model.forward(ids, positions, metadata, self.kv_caches, cancellation_check).float().cpu().numpy()
 
     @torch.inference_mode()
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from typing import Any
 from engine.core.executor import StepHandle
 from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.scheduler.tiers import BlockTier
 from engine.simulation.executor import Row, SimulatedExecutor
 
 _REJECTED = -1  # what stands where a draft was not taken; no digest
@@ -38,6 +39,7 @@ class CheckedExecutor(SimulatedExecutor):
     """
 
     prompt_form_differs = False
+    tier: BlockTier | None = None  # tests set one
 
     def __init__(
         self,

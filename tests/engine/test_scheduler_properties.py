@@ -34,6 +34,7 @@ from engine.simulation.tokens import expected_output
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 from tests.engine.helpers import assert_nothing_left, make_request
 from tests.engine.queueing_executor import QueueingExecutor
+from tests.engine.simulated_tier import SimulatedTier
 
 VOCAB_SIZE = 50
 EOS = (5,)
@@ -60,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
             st.just((None,)),
             st.lists(st.sampled_from([None, 1, 2, 5, 13, 40, 1000]), min_size=1, max_size=3).map(tuple),
         ),
+        blocks_per_piece=st.sampled_from([None, 1, 1, 2, 3]),
     )
     def start(
         self,
@@ -71,8 +73,10 @@ class EngineMachine(RuleBasedStateMachine):
         fast: float | None,
         max_sampled_tokens: int,
         windows: tuple[int | None, ...],
+        blocks_per_piece: int | None,
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
+        `blocks_per_piece` is of the tier beside the cache; None is no tier.
 
         One that may sample several tokens gives any number of them, also none.
         """
@@ -102,6 +106,14 @@ class EngineMachine(RuleBasedStateMachine):
             before_step=self.before_step,
             how_many=None if max_sampled_tokens == 1 else partial(random.Random(0).randint, 0),
         )
+        self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
+        self.tier: SimulatedTier | None = None
+        if blocks_per_piece is not None and enable_prefix_caching:
+            seed = block_size + num_tokens
+            self.tier = SimulatedTier(
+                self.executor, self.writers, blocks_per_piece=blocks_per_piece, seed=seed, before_copy=self.check_plans
+            )
+            self.executor.tier = self.tier
         self.core = EngineCore(config, self.executor)
         self.inputs = InputProcessor(vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len, seed=0)
         self.children: dict[str, EngineCoreRequest] = {}
@@ -116,7 +128,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_plans_checked = 0
         self.failed_step = 0
         self.had_two_tenants = False  # before the latest step
-        self.writers: dict[int, str] = {}  # the tenant whose tokens a block holds
 
     def before_step(self, plan: SchedulerOutput) -> None:
         if self.abandon_next_step and plan.request_ids:
@@ -132,6 +143,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
     def arrive(self, seed: int, count: int) -> None:
         draw = random.Random(seed)
+        if self.tier is not None and draw.random() < 0.5:
+            self.core.scheduler.kv.reset()  # as after a restart
         for _ in range(count):
             # Prompts begin alike: three families, cut at any length, sometimes with an ending of their own.
             family = draw.randrange(3)
@@ -159,12 +172,14 @@ class EngineMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject, reason: FinishReason) -> None:
         """In any state: waiting, prefilling, decoding, preempted, finished, gone before, never heard of."""
         ended = list(self.finishes)[-1:]
-        living_ids = [*self.core.scheduler.running, *self.core.scheduler.requests]
+        loading = [each.request_id for each in self.core.scheduler.waiting if each.load is not None]
+        living_ids = loading or [*self.core.scheduler.running, *self.core.scheduler.requests]
         request_id = data.draw(st.sampled_from([*living_ids, *ended, "nobody"]))
         living = self.core.scheduler.requests.get(request_id)
         if living is not None:
             self.left.add(request_id)
             _seen[f"left while {living.status.name}"] += 1
+            _seen["left while loading"] += living.load is not None
             if living.status is RequestStatus.WAITING:
                 assert request_id not in self.executor.computed
                 self.never_to_run.add(request_id)
@@ -187,6 +202,16 @@ class EngineMachine(RuleBasedStateMachine):
     def poison_one(self, data: st.DataObject) -> None:
         self.poison.add(data.draw(st.sampled_from(list(self.core.scheduler.requests))))
 
+    @precondition(lambda self: self.tier is not None)
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def forget(self, seed: int) -> None:
+        """Everything is stored, and nothing found in memory any more, as after a restart. Then somebody comes back."""
+        for _ in range(8):
+            self.core.prepare()
+        self.core.scheduler.kv.reset()
+        self.arrive(seed, 2)
+        self.step()
+
     @rule(count=st.integers(1, 6))
     def run(self, count: int) -> None:
         for _ in range(count):
@@ -200,10 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
         self.check_windows()
-        for plan in self.executor.plans[self.num_plans_checked :]:
-            self.check_tenants(plan)
-            _seen["several tokens a step"] += max(plan.num_sampled_tokens, default=0) > 1
-        self.num_plans_checked = len(self.executor.plans)
+        self.check_plans()
         plan = self.executor.plans[-1]
         is_ahead = self.core.config.pipeline_depth > 1  # then several plans may count in one step's statistics
         if batch.stats.num_preemptions and plan.step != self.failed_step and not (self.had_two_tenants or is_ahead):
@@ -235,6 +257,12 @@ class EngineMachine(RuleBasedStateMachine):
                     num_owned = len(owned(request.block_ids[group :: len(windows)]))
                     assert num_owned <= most_in_window(window, self.executor.block_size, latest[request_id])
 
+    def check_plans(self) -> None:
+        for plan in self.executor.plans[self.num_plans_checked :]:
+            self.check_tenants(plan)
+            _seen["several tokens a step"] += max(plan.num_sampled_tokens, default=0) > 1
+        self.num_plans_checked = len(self.executor.plans)
+
     def check_tenants(self, plan: SchedulerOutput) -> None:
         """A block's content is used by the tenant that wrote it, and by nobody else."""
         for new in plan.new_requests:
@@ -261,6 +289,8 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.step()
         assert_nothing_left(self.core)
+        if self.tier is not None:
+            _seen.update(self.tier.seen)
         if isinstance(self.executor, QueueingExecutor):
             _seen["two steps in flight"] += self.executor.most_in_flight == 2
             assert self.executor.most_in_flight <= 2
@@ -308,6 +338,11 @@ def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> N
         "prefix hits",
         "preemptions with windows",
         "prefix hits with windows",
+        "stores",
+        "loads",
+        "loads cut short",
+        "pieces loaded",
+        "pieces that could not be had",
         "found guilty",
         "left while WAITING",
         "left while RUNNING",

@@ -1,0 +1,244 @@
+"""Blocks that are kept beside the KV cache: prefixes being loaded from there, and blocks to be stored.
+
+A load fills the prefix cache. It owns blocks, a thread reads what belongs into them, and when all is there they are
+published and given back: the request that waited for it, and every other, finds them as it finds any prefix. So a
+request that is loading waits like any other and owns nothing; when it leaves, its load is dropped with its blocks, and
+running requests that need those get them at once. What cannot be loaded is computed.
+
+What is stored needs no block to be held either: a published block is taken if it still holds what it did when its turn
+comes, and that is a look at the hash index.
+
+A piece is `blocks_per_piece` places of a block table that follow each other, with the blocks of all groups there; its
+name is the hash of the last, which covers every token before it. What is loaded is only what the next token sees. Owned
+by the KVCacheManager, on the engine's thread. It does no I/O: that is behind the `BlockTier`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.messages import EventKind, TierStats
+from engine.scheduler.kv_groups import NO_BLOCK, owned
+from engine.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from engine.scheduler.kv_cache_manager import KVCacheManager
+
+MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
+MAX_LOADS = 4  # at once: each owns blocks
+BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
+# Share of the time of steps that may go into storing, where streams run in them and where none does.
+STREAM_SHARE, PREFILL_SHARE = 0.01, 0.02
+MAX_CREDIT = 4  # pieces that may be stored at a stretch
+LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
+
+
+class BlockTier(Protocol):
+    """Where pieces are kept. Nothing here waits but `wait`, for a moment, and `close`; `gpu.kv_tiers.tier` has more."""
+
+    key: bytes  # of the hashes, so that they mean the same after a restart
+    blocks_per_piece: int
+    store_seconds: float  # that storing a piece takes from the steps
+
+    def find(self, name: bytes) -> bool: ...
+    def is_cheaper(self, seconds: float) -> bool: ...
+    def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int: ...  # negative ids: not wanted
+    def cancel(self, ticket: int) -> None: ...
+    def poll(self, seconds: float) -> list[tuple[int, int, str | None]]: ...
+    def store(self, name: bytes, block_ids: Sequence[int], seconds: float, *, is_living: bool) -> bool: ...
+    def discard(self, names: Iterable[bytes]) -> None: ...
+    def wait(self) -> None: ...
+    def take_stats(self) -> list[TierStats] | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Load:
+    """Pieces on their way into blocks. `sources` has the tier each came from, None where it is not there yet, "" where
+    it cannot be had."""
+
+    contents: list[bytes]
+    block_ids: list[int]  # NO_BLOCK where the next token does not see it
+    prefix: list[int]  # the blocks before them, held so that nobody takes them meanwhile
+    sources: list[str | None]
+    requests: list[Request]
+    ticket: int = 0
+
+
+class Tiers:
+    """What lies in a tier, as the requests of one scheduler see it."""
+
+    def __init__(self, kv: KVCacheManager, tier: BlockTier, *, only_prompts: bool) -> None:
+        """`only_prompts`: blocks with generated tokens are nobody's prefix, and not stored."""
+        self.tier = tier
+        self.seconds_per_token = 0.0  # of prefill, as measured; 0 is unknown
+        self._kv = kv
+        self._only_prompts = only_prompts
+        self._loads: dict[int, Load] = {}
+        self._backlog: OrderedDict[bytes, tuple[list[bytes], float, bool]] = OrderedDict()
+        self._credit = 0.0
+        self._hits: dict[str, int] = {}  # tokens, by tier
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    # --- loading
+
+    def begin(self, request: Request, prefix: list[int]) -> bool:
+        """Begin to load what lies in the tier beyond a waiting request's cached prefix. Returns whether it waits for
+        that; it is asked once for each request."""
+        if request.asked_tiers or not request.reads_prefix_cache:
+            return False
+        request.asked_tiers = True
+        kv, size = self._kv, self.tier.blocks_per_piece
+        first = len(prefix) // kv.num_groups // size
+        last = first
+        while (last + 1) * size <= (request.num_tokens - 1) // kv.block_size and self.tier.find(
+            kv.block_hash(request, (last + 1) * size - 1)
+        ):
+            last += 1
+        if last == first or not self.tier.is_cheaper(self._seconds_of_piece):
+            return False
+        hashes = request.block_hashes[first * size : last * size]
+        contents = self._contents(hashes)
+        for load in self._loads.values():
+            if load.contents[0] == contents[0]:
+                return self._join(request, load)
+        held = owned(prefix)
+        kv.pool.share(held)
+        firsts = [last * size - need for need in kv.needs(last * size)]
+        is_seen = [place >= least for place in range(first * size, last * size) for least in firsts]
+        if len(self._loads) == MAX_LOADS or sum(is_seen) > kv.pool.num_free:
+            kv.pool.release(held)
+            return False
+        blocks = iter(kv.pool.allocate(sum(is_seen)))
+        table = [next(blocks) if seen else NO_BLOCK for seen in is_seen]
+        load = Load(contents, table, held, [None] * (last - first), [])
+        width = size * kv.num_groups
+        load.ticket = self.tier.load(
+            hashes[size - 1 :: size], [table[start : start + width] for start in range(0, len(table), width)]
+        )
+        self._loads[load.ticket] = load
+        return self._join(request, load)
+
+    def _contents(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """What the blocks of these places are found by, those of all groups of a place together."""
+        return [content + mark for content in hashes for mark in self._kv.marks]
+
+    @staticmethod
+    def _join(request: Request, load: Load) -> bool:
+        request.load = load
+        load.requests.append(request)
+        return True
+
+    def poll(self, now: float, *, is_busy: bool) -> None:
+        """Take in what has been loaded since the last step."""
+        for ticket, index, source in self.tier.poll(BUSY_SECONDS if is_busy else IDLE_SECONDS):
+            load = self._loads[ticket]
+            load.sources[index] = source or ""
+            if None not in load.sources:
+                self._finish(load, now)
+
+    def _finish(self, load: Load, now: float) -> None:
+        """Everything has come that will: what of it continues the prefix can be found from now on."""
+        size, pool = self.tier.blocks_per_piece, self._kv.pool
+        had = [source or "" for source in load.sources]
+        num_pieces = had.index("") if "" in had else len(had)
+        width = num_pieces * size * self._kv.num_groups
+        for block_id, content in zip(load.block_ids[:width], load.contents, strict=False):
+            if block_id != NO_BLOCK:
+                pool.publish(block_id, content)
+        tokens: dict[str, int] = {}
+        for source in had[:num_pieces]:
+            tokens[source] = tokens.get(source, 0) + size * self._kv.block_size
+        for source, number in tokens.items():
+            self._hits[source] = self._hits.get(source, 0) + number
+            for request in load.requests:
+                request.note(EventKind.LOADED_FROM_RAM if source == "ram" else EventKind.LOADED_FROM_DISK, now, number)
+        self._drop(load)
+
+    def leave(self, request: Request) -> None:
+        """The request does not wait for a load any more. One that nobody waits for is dropped."""
+        load = request.load
+        if load is not None:
+            request.load = None
+            load.requests.remove(request)
+            if not load.requests:
+                self._drop(load)
+
+    def give_up(self) -> None:
+        """Somebody who runs needs blocks: whoever waits for a load computes instead."""
+        for load in list(self._loads.values()):
+            self._drop(load)
+
+    def _drop(self, load: Load) -> None:
+        self.tier.cancel(load.ticket)
+        del self._loads[load.ticket]
+        self._kv.pool.release(load.prefix + owned(load.block_ids))
+        for request in load.requests:
+            request.load = None
+
+    # --- storing
+
+    def note_published(self, request: Request, start: int, end: int) -> None:
+        """The request's blocks `start` .. `end` - 1 can be found now: those that complete a piece are to be stored."""
+        kv, size = self._kv, self.tier.blocks_per_piece
+        for piece in range(start // size, end // size):
+            stop = (piece + 1) * size
+            if self._only_prompts and stop * kv.block_size > request.num_prompt_tokens:
+                return
+            name = kv.block_hash(request, stop - 1)
+            if not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_piece):
+                worth = (self._seconds_of_piece or 1e-3) / (1 + piece / LATER_IS_WORTH)
+                contents = self._contents(request.block_hashes[stop - size : stop])
+                self._backlog[name] = contents, worth, request.keeps_prefix
+        while len(self._backlog) > MAX_BACKLOG:
+            self._backlog.popitem(last=False)
+
+    def write_back(self, seconds: float | None, *, has_streams: bool = False) -> None:
+        """Let some of what waits be stored, after a step of so many seconds; None: there is nothing else to do."""
+        if seconds is not None:
+            share = STREAM_SHARE if has_streams else PREFILL_SHARE
+            self._credit = min(self._credit + share * seconds, MAX_CREDIT * self.tier.store_seconds)
+        find = self._kv.pool.find
+        while self._backlog and (seconds is None or self._credit >= 0):
+            name, (contents, worth, is_living) = next(iter(self._backlog.items()))
+            block_ids = [block_id for content in contents if (block_id := find(content)) is not None]
+            if len(block_ids) == len(contents):
+                if not self.tier.store(name, block_ids, worth, is_living=is_living):
+                    return
+                self._credit -= self.tier.store_seconds
+            del self._backlog[name]
+
+    def withdraw(self, request: Request) -> None:
+        """What the request has computed cannot be trusted, also what is stored of it."""
+        self.give_up()
+        size = self.tier.blocks_per_piece
+        names = request.block_hashes[size - 1 :: size]
+        for name in names:
+            self._backlog.pop(name, None)
+        self.tier.discard(names)
+
+    def tables(self) -> list[list[int]]:
+        """The blocks that loads hold, for who checks the accounts."""
+        return [load.prefix + owned(load.block_ids) for load in self._loads.values()]
+
+    def take_stats(self) -> list[TierStats] | None:
+        """What has happened in the tiers since the last time; None if nothing has."""
+        stats = self.tier.take_stats()
+        if stats is not None and self._hits:
+            for each in stats:
+                each.hit_tokens = self._hits.pop(each.tier, 0)
+        return stats
+
+    @property
+    def _seconds_of_piece(self) -> float:
+        return self.seconds_per_token * self.tier.blocks_per_piece * self._kv.block_size

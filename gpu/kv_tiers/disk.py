@@ -1,0 +1,244 @@
+"""Pieces as files of a directory, which outlive the process and which several engines of a machine share.
+
+    DIR/key                      32 secret bytes, mode 0600
+    DIR/lock                     held while pieces are given up (flock: a process that dies lets go of it)
+    DIR/NAMESPACE/NAME.kv        a piece; its time of modification is its rank (`gpu.kv_tiers.worth`)
+    DIR/NAMESPACE/*.tmp          a piece that is being written, locked by its writer
+
+A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
+synced for that case: what does not match its header is a miss, and is removed with a line in the log.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.kv_tiers.piece import HEADER_BYTES, Seal
+from gpu.kv_tiers.worth import rank, victims
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 60.0  # seconds without writing, after writing has failed
+SCAN_INTERVAL = 1.0  # seconds between two looks for what other engines have written or removed
+
+
+@dataclass(slots=True)
+class _Entry:
+    worth: float | None = None  # not known before it is read
+    hits: int = 0
+
+
+class DiskStore:
+    """The pieces of one namespace. `find` takes no I/O and may be called by any thread; the rest blocks."""
+
+    name = "disk"
+
+    def __init__(
+        self, directory: Path, seal: Seal, max_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises OSError if the directory cannot be read; what cannot be written is only logged."""
+        self._root = directory
+        self._directory = directory / seal.namespace.hex()
+        self._seal = seal
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._entries: dict[bytes, _Entry] = {}
+        self._lock = threading.Lock()  # of the entries' values; the dictionary itself is replaced or changed by one key
+        self._floor = 0.0
+        self._total = 0  # bytes of all namespaces, as last seen, and what was written since
+        self._pause_until = 0.0
+        self._seen: tuple[int, int] = (0, 0)
+        self._next_scan = 0.0
+        with suppress(OSError):
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+        self._scan_all()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._total
+
+    def find(self, name: bytes) -> bool:
+        """Whether this piece was there when last looked."""
+        return name in self._entries
+
+    def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        """Read a piece. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
+        path = self._path(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # another engine has given it up
+            self._entries.pop(name, None)
+            return False
+        except OSError as error:
+            return self._cannot_use(name, str(error))
+        try:
+            header = bytearray(HEADER_BYTES)
+            size = os.fstat(descriptor).st_size
+            if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
+                return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
+            worth = self._seal.opened(name, bytes(header), into)
+            if worth is None:
+                return self._cannot_use(name, "its content does not match its name or its checksum")
+            with self._lock:
+                entry = self._entries.setdefault(name, _Entry())
+                entry.worth, entry.hits = worth, entry.hits + 1
+            with suppress(OSError):
+                _set_rank(descriptor, rank(self._floor, worth, entry.hits))
+            return True
+        except OSError as error:
+            return self._cannot_use(name, str(error))
+        finally:
+            os.close(descriptor)
+
+    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+        """Write a piece, and give up others for it. Returns whether it is there now. Never raises OSError."""
+        if self.find(name):
+            return True
+        if self._clock() < self._pause_until:
+            return False
+        try:
+            if not self._make_room(self._seal.piece_bytes):
+                return False
+            self._write(name, payload, worth)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and self._root.is_dir():
+                # It was emptied, or another engine took the draft for one that was left.
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                return False
+            self._pause_until = self._clock() + PAUSE
+            logger.warning(
+                "the KV cache directory %s cannot be written (%s); nothing is stored for %d s", self._root, error, PAUSE
+            )
+            return False
+        self._entries[name] = _Entry(worth)
+        self._total += self._seal.piece_bytes
+        return True
+
+    def discard(self, name: bytes) -> None:
+        """Forget a piece for good."""
+        self._entries.pop(name, None)
+        with suppress(OSError):
+            self._path(name).unlink()
+
+    def refresh(self) -> None:
+        """See what other engines have written or removed. Called every so often; looks once a second at most."""
+        if self._clock() >= self._next_scan:
+            self._next_scan = self._clock() + SCAN_INTERVAL
+            with suppress(OSError):
+                status = self._directory.stat()
+                seen = (status.st_mtime_ns, status.st_ino)
+                if seen != self._seen:
+                    names = {name for each in os.listdir(self._directory) if (name := _name_of(each)) is not None}
+                    self._total += (len(names) - len(self._entries)) * self._seal.piece_bytes
+                    self._take_over(names)
+                    self._seen = seen
+
+    def _take_over(self, names: set[bytes]) -> None:
+        entries = self._entries
+        for name in names.difference(entries):
+            entries[name] = _Entry()
+        for name in set(entries).difference(names):
+            entries.pop(name, None)
+
+    def _path(self, name: bytes) -> Path:
+        return self._directory / f"{name.hex()}.kv"
+
+    def _cannot_use(self, name: bytes, why: str) -> bool:
+        logger.warning("the piece %s cannot be used and is removed: %s", self._path(name), why)
+        self.discard(name)
+        return False
+
+    def _write(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> None:
+        draft = self._directory / f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
+        header = self._seal.header(name, payload, worth)
+        descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
+                raise OSError("it is full")
+            _set_rank(descriptor, rank(self._floor, worth, 0))
+            draft.rename(self._path(name))
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Give up pieces of any namespace until so many bytes fit. Returns False while another engine does so."""
+        if self._total + num_bytes <= self._max_bytes:
+            return True
+        with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o600), "wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            entries = self._scan_all()
+            for value, size, path in victims(entries, self._total + num_bytes, self._max_bytes):
+                self._floor = max(self._floor, value)
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                self._total -= size
+                if path.parent == self._directory and (name := _name_of(path.name)) is not None:
+                    self._entries.pop(name, None)
+        return self._total + num_bytes <= self._max_bytes
+
+    def _scan_all(self) -> list[tuple[float, int, Path]]:
+        """Rank, size and path of every piece, also of other namespaces. Removes what dead writers have left."""
+        found: list[tuple[float, int, Path]] = []
+        names: set[bytes] = set()
+        for folder in os.scandir(self._root):
+            if len(folder.name) != 2 * len(self._seal.namespace) or not folder.is_dir(follow_symlinks=False):
+                continue
+            with suppress(OSError):
+                for file in os.scandir(folder.path):
+                    if file.name.endswith(".tmp"):
+                        _remove_if_left(file.path)
+                    elif (name := _name_of(file.name)) is not None:
+                        with suppress(FileNotFoundError):
+                            status = file.stat(follow_symlinks=False)
+                            found.append((status.st_mtime_ns / 1e9, status.st_size, Path(file.path)))
+                            if folder.name == self._directory.name:
+                                names.add(name)
+        self._take_over(names)
+        self._total = sum(size for _, size, _ in found)
+        if self._total > self._max_bytes // 2:  # the lowest rank there is: a restart must not begin below it
+            self._floor = max(self._floor, min(value for value, _, _ in found))
+        return found
+
+
+def _name_of(file_name: str) -> bytes | None:
+    """The name of the piece in a file; None for any other file."""
+    stem, _, suffix = file_name.partition(".")
+    if suffix != "kv" or len(stem) != 32:
+        return None
+    with suppress(ValueError):
+        return bytes.fromhex(stem)
+    return None
+
+
+def _set_rank(descriptor: int, value: float) -> None:
+    os.utime(descriptor, ns=(time.time_ns(), int(value * 1e9)))
+
+
+def _remove_if_left(path: str) -> None:
+    """Remove a draft whose writer has died: nobody holds its lock."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)

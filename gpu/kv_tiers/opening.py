@@ -1,0 +1,106 @@
+"""From settings and a loaded model to a tier, or to a line in the log that says why there is none.
+
+Whose keys and values a piece has is its namespace: every byte of the weights' files, the model's configuration, the
+library or the torch that computes, the form of the weights, and how a block lies in memory. Where any of it differs
+nothing is found, and nothing needs to be said of it anywhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.errors import ConfigError
+from gpu.checkpoint import ModelFiles
+from gpu.checkpoint.digest import model_digest, weight_paths
+from gpu.cpu.library import load_library
+from gpu.kv_tiers.disk import DiskStore
+from gpu.kv_tiers.memory import HostMemory, KVMemory, TorchMemory
+from gpu.kv_tiers.piece import Checksum, Seal, read_key
+from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.tier import PIECE_BYTES, BlockStore, KVTier
+
+if TYPE_CHECKING:
+    from gpu.model_loader import WorkerOptions
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 2**20
+
+
+def check_tiers(options: WorkerOptions, device: str) -> None:
+    """Raise ConfigError for a tier that could save nothing."""
+    if options.kv_cache_ram and device == "cpu":
+        raise ConfigError(
+            "kv_cache_ram",
+            options.kv_cache_ram,
+            allowed="it is for devices with memory of their own, and this one computes in the host's",
+            hint="kv_cache_memory makes the KV cache itself larger",
+        )
+
+
+def open_tier(
+    caches: Sequence[Any], num_groups: int, files: ModelFiles, options: WorkerOptions, compute_form: str
+) -> KVTier | None:
+    """The tier that the options ask for; None if it is a directory that cannot be used, which is logged.
+
+    At each place of a block table is a block for each of `num_groups` groups, all in the same `caches`.
+    """
+    memory: KVMemory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
+    blocks_per_piece = max(1, PIECE_BYTES // (num_groups * memory.block_bytes))
+    payload_bytes = blocks_per_piece * num_groups * memory.block_bytes
+    directory, key = options.kv_cache_dir, os.urandom(32)
+    if directory is not None:
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            key = read_key(directory / "key")
+        except OSError as error:
+            logger.warning("no KV blocks are kept in %s: %s", directory, error)
+            directory = None
+    if directory is None and not options.kv_cache_ram:
+        return None
+    layout = (num_groups, blocks_per_piece, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
+    form = repr((version("headrace"), compute_form, options.dtype, options.quantization, layout, _computed_by()))
+
+    def open_stores() -> list[BlockStore]:
+        stores: list[BlockStore] = []
+        if options.kv_cache_ram:
+            stores.append(RamStore(options.kv_cache_ram))
+        if directory is not None:
+            seal = Seal(key, _namespace(files, form, key), payload_bytes)
+            stores.append(DiskStore(directory, seal, options.kv_cache_dir_size))
+            logger.info(
+                "KV blocks are kept in %s: %d MiB of %d MiB are taken, in pieces of %d tokens",
+                directory,
+                stores[-1].num_bytes // 2**20,
+                options.kv_cache_dir_size // 2**20,
+                blocks_per_piece * options.block_size,
+            )
+        return stores
+
+    hash_key = blake2b(key, person=b"hashes", digest_size=32).digest()
+    return KVTier(memory, hash_key, blocks_per_piece, payload_bytes, open_stores)
+
+
+def _namespace(files: ModelFiles, form: str, key: bytes) -> bytes:
+    """16 bytes. Reads all weights, at some GB a second."""
+    weights = Checksum(key, _CHUNK).of_files(weight_paths(files))
+    return blake2b(model_digest(files) + weights + form.encode(), key=key, digest_size=16).digest()
+
+
+def _computed_by() -> tuple[str, ...]:
+    """The builds of what may compute: another one may round otherwise."""
+    library = load_library()
+    found = [] if library is None else [blake2b(library.path.read_bytes(), digest_size=16).hexdigest()]
+    if (torch := sys.modules.get("torch")) is not None:
+        found.append(torch.__version__)
+        if torch.cuda.is_available():
+            found.append(torch.cuda.get_device_name())
+    return tuple(found)

@@ -1,0 +1,281 @@
+"""Threads that store and load pieces beside the steps: the `engine.scheduler.tiers.BlockTier` of a device.
+
+The cache itself is touched on the engine's thread alone, between steps: a piece that is stored is copied to a buffer
+there, and a piece that was read is copied from one. So a block may be given to somebody else at any time, and who
+leaves in the middle of a load leaves nothing behind. The threads have the files and the checksums.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages import TierStats
+from gpu.kv_tiers.memory import KVMemory, nothing_to_wait_for
+from gpu.kv_tiers.worth import LIVING
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 2**20  # of a piece, about
+NUM_BUFFERS = 8  # for storing, and as many for loading
+READERS = 2
+LOOK_AROUND = 1.0  # seconds between two looks for what other engines have stored
+WAIT_SECONDS = 0.005  # that an engine with nothing else to do waits before it looks after its inbox again
+MEASURES = 16  # that an average remembers, about
+TRY_AGAIN = 64  # a load that would not pay is made all the same once in so many times, to measure again
+
+
+class BlockStore(Protocol):
+    """Where pieces are kept, by their names. `find` never waits; a piece that `load` cannot give is a miss."""
+
+    name: str
+
+    @property
+    def num_bytes(self) -> int: ...
+    def find(self, name: bytes) -> bool: ...
+    def load(self, name: bytes, into: NDArray[np.uint8]) -> bool: ...
+    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool: ...
+    def discard(self, name: bytes) -> None: ...
+    def refresh(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A piece of a load, and where it goes."""
+
+    ticket: int
+    index: int
+    name: bytes
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A piece that was read, from the store of that name, or was not there."""
+
+    wanted: _Wanted
+    buffer: NDArray[np.uint8]
+    store: str | None
+    seconds: float
+
+
+class KVTier:
+    """The stores, fastest first, and the threads that use them. Its methods are the engine's thread's."""
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        key: bytes,
+        blocks_per_piece: int,
+        payload_bytes: int,
+        open_stores: Callable[[], Sequence[BlockStore]],
+    ) -> None:
+        """`open_stores` is called on a thread, since it reads the model's files; there is nothing before it is done."""
+        self.key = key
+        self.blocks_per_piece = blocks_per_piece
+        self.payload_bytes = payload_bytes
+        self.store_seconds = 0.0  # processor time that storing a piece takes from the steps, about
+        self._load_seconds = 0.0  # that loading one takes
+        self._memory = memory
+        self._stores: Sequence[BlockStore] = ()
+        self._declined = 0
+        self._copy_seconds = 0.0
+        self._num_tickets = 0
+        self._lock = threading.Lock()  # of the counts
+        self._counts: dict[str, TierStats] = {}
+        self._news = threading.Event()  # a piece has been read, or a buffer is free again
+        self._free = deque(range(NUM_BUFFERS))
+        self._buffers: dict[int, NDArray[np.uint8]] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wanted: deque[_Wanted] = deque()
+        self._arrived: deque[_Read] = deque()
+        self._living: set[int] = set()  # tickets that are not cancelled
+        self._spare: deque[tuple[NDArray[np.uint8] | None, Callable[[], None]]] = deque(
+            [(None, nothing_to_wait_for)] * NUM_BUFFERS
+        )
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-tier-load")
+        self._writer = threading.Thread(target=self._write_behind, args=(open_stores,), name="kv-tier", daemon=True)
+        self._writer.start()
+
+    def find(self, name: bytes) -> bool:
+        """Whether this piece can probably be loaded."""
+        return any(store.find(name) for store in self._stores)
+
+    def is_cheaper(self, seconds: float) -> bool:
+        """Whether loading a piece is cheaper than computing it in so many seconds, as far as either was measured."""
+        if seconds == 0.0 or self._load_seconds < seconds:
+            return True
+        self._declined += 1
+        return self._declined % TRY_AGAIN == 0
+
+    def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
+        """Begin to load pieces into these blocks each, which are the caller's until all have been polled or the load
+        was cancelled. Returns its ticket."""
+        self._num_tickets += 1
+        self._living.add(self._num_tickets)
+        self._wanted += (
+            _Wanted(self._num_tickets, index, name, ids)
+            for index, (name, ids) in enumerate(zip(names, block_ids, strict=True))
+        )
+        self._read_on()
+        return self._num_tickets
+
+    def cancel(self, ticket: int) -> None:
+        """Nothing is copied for this load any more."""
+        self._living.discard(ticket)
+        self._wanted = deque(wanted for wanted in self._wanted if wanted.ticket != ticket)
+
+    def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
+        """Copy what was read to its blocks, for so many seconds or little more. Returns ticket and number of each piece
+        that is done, with the store that had it, or None if it could not be had."""
+        found: list[tuple[int, int, str | None]] = []
+        end = time.perf_counter() + seconds
+        while self._arrived and time.perf_counter() < end:
+            read = self._arrived.popleft()
+            wait = nothing_to_wait_for
+            if read.wanted.ticket in self._living:
+                if read.store is not None:
+                    began = time.perf_counter()
+                    wait = self._memory.copy_in(read.wanted.block_ids, read.buffer)
+                    took = time.perf_counter() - began + read.seconds / READERS
+                    self._load_seconds = _average(self._load_seconds, took)
+                    self._count(read.store, loaded_bytes=len(read.buffer), load_seconds=took)
+                found.append((read.wanted.ticket, read.wanted.index, read.store))
+            self._spare.append((read.buffer, wait))
+        self._read_on()
+        return found
+
+    def store(self, name: bytes, block_ids: Sequence[int], seconds: float, *, is_living: bool) -> bool:
+        """Copy a piece that took so many seconds to compute, to be stored behind the steps. Returns False if that
+        has to wait until others are stored."""
+        if not self._free:
+            return False
+        number = self._free.popleft()
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = self._memory.buffer(self.payload_bytes)
+        began = time.perf_counter()
+        wait = self._memory.copy_out(block_ids, buffer)
+        self._copy_seconds = _average(self._copy_seconds, time.perf_counter() - began)
+        worth = seconds / self.payload_bytes * 1e6 * (LIVING if is_living else 1.0)
+        self._tasks.put(partial(self._store, name, number, wait, worth))
+        return True
+
+    def discard(self, names: Iterable[bytes]) -> None:
+        """Forget these pieces for good, also those on their way: what is in them cannot be trusted."""
+        wrong = list(names)
+        self._discard(wrong)
+        self._tasks.put(partial(self._discard, wrong))
+
+    def wait(self) -> None:
+        """Wait a moment for news, if there is nothing to poll yet."""
+        if not self._arrived:
+            self._news.wait(WAIT_SECONDS)
+        self._news.clear()
+
+    def take_stats(self) -> list[TierStats] | None:
+        """What has happened since the last time, by store; None if nothing has."""
+        if not self._counts:
+            return None
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        for store in self._stores:
+            if store.name in counts:
+                counts[store.name].num_bytes = store.num_bytes
+        return list(counts.values())
+
+    def close(self) -> None:
+        """Store what was copied, and end the threads."""
+        self._living.clear()
+        self._wanted.clear()
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        self._tasks.put(None)
+        self._writer.join(timeout=2.0)
+
+    def _discard(self, names: Sequence[bytes]) -> None:
+        for store in self._stores:
+            for name in names:
+                store.discard(name)
+
+    # --- on the threads
+
+    def _read_on(self) -> None:
+        while self._wanted and self._spare:
+            buffer, wait = self._spare.popleft()
+            self._readers.submit(self._read, self._wanted.popleft(), buffer, wait)
+
+    def _read(self, wanted: _Wanted, buffer: NDArray[np.uint8] | None, wait: Callable[[], None]) -> None:
+        began = time.perf_counter()
+        found = None
+        try:
+            wait()
+            if buffer is None:
+                buffer = self._memory.buffer(self.payload_bytes)
+            for store in self._stores:
+                if store.find(wanted.name):
+                    if store.load(wanted.name, buffer):
+                        found = store.name
+                        break
+                    self._count(store.name, failed_loads=1)
+        except Exception:
+            logger.exception("loading a piece of the KV cache has failed")
+        assert buffer is not None
+        self._arrived.append(_Read(wanted, buffer, found, time.perf_counter() - began))
+        self._news.set()
+
+    def _write_behind(self, open_stores: Callable[[], Sequence[BlockStore]]) -> None:
+        try:
+            self._stores = open_stores()
+        except Exception as error:
+            logger.warning("no KV blocks are kept: %s", error)
+        while True:
+            try:
+                task = self._tasks.get(timeout=LOOK_AROUND)
+            except queue.Empty:
+                task = nothing_to_wait_for
+            if task is None:
+                return
+            try:
+                task()
+                for store in self._stores:
+                    store.refresh()
+            except Exception:
+                logger.exception("storing a piece of the KV cache has failed")
+
+    def _store(self, name: bytes, number: int, wait: Callable[[], None], worth: float) -> None:
+        try:
+            wait()
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            for store in self._stores:
+                if store.store(name, self._buffers[number], worth):
+                    took = time.perf_counter() - began
+                    self._count(store.name, stored_bytes=self.payload_bytes, store_seconds=took)
+            # The steps run on several cores, of which this takes one.
+            took = self._copy_seconds + (time.thread_time() - cpu_began) / 2
+            self.store_seconds = _average(self.store_seconds, took)
+        finally:
+            self._free.append(number)
+            self._news.set()
+
+    def _count(self, store: str, **amounts: float) -> None:
+        with self._lock:
+            stats = self._counts.get(store)
+            if stats is None:
+                stats = self._counts[store] = TierStats(tier=store)
+            for field, amount in amounts.items():
+                setattr(stats, field, getattr(stats, field) + amount)
+
+
+def _average(before: float, measured: float) -> float:
+    return measured if before == 0.0 else before + (measured - before) / MEASURES

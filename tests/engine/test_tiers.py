@@ -1,0 +1,183 @@
+"""Prefixes that lie in a tier are loaded while others run, and whoever leaves meanwhile leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.core import EngineCore
+from engine.messages import EngineCoreRequest, EventKind, FinishReason
+from tests.engine.checked_executor import CheckedExecutor
+from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
+from tests.engine.simulated_tier import SimulatedTier
+
+PROMPT = list(range(100, 139))
+
+
+class StillTier(SimulatedTier):
+    """One in which nothing fails, and a load ends when the test says so."""
+
+    arrives = True
+
+    def poll(self, seconds: float) -> list[tuple[int, int, str | None]]:
+        wanted, self._wanted = (self._wanted, []) if self.arrives else ([], self._wanted)
+        return [(ticket, index, self._copy_in(name, ids)) for ticket, index, name, ids in wanted]
+
+    def is_cheaper(self, seconds: float) -> bool:
+        return True
+
+
+def core_with_tier(pieces: SimulatedTier | None = None, **options: int | bool) -> tuple[EngineCore, StillTier]:
+    """A core of blocks of 4 tokens and pieces of 2 blocks; `pieces` is a tier whose pieces it finds."""
+    core = make_core(**options)  # type: ignore[arg-type]
+    executor = simulated(core)
+    tier = StillTier(executor, dict.fromkeys(range(executor.num_blocks), ""), blocks_per_piece=2, failures=0.0)
+    if pieces is not None:
+        tier.pieces = pieces.pieces
+    executor.tier = tier
+    return EngineCore(core.config, executor), tier
+
+
+def run(core: EngineCore, request: EngineCoreRequest) -> list[int]:
+    core.add(request)
+    tokens = tokens_of(run_to_end(core)[request.request_id])
+    for _ in range(100):
+        core.prepare()
+    return tokens
+
+
+def test_a_prefix_is_found_after_a_restart_and_counts_as_cached() -> None:
+    core, tier = core_with_tier()
+    tokens = run(core, make_request(PROMPT, max_tokens=4))
+    assert len(tier.pieces) == 5  # 40 tokens of 43, whoever generated them
+    core, tier = core_with_tier(tier)
+    request = make_request(PROMPT, max_tokens=4)
+    core.add(request)
+    outputs = run_to_end(core)[request.request_id]
+    assert tokens_of(outputs) == tokens
+    assert outputs[0].num_cached_tokens == 32  # whole pieces of what comes before the last token
+    assert simulated(core).computed[request.request_id] == len(PROMPT) - 32 + 3
+    events = [(event.kind, event.tokens) for event in outputs[0].events or ()]
+    assert events[:2] == [(EventKind.LOADED_FROM_DISK, 32), (EventKind.SCHEDULED, 32)]
+    assert_nothing_left(core)
+
+
+def test_only_prompts_are_stored_where_answers_have_other_bits() -> None:
+    core, tier = core_with_tier(prompt_form_differs=True)
+    run(core, make_request(PROMPT[:20], max_tokens=30))
+    assert len(tier.pieces) == 2
+
+
+def test_another_tenant_or_salt_finds_nothing() -> None:
+    core, tier = core_with_tier()
+    run(core, make_request(PROMPT, max_tokens=1))
+    for stranger in (make_request(PROMPT, max_tokens=1, tenant="blue"), make_request(PROMPT, max_tokens=1)):
+        core, tier = core_with_tier(tier)
+        if not stranger.tenant:
+            stranger.cache_salt = "pepper"
+        run(core, stranger)
+        assert simulated(core).computed[stranger.request_id] == len(PROMPT)
+        assert not tier.seen["loads"]
+
+
+def loading(core: EngineCore, tier: StillTier) -> EngineCoreRequest:
+    request = make_request(PROMPT, max_tokens=4)
+    tier.arrives = False
+    core.add(request)
+    core.step()
+    assert core.scheduler.requests[request.request_id].load is not None
+    return request
+
+
+@pytest.fixture
+def filled() -> StillTier:
+    core, tier = core_with_tier()
+    run(core, make_request(PROMPT, max_tokens=1))
+    return tier
+
+
+def test_whoever_loads_holds_up_nobody_and_is_held_up_by_nobody(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled, max_num_seqs=1)
+    request = loading(core, tier)
+    other = make_request([7, 8, 9], max_tokens=2)
+    core.add(other)
+    outputs = [output for _ in range(3) for output in core.step().outputs]
+    assert {output.request_id for output in outputs} == {other.request_id}
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    tier.arrives = True
+    assert len(tokens_of(run_to_end(core)[request.request_id])) == 4
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.TIMEOUT])
+def test_leaving_while_loading_leaves_nothing(filled: StillTier, reason: FinishReason) -> None:
+    core, tier = core_with_tier(filled)
+    request = loading(core, tier)
+    core.finish_request(request.request_id, reason)
+    assert tier.seen["loads cut short"] == 1
+    assert_nothing_left(core)
+
+
+def test_a_deadline_holds_while_loading(filled: StillTier) -> None:
+    now = [0.0]
+    core, tier = core_with_tier(filled)
+    core._clock = lambda: now[0]
+    tier.arrives = False
+    request = make_request(PROMPT, max_tokens=4)
+    request.deadline = 5.0
+    core.add(request)
+    assert not core.step().outputs
+    now[0] = 6.0
+    assert [output.finish_reason for output in core.step().outputs] == [FinishReason.TIMEOUT]
+    assert_nothing_left(core)
+
+
+def test_requests_of_one_prefix_load_it_once(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled)
+    requests = [loading(core, tier) for _ in range(3)]
+    core.finish_request(requests[0].request_id, FinishReason.ABORT)
+    tier.arrives = True
+    outputs = run_to_end(core)
+    assert tier.seen["loads"] == 1
+    assert all(outputs[request.request_id][0].num_cached_tokens >= 32 for request in requests[1:])
+    assert_nothing_left(core)
+
+
+def test_who_runs_gets_the_blocks_of_who_loads(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled, num_blocks=12, max_model_len=48)
+    runner = make_request([5], max_tokens=40)
+    core.add(runner)
+    core.step()
+    request = loading(core, tier)
+    for _ in range(30):
+        core.step()
+    assert core.scheduler.requests[request.request_id].load is None
+    assert core.scheduler.requests[runner.request_id].num_preemptions == 0
+    outputs = run_to_end(core)
+    assert len(tokens_of(outputs[request.request_id])) == 4
+    assert outputs[request.request_id][0].num_cached_tokens == 0
+    assert_nothing_left(core)
+
+
+def test_a_piece_that_cannot_be_had_is_computed(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled)
+    names = list(tier.pieces)
+    request = loading(core, tier)
+    del tier.pieces[names[2]]
+    tier.arrives = True
+    outputs = run_to_end(core)[request.request_id]
+    assert outputs[0].num_cached_tokens == 16
+    assert len(tokens_of(outputs)) == 4
+    assert_nothing_left(core)
+
+
+def test_what_cannot_be_trusted_is_not_kept() -> None:
+    core, tier = core_with_tier()
+    request = make_request(PROMPT, max_tokens=40)
+    core.add(request)
+    for _ in range(8):
+        core.step()
+        core._tiers.write_back(None)  # type: ignore[union-attr]
+    assert tier.pieces
+    core.scheduler.fail(request.request_id, "not finite")
+    assert not tier.pieces
+    assert isinstance(core.executor, CheckedExecutor)

@@ -21,6 +21,7 @@ from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import (
     AttentionSpec,
     DecoderSpec,
+    GeGLUSpec,
     Heads,
     LayerSpec,
     Part,
@@ -55,7 +56,7 @@ TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
 
 # What `forward` computes; a model with a part of any other kind is torch's.
-_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, SwiGLUSpec, RMSNormSpec, Part}
+_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, SwiGLUSpec, GeGLUSpec, RMSNormSpec, Part}
 
 
 class CPUCausalLM:
@@ -84,21 +85,27 @@ class CPUCausalLM:
         self._matrices: list[PackedMatrix] = []
         spec = spec_of(config)
         self._layers = (LayerStruct * len(spec.layers))()
-        heads = spec.layers[0].attention.heads
-        self._model = ModelStruct(
-            layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
-            num_layers=len(spec.layers),
-            hidden=config.hidden_size,
-            epsilon=spec.norm.eps,
-            heads=HeadsStruct(
+        for struct, layer in zip(self._layers, spec.layers, strict=True):
+            heads = layer.attention.heads
+            struct.heads = HeadsStruct(
                 query=heads.query,
                 kv=heads.kv,
                 dim=heads.dim,
                 block_size=block_size,
                 window=heads.window or 0,
                 scale=heads.scale,
-            ),
+                softcap=heads.softcap or 0.0,
+            )
+        self._model = ModelStruct(
+            layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
+            num_layers=len(spec.layers),
+            hidden=config.hidden_size,
+            epsilon=spec.norm.eps,
+            embedding_scale=spec.embedding_scale,
+            gelu=type(spec.layers[0].feed_forward) is GeGLUSpec,
         )
+        self._ropes = [layer.attention.rope for layer in spec.layers]
+        self._softcap = spec.softcap
         self.set_max_model_len(max_model_len)
         self._load(weights, self._groups(spec, quantized))
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
@@ -122,11 +129,8 @@ class CPUCausalLM:
             and heads.query // heads.kv <= MAX_GROUP
             and config.hidden_size % LANES == 0
             and config.intermediate_size % LANES == 0
-            and all(record == heads for record in records if type(record) is Heads)
-            and heads.softcap is None
-            and len({layer.attention.rope for layer in spec.layers}) == 1
-            and all(layer.attention_post_norm is layer.feed_forward_post_norm is None for layer in spec.layers)
-            and (spec.embedding_scale, spec.softcap) == (1.0, None)
+            and len({type(layer.feed_forward) for layer in spec.layers}) == 1
+            and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1
             and all(record.eps == spec.norm.eps for record in records if type(record) is RMSNormSpec)
             and all(len({part.bias for part in parts}) == 1 for parts in merged)
             and not any(part.bias for part in unmerged)
@@ -184,12 +188,13 @@ class CPUCausalLM:
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context that is served, in tokens, where it is not the one that the model was made for."""
-        config = self.config
-        self._rotary = np.empty((2, max_model_len, config.head_dim // 2), dtype=np.float32)
-        angles = rotations(max_model_len, config.head_dim, config.rope_theta, config.rope_scaling)
-        for positions, cosines, sines in angles:
-            self._rotary[0, positions], self._rotary[1, positions] = cosines, sines
-        self._model.cosines, self._model.sines = (table.ctypes.data for table in self._rotary)
+        dim = self.config.head_dim
+        self._rotary = {rope: np.empty((2, max_model_len, dim // 2), dtype=np.float32) for rope in self._ropes}
+        for rope, table in self._rotary.items():
+            for positions, cosines, sines in rotations(max_model_len, dim, rope.theta, rope.scaling):
+                table[0, positions], table[1, positions] = cosines, sines
+        for layer, rope in zip(self._layers, self._ropes, strict=True):
+            layer.cosines, layer.sines = (half.ctypes.data for half in self._rotary[rope])
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[R, hidden] -> [R, vocab], in memory that the next call uses again."""
@@ -200,6 +205,8 @@ class CPUCausalLM:
         self._library.functions.hr_multiply(
             self._threads.handle, self._head, hidden.ctypes.data, rows, 0, None, logits.ctypes.data, width
         )
+        if self._softcap is not None:
+            logits[:] = np.tanh(logits / np.float32(self._softcap)) * np.float32(self._softcap)
         return logits[:, : self.config.vocab_size]
 
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -256,8 +263,11 @@ class CPUCausalLM:
             matrix(struct, "qkv", *attention.qkv)
             if attention.qkv[0].bias:
                 vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
-            for field, qk_norm in zip(("q_norm", "k_norm"), attention.qk_norm or (), strict=False):
-                norm(struct, field, qk_norm)
+            post_norms = (layer.attention_post_norm, layer.feed_forward_post_norm)
+            fields = ("attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
+            for field, further in zip(fields, (*post_norms, *(attention.qk_norm or ())), strict=False):
+                if further is not None:
+                    norm(struct, field, further)
             matrix(struct, "out", attention.out)
             norm(struct, "mlp_norm", layer.feed_forward_norm)
             matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns

@@ -46,6 +46,7 @@ class HeadsStruct(ctypes.Structure):
         ("block_size", c_int32),
         ("window", c_int32),
         ("scale", c_float),
+        ("softcap", c_float),
     )
 
 
@@ -76,7 +77,12 @@ class LayerStruct(ctypes.Structure):
         ("qkv_bias", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("attention_post_norm", c_void_p),
+        ("mlp_post_norm", c_void_p),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
         ("kv_cache", c_void_p),
+        ("heads", HeadsStruct),
     )
 
 
@@ -87,13 +93,12 @@ class ModelStruct(ctypes.Structure):
         ("embedding", MatrixStruct),
         ("head", MatrixStruct),
         ("final_norm", c_void_p),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
         ("layers", POINTER(LayerStruct)),
         ("num_layers", c_int32),
         ("hidden", c_int32),
         ("epsilon", c_float),
-        ("heads", HeadsStruct),
+        ("embedding_scale", c_float),
+        ("gelu", c_int32),
     )
 
 

@@ -11,7 +11,15 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.errors import StepAbandoned
 from gpu.attention.torch_backend import TorchAttention
@@ -42,6 +50,7 @@ SHAPE: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 1024,
 }
+GEMMA: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 37, "initializer_range": 0.02}
 MODELS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -50,6 +59,10 @@ MODELS: dict[str, PreTrainedConfig] = {
     "mistral-window": MistralConfig(**SHAPE, sliding_window=37),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 32}),
+    "gemma2": Gemma2Config(
+        **SHAPE | GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=1.0, query_pre_attn_scalar=24
+    ),
+    "gemma3": Gemma3TextConfig(**SHAPE | GEMMA | {"num_key_value_heads": 1, "head_dim": 256}),
 }
 NUM_BLOCKS = 64
 PROMPT = 45  # tokens of every request; those behind are generated ones
@@ -76,8 +89,8 @@ class Model:
     @staticmethod
     def _spread(name: str, array: np.ndarray) -> np.ndarray:
         # bfloat16 numbers, so that both models hold the same; large, so that attention is far from uniform.
-        if name.endswith("norm.weight"):
-            return array
+        if name.endswith("norm.weight"):  # of which no two are the same
+            return array + 0.5 * np.sin(np.arange(len(array), dtype=np.float32) + 37 * len(name))
         return (torch.from_numpy(array) * (5.0 if "proj" in name else 20.0)).bfloat16().float().numpy()
 
     @staticmethod

@@ -16,6 +16,7 @@ from gpu.checkpoint import ModelConfig, ModelError, open_model
 from gpu.checkpoint.architecture import (
     Architecture,
     AttentionSpec,
+    GeGLUSpec,
     LayerSpec,
     Part,
     RMSNormSpec,
@@ -85,6 +86,15 @@ def every_second_window(layer: LayerSpec, index: int) -> LayerSpec:
 def another_scale(layer: LayerSpec, index: int) -> LayerSpec:
     heads = replace(layer.attention.heads, scale=0.1 * (index + 1))
     return replace(layer, attention=replace(layer.attention, heads=heads))
+
+
+def another_head_size(layer: LayerSpec, index: int) -> LayerSpec:
+    heads = replace(layer.attention.heads, dim=layer.attention.heads.dim * (1 + index % 2))
+    return replace(layer, attention=replace(layer.attention, heads=heads))
+
+
+def some_gelu(layer: LayerSpec, index: int) -> LayerSpec:
+    return layer if index % 2 else replace(layer, feed_forward=GeGLUSpec(**vars(layer.feed_forward)))
 
 
 def another_epsilon(layer: LayerSpec, index: int) -> LayerSpec:
@@ -189,13 +199,19 @@ def test_a_kind_of_layer_that_nobody_computes_is_refused_by_its_name(new_family,
 
 @pytest.mark.parametrize(
     "change",
-    [experts, other_norm, other_attention, every_second_window, another_scale, another_epsilon, all_biases, one_bias],
+    [experts, other_norm, other_attention, another_head_size, some_gelu, another_epsilon, all_biases, one_bias],
 )
 def test_the_library_takes_no_model_that_it_would_compute_wrong(new_family, change):
     new_family(lambda layer, index: layer)
     assert CPUCausalLM.supports(config_of())
     new_family(change)
     assert not CPUCausalLM.supports(config_of())
+
+
+@pytest.mark.parametrize("change", [every_second_window, another_scale])
+def test_the_library_takes_layers_that_see_in_ways_of_their_own(new_family, change):
+    new_family(change)
+    assert CPUCausalLM.supports(config_of())
 
 
 def assert_equals_transformers(config: ModelConfig, oracle: transformers.PreTrainedModel) -> None:

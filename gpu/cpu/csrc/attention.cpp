@@ -112,6 +112,14 @@ void find(Run& run, const Cache& cache, const Step& step, const Work& work, Rang
     }
 }
 
+// Caps scores, which have not their scale yet. tanh(x) = 2 sigmoid(2 x) - 1.
+void cap(Run& run, const Heads& heads, int count) {
+    const f32x16 in = splat(2 * heads.scale / heads.softcap), out = splat(heads.softcap / heads.scale);
+    for (int r = 0; r < run.rows; r++)
+        for (float* at = run.scores[r]; at < run.scores[r] + count * kTile; at += 16)
+            store(at, fma(sigmoid(load<f32x16>(at) * in), out + out, -out));
+}
+
 // Scores of keys that a row does not see become -inf.
 void mask(Run& run, const int64_t* first, const int64_t* last, int begin, int count) {
     for (int p = 0; p < count; p++) {
@@ -189,6 +197,7 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, f
             // Up to the next multiple of a stretch, so that its borders do not depend on where the window begins.
             count = std::min(all - done, kStretchTiles - (int)((tiles.begin + done) % kStretchTiles));
             score(run, done, count);
+            if (heads.softcap != 0) cap(run, heads, count);
             mask(run, first, last, done, count);
             soften(run, count);
             add_values(run, done, count, last[rows - 1] + 1);

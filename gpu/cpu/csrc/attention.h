@@ -27,6 +27,7 @@ struct Heads {
     int32_t block_size;  // tokens, any
     int32_t window;      // how many tokens a query sees, itself included; 0 is all
     float scale;
+    float softcap;  // scores s become softcap * tanh(s / softcap); 0: they stay
 
     int tiles_per_block() const { return (block_size + kTile - 1) / kTile; }
     int64_t tile_size() const { return (int64_t)dim * kTile; }  // of the keys or the values of one head, in elements

@@ -24,20 +24,24 @@ struct hr_layer {
     const float* qkv_bias;  // or null
     const float* q_norm;    // or null
     const float* k_norm;
+    const float* attention_post_norm;  // or null
+    const float* mlp_post_norm;        // or null
+    const float* cosines;              // [positions, dim / 2]
+    const float* sines;
     uint16_t* kv_cache;
+    Heads heads;
 };
 
 struct hr_model {
     Matrix embedding;
     Matrix head;  // empty where the embedding serves
     const float* final_norm;
-    const float* cosines;  // [positions, dim / 2]
-    const float* sines;
     const hr_layer* layers;
     int32_t num_layers;
     int32_t hidden;
     float epsilon;
-    Heads heads;
+    float embedding_scale;
+    int32_t gelu;  // of the gate, not silu
 };
 
 struct hr_step {
@@ -111,12 +115,12 @@ void rotate(float* head, const float* cosines, const float* sines, int half) {
 // Queries, keys and values as the product left them: normed, rotated, and to where attention reads them.
 void place(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, float* qkv, int64_t stride,
            uint16_t* queries) {
-    const Heads& heads = model.heads;
+    const Heads& heads = layer.heads;
     const int dim = heads.dim, group = heads.query / heads.kv;
     Cache cache{layer.kv_cache, &heads};
     auto rounded = [&](float* head, const float* norm, int64_t position) {
         if (norm) normalize(head, norm, model.epsilon, dim, head);
-        rotate(head, model.cosines + position * (dim / 2), model.sines + position * (dim / 2), dim / 2);
+        rotate(head, layer.cosines + position * (dim / 2), layer.sines + position * (dim / 2), dim / 2);
     };
     // By head, so that the tokens of a tile are written in order.
     engine.pool.run(step.num_tokens < 8 ? 1 : heads.kv, [&](int item) {
@@ -144,11 +148,11 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
 
 void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, const Rows (&kinds)[2],
                float* residual) {
-    const Heads& heads = model.heads;
+    const Heads& heads = layer.heads;
     const int rows = step.num_tokens;
     const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
     const int64_t hidden = model.hidden;
-    float* wide = engine.wide.reserve((size_t)(rows * qkv_width));
+    float* wide = engine.wide.reserve((size_t)(rows * std::max(qkv_width, hidden)));
     float* attended = engine.attended.reserve((size_t)(rows * attended_width));
     uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
 
@@ -158,14 +162,24 @@ void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, con
     }
     place(engine, model, layer, step, wide, qkv_width, queries);
     attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended);
+    // A product into the residual stream, normed before if there is a `norm`.
+    auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm) {
+        const Output to{norm ? wide : residual, hidden, rows.index};
+        multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, nullptr, to);
+        if (norm) for_rows(engine.pool, rows.count, [&](int r) {
+            float *from = to.row(r), *into = residual + (from - wide);
+            normalize(from, norm, model.epsilon, model.hidden, from);
+            for (int i = 0; i < hidden; i += 16) store(into + i, load<f32x16>(into + i) + load<f32x16>(from + i));
+        });
+    };
     for (const Rows& rows : kinds) {
-        const Output back{residual, hidden, rows.index};
         const Activations& x = prepare(engine, layer.out, attended, attended_width, rows);
-        multiply(engine.pool, layer.out, x, rows.precision, Then::kAdd, nullptr, back);
+        add(layer.out, x, rows, layer.attention_post_norm);
         prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon);
         engine.inner.begin(layer.down.cols, rows.count, rows.precision);
-        multiply(engine.pool, layer.gate_up, x, rows.precision, Then::kSiluMul, nullptr, {nullptr, 0, nullptr, &engine.inner});
-        multiply(engine.pool, layer.down, engine.inner, rows.precision, Then::kAdd, nullptr, back);
+        multiply(engine.pool, layer.gate_up, x, rows.precision, model.gelu ? Then::kGeluMul : Then::kSiluMul, nullptr,
+                 {nullptr, 0, nullptr, &engine.inner});
+        add(layer.down, engine.inner, rows, layer.mlp_post_norm);
     }
 }
 
@@ -189,7 +203,9 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     const int rows = step.step.num_tokens;
     float* residual = engine.residual.reserve((size_t)rows * model.hidden);
     for_rows(engine.pool, rows, [&](int row) {
-        matrix_row(model.embedding, (int)step.input_ids[row], residual + (int64_t)row * model.hidden);
+        float* to = residual + (int64_t)row * model.hidden;
+        matrix_row(model.embedding, (int)step.input_ids[row], to);
+        for (int i = 0; i < model.hidden; i++) to[i] *= model.embedding_scale;
     });
     Rows kinds[2];
     sort_rows(engine, step, kinds);

@@ -144,11 +144,9 @@ void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int coun
     }
 }
 
-inline f32x16 silu(f32x16 x) {  // x / (1 + e^-x), by 2^y of a y <= 0, so that nothing overflows
-    f32x16 magnitude = select(x < splat(0.0f), -x, x);
-    f32x16 e = exp2(magnitude * splat(-1.44269504f));
-    f32x16 sigmoid = select(x < splat(0.0f), e, splat(1.0f)) / (splat(1.0f) + e);
-    return x * sigmoid;
+inline f32x16 gated(f32x16 x, f32x16 up, Then then) {  // gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it
+    if (then == Then::kSiluMul) return x * sigmoid(x) * up;
+    return x * sigmoid(splat(1.5957691216f) * fma(x * x * x, splat(0.044715f), x)) * up;
 }
 
 // Takes denormals for zero while it lives, as tiles do.
@@ -194,9 +192,9 @@ float* scratch(int rows, int tiles) {
 void finish(const float* sums, int64_t size, int first, int tiles, int row, int count, Then then, const float* bias,
             const Output& out) {
     for (int end = row + count; row < end; row++, sums += kLanes) {
-        if (then == Then::kSiluMul) {
-            f32x16 low = silu(load<f32x16>(sums)) * load<f32x16>(sums + size), high = {};
-            if (tiles == 4) high = silu(load<f32x16>(sums + 2 * size)) * load<f32x16>(sums + 3 * size);
+        if (then >= Then::kSiluMul) {
+            f32x16 low = gated(load<f32x16>(sums), load<f32x16>(sums + size), then), high = {};
+            if (tiles == 4) high = gated(load<f32x16>(sums + 2 * size), load<f32x16>(sums + 3 * size), then);
             out.next->set_block(row, first / 4, low, high);
             continue;
         }
@@ -283,7 +281,7 @@ void exact_sums(const Tile& tile, const Activations& x, int begin, int count, fl
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out) {
     const bool by_panel = kHasTiles && precision == Precision::kTiles;
-    const int group = then == Then::kSiluMul ? 4 : by_panel ? 2 : 1;  // gate and up of a whole block; what is loaded at once
+    const int group = then >= Then::kSiluMul ? 4 : by_panel ? 2 : 1;  // gate and up of a whole block; what is loaded at once
     const int groups = (w.tiles() + group - 1) / group;
     const int chunks = std::max(1, std::min(groups, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4));
     const int step = by_panel ? kRowsOfPanel : kRowsInCache, at_once = by_panel ? 32 : kRowsInCache;

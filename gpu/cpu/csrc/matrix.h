@@ -116,10 +116,10 @@ struct Activations {
     void set_block(int row, int block, f32x16 low, f32x16 high);
 };
 
-enum class Then { kStore, kAdd, kSiluMul };
+enum class Then { kStore, kAdd, kSiluMul, kGeluMul };
 
 // Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With
-// kSiluMul to row r of `next`, which the next product takes as it is.
+// the last two to row r of `next`, which the next product takes as it is.
 struct Output {
     float* out;
     int64_t stride;
@@ -130,7 +130,7 @@ struct Output {
 };
 
 // out = x W^T. kStore: out[r, n] = sum (+ bias[n]). kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
-// next[r, n] = silu(gate) * up with half as many columns.
+// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: likewise, with gelu.
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
 

@@ -72,6 +72,7 @@ struct Shape {
         heads.block_size = one_of({1, 4, 8, 15, 16, 16, 16, 24, 32, 48, 100});
         heads.window = any(0, 2) ? 0 : any(1, any(0, 1) ? 100 : 4000);
         heads.scale = 1 / std::sqrt((float)heads.dim);
+        heads.softcap = any(0, 2) ? 0 : 2;
         int count = any(1, 4), blocks = 0;
         for (int i = 0; i < count; i++) {
             Request request;
@@ -146,7 +147,8 @@ struct Shape {
         for (int token = first; token <= position; token++) {
             double score = 0;
             for (int d = 0; d < dim; d++) score += request.queries[place + d] * at(request.keys, token, d);
-            scores.push_back(score * heads.scale);
+            score *= heads.scale;
+            scores.push_back(heads.softcap ? heads.softcap * std::tanh(score / heads.softcap) : score);
         }
         const double highest = *std::max_element(scores.begin(), scores.end());
         double total = 0;

@@ -102,7 +102,7 @@ constexpr int kHidden = 96, kInner = 128, kVocabulary = 112, kDim = 48, kQuery =
 void passes(void* engine, int window) {
     std::vector<float> norms = floats(1024), angles = floats(2 * 256 * kDim / 2);
     hr_layer layers[2];
-    const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f};
+    const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f};
     std::vector<uint16_t> caches[2];
     const int width = (kQuery + 2 * kKV) * kDim;
     for (int i = 0; i < 2; i++) {
@@ -110,10 +110,11 @@ void passes(void* engine, int window) {
         layers[i] = {of_floats(kBF16, width, kHidden, 0.3f),       of_floats(kU8, kHidden, kQuery * kDim, 0.1f),
                      of_blocks(kKinds[1], 2 * kInner, kHidden),     of_floats(kU8, kHidden, kInner, 0.2f),
                      norms.data(), norms.data() + 100, norms.data() + 200, norms.data() + 800, norms.data() + 900,
-                     caches[i].data()};
+                     window ? norms.data() + 400 : nullptr, window ? norms.data() + 500 : nullptr, angles.data(),
+                     angles.data() + angles.size() / 2, caches[i].data(), heads};
     }
-    const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, angles.data(),
-                         angles.data() + angles.size() / 2, layers, 2, kHidden, 1e-5f, heads};
+    const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
+                         window ? 3.0f : 1.0f, window != 0};
     const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // two requests
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
         std::vector<int64_t> positions, ids;

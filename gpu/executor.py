@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
-from gpu.kv_tiers.opening import check_tiers, open_tier
+from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.perplexity import sample_text
@@ -30,6 +31,7 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     options = options or WorkerOptions()
     device = resolve_device(options.device)
     check_tiers(options, device)
+    digest = digest_of_weights(files) if options.kv_cache_dir is not None else None  # beside loading them
     if options.quantization != "none":
         executor = _load_quantized(files, options)
     elif device == "cpu":
@@ -38,7 +40,7 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
         from gpu.weights.tensors import weights_of
 
         executor = UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
-    executor.open_tier(files, options)
+    executor.open_tier(files, options, digest)
     return executor
 
 
@@ -70,10 +72,10 @@ class UniProcExecutor:
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
 
-    def open_tier(self, files: ModelFiles, options: WorkerOptions) -> None:
+    def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Future[bytes] | None) -> None:
         """What the options want beside the KV cache, where it can be had."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
-            self.tier = open_tier(self._worker.kv_caches, 1, files, options, self.compute_form)
+            self.tier = open_tier(self._worker.kv_caches, 1, files, options, self.compute_form, digest)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,21 @@ def check_tiers(options: WorkerOptions, device: str) -> None:
         )
 
 
+def digest_of_weights(files: ModelFiles) -> Future[bytes]:
+    """Begin to read every byte of the weights' files, at some GB a second, on a thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
+    future = pool.submit(lambda: Checksum(b"weights", _CHUNK).of_files(weight_paths(files)))
+    pool.shutdown(wait=False)
+    return future
+
+
 def open_tier(
-    caches: Sequence[Any], num_groups: int, files: ModelFiles, options: WorkerOptions, compute_form: str
+    caches: Sequence[Any],
+    num_groups: int,
+    files: ModelFiles,
+    options: WorkerOptions,
+    compute_form: str,
+    digest: Future[bytes] | None,
 ) -> KVTier | None:
     """The tier that the options ask for; None if it is a directory that cannot be used, which is logged.
 
@@ -74,7 +88,9 @@ def open_tier(
         if options.kv_cache_ram:
             stores.append(RamStore(options.kv_cache_ram))
         if directory is not None:
-            seal = Seal(key, _namespace(files, form, key), payload_bytes)
+            weights = b"" if digest is None else digest.result()
+            namespace = blake2b(model_digest(files) + weights + form.encode(), key=key, digest_size=16).digest()
+            seal = Seal(key, namespace, payload_bytes)
             stores.append(DiskStore(directory, seal, options.kv_cache_dir_size))
             logger.info(
                 "KV blocks are kept in %s: %d MiB of %d MiB are taken, in pieces of %d tokens",
@@ -87,12 +103,6 @@ def open_tier(
 
     hash_key = blake2b(key, person=b"hashes", digest_size=32).digest()
     return KVTier(memory, hash_key, blocks_per_piece, payload_bytes, open_stores)
-
-
-def _namespace(files: ModelFiles, form: str, key: bytes) -> bytes:
-    """16 bytes. Reads all weights, at some GB a second."""
-    weights = Checksum(key, _CHUNK).of_files(weight_paths(files))
-    return blake2b(model_digest(files) + weights + form.encode(), key=key, digest_size=16).digest()
 
 
 def _computed_by() -> tuple[str, ...]:

@@ -32,6 +32,7 @@ NUM_BUFFERS = 8  # for storing, and as many for loading
 READERS = 2
 LOOK_AROUND = 1.0  # seconds between two looks for what other engines have stored
 WAIT_SECONDS = 0.005  # that an engine with nothing else to do waits before it looks after its inbox again
+OPENING_SECONDS = 2.0  # that a start waits for what may be found: whoever comes first should find it
 MEASURES = 16  # that an average remembers, about
 TRY_AGAIN = 64  # a load that would not pay is made all the same once in so many times, to measure again
 
@@ -81,7 +82,7 @@ class KVTier:
         payload_bytes: int,
         open_stores: Callable[[], Sequence[BlockStore]],
     ) -> None:
-        """`open_stores` is called on a thread, since it reads the model's files; there is nothing before it is done."""
+        """`open_stores` is called on a thread, since it may take long; until it is done there is nothing."""
         self.key = key
         self.blocks_per_piece = blocks_per_piece
         self.payload_bytes = payload_bytes
@@ -106,7 +107,9 @@ class KVTier:
         )
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-tier-load")
         self._writer = threading.Thread(target=self._write_behind, args=(open_stores,), name="kv-tier", daemon=True)
+        self._opened = threading.Event()
         self._writer.start()
+        self._opened.wait(OPENING_SECONDS)
 
     def find(self, name: bytes) -> bool:
         """Whether this piece can probably be loaded."""
@@ -239,6 +242,7 @@ class KVTier:
             self._stores = open_stores()
         except Exception as error:
             logger.warning("no KV blocks are kept: %s", error)
+        self._opened.set()
         while True:
             try:
                 task = self._tasks.get(timeout=LOOK_AROUND)

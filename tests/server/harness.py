@@ -119,6 +119,12 @@ class Server:
         self._process.send_signal(signal.SIGTERM)
         return self.wait_exit()
 
+    def kill(self) -> None:
+        """SIGKILL to all of its processes, and wait until they are gone."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(TIMEOUT)
+
     def wait_exit(self) -> int:
         """The exit status of a server that ends by itself."""
         assert self._process is not None

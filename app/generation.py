@@ -61,6 +61,7 @@ class GenerationTask:
     body: GenerationRequest
     pooling: Pooling | None = None
     num_prompts: int = 1
+    keeps_prefix: bool = False  # the conversation may go on
     num_characters: int
     tokenize: Tokenize
     stream_writer: Callable[[AnswerContext], StreamWriter] | None = None  # None: its body never asks for a stream
@@ -178,6 +179,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 tenant_max_running=tenant.max_running or 0,
                 cache_salt=body.cache_salt or "",
                 pooling=work.pooling,
+                keeps_prefix=work.keeps_prefix or _will_go_on(request.body),
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -199,6 +201,13 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             await send(server, request, work, outputs, answer)
             if answer.check is not None:
                 server.metrics.on_checks(answer.check.outcomes)
+
+
+def _will_go_on(body: bytes) -> bool:
+    """Whether a client says of the body's prompt that it will be asked for again, by one of the fields for that. They
+    may stand in any block of a conversation, so they are looked for in the bytes; a text that has them as well only
+    stays in the cache for longer."""
+    return b'"cache_control"' in body or b'"prompt_cache_key"' in body or b'"prompt_cache_retention"' in body
 
 
 def _check_of(

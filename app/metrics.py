@@ -125,6 +125,8 @@ class Metrics:
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        text = "Prompts that repeat others, but for their first 256 tokens, so that nothing was found."
+        self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -158,6 +160,8 @@ class Metrics:
             self._cache_queries.inc(stats.prefix_cache_queries)
             self._cache_hits.inc(stats.prefix_cache_hits)
             self._reused_tokens.inc(stats.prefix_cache_hits)
+        if stats.num_changed_prefixes:
+            self._changed_prefixes.inc(stats.num_changed_prefixes)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
         for tier in stats.tiers or ():

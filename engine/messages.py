@@ -347,6 +347,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_tokens: int  # prompt tokens whose KV was computed
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
+    num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
     tiers: list[TierStats] | None = None  # None where nothing has happened in them
 
 

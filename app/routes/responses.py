@@ -72,6 +72,7 @@ async def create(server: Server, request: RequestScope) -> None:
         return await encode_conversation(chat)(model)
 
     task = GenerationTask(
+        keeps_prefix=stores,
         head=head,
         body=chat,
         num_characters=len(request.body),

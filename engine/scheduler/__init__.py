@@ -12,6 +12,7 @@ tiers             prefixes kept beside the KV cache: loaded from there, stored t
 kv_cache_manager  which blocks a request has, needs and shares
 fairness          what each tenant was served, and who is owed
 waiting_queue     requests that wait for a running slot
+changing_prefix   prompts that the prefix cache misses because their beginning changes
 request_table     all living requests, and what changes when one starts, gives way or leaves
 preemption        who gives way when blocks or running slots run out
 admission         which waiting requests start

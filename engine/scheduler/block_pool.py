@@ -7,7 +7,8 @@ A block is in exactly one of three states:
     free    ref_count = 0, in the free list, content worthless
 
 An owned block may be findable too (a running request shares its prefix). Allocation takes the head of the free list:
-worthless blocks first, then cached ones from the least recently used on. All operations are O(1) per block.
+worthless blocks first, then cached ones from the least recently used on. Those that are kept (`keep`) are passed over
+once. All operations are O(1) per block.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
+        self._kept: set[int] = set()
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -40,7 +42,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each. The caller has checked `num_free`."""
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        block_ids = [self._next_free() for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
             content = self._hashes[block_id]
@@ -48,6 +50,21 @@ class BlockPool:
                 del self._by_hash[content]
                 self._hashes[block_id] = None
         return block_ids
+
+    def _next_free(self) -> int:
+        """The head of the free list; what is kept goes to its end once instead."""
+        while True:
+            block_id, _ = self._free.popitem(last=False)
+            if block_id not in self._kept:
+                return block_id
+            self._kept.remove(block_id)
+            if self._hashes[block_id] is None:
+                return block_id
+            self._free[block_id] = None
+
+    def keep(self, block_ids: Iterable[int]) -> None:
+        """Let what these blocks hold stay for longer than what else was used as lately: it will be asked for."""
+        self._kept.update(block_ids)
 
     def is_free(self, block_id: int) -> bool:
         """Whether nobody owns this block."""

@@ -192,7 +192,10 @@ class KVCacheManager:
         """Give back everything the request owns. What was published can still be found until it is overwritten."""
         if self.tiers is not None:
             self.tiers.leave(request)
-        self.pool.release(owned(request.block_ids) if self._has_windows else request.block_ids)
+        block_ids = owned(request.block_ids) if self._has_windows else request.block_ids
+        if request.keeps_prefix:
+            self.pool.keep(block_ids)
+        self.pool.release(block_ids)
         request.block_ids = []
         request.room = 0
         request.num_committed_blocks = 0

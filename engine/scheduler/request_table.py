@@ -7,6 +7,7 @@ steps in flight and the runner's rows change together. They do so here and nowhe
 from __future__ import annotations
 
 from engine.messages import EventKind
+from engine.scheduler.changing_prefix import ChangingPrefixes
 from engine.scheduler.fairness import TenantShares
 from engine.scheduler.in_flight import StepsInFlight
 from engine.scheduler.kv_cache_manager import KVCacheManager
@@ -31,6 +32,8 @@ class RequestTable:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
+        self.num_changed_prefixes = 0
+        self._changing_prefixes = ChangingPrefixes()
 
     def add(self, request: Request) -> None:
         """A request has arrived, and waits."""
@@ -49,6 +52,7 @@ class RequestTable:
             request.num_cached_tokens = request.num_computed_tokens
             self.prefix_cache_queries += request.num_prompt_tokens
             self.prefix_cache_hits += request.num_cached_tokens
+            self.num_changed_prefixes += self._changing_prefixes.is_one(request)
 
     def preempt(self, request: Request, now: float) -> None:
         """It loses its running slot and its blocks. Whoever walks the queue puts it back there afterwards."""

@@ -256,9 +256,14 @@ def text_of(content: str | Sequence[_HasText]) -> str:
 
 def system_text(system: str | Sequence[TextBlock]) -> str:
     """The system prompt, without what clients put there for the provider's accounting."""
-    if isinstance(system, str):
-        return system
-    return text_of([block for block in system if not block.text.startswith(_BILLING)])
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    told = [_without_billing(text) for text in texts]
+    return "\n".join(text for text, given in zip(told, texts, strict=True) if text or not given)
+
+
+def _without_billing(text: str) -> str:
+    """Gateways join blocks, so other lines may follow."""
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def chat_messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:

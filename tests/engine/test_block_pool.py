@@ -19,13 +19,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.contents: dict[bytes, int] = {}
         self.free = list(range(num_blocks))  # in the order of eviction
+        self.kept: set[int] = set()
 
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.pool.num_free))
         block_ids = self.pool.allocate(count)
-        assert block_ids == self.free[:count]
-        del self.free[:count]
+        expected: list[int] = []
+        while len(expected) < count:
+            block_id = self.free.pop(0)
+            if block_id in self.kept and block_id in self.contents.values():
+                self.free.append(block_id)
+            else:
+                expected.append(block_id)
+            self.kept.discard(block_id)
+        assert block_ids == expected
         self.contents = {content: i for content, i in self.contents.items() if i not in block_ids}
         self.tables.append(block_ids)
 
@@ -49,9 +57,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.contents.setdefault(content, block_id)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        if keep:
+            self.pool.keep(table)
+            self.kept.update(table)
         self.pool.release(table)
         still_owned = {i for other in self.tables for i in other}
         for block_id in reversed(table):
@@ -94,6 +105,19 @@ def test_the_end_of_the_least_recently_used_sequence_is_evicted_first() -> None:
     pool.release(old)
     pool.release(recent)
     assert pool.allocate(4) == [old[1], old[0], recent[1], recent[0]]
+
+
+def test_what_is_kept_outlives_what_was_used_later_but_not_for_ever() -> None:
+    pool = BlockPool(3)
+    kept, *others = pool.allocate(3)
+    for block_id in (kept, *others):
+        pool.publish(block_id, bytes([block_id]))
+    pool.keep([kept])
+    pool.release([kept])
+    pool.release(others)
+    assert pool.allocate(2) == others[::-1]
+    assert pool.find(bytes([kept])) == kept
+    assert pool.allocate(1) == [kept]
 
 
 def test_a_shared_block_is_free_only_when_its_last_owner_lets_go() -> None:

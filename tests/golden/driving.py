@@ -13,10 +13,13 @@ from engine.core.executor import Executor, StepHandle
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.tiers import BlockTier
 
 
 class RecordedExecutor:
     """A real executor that remembers its plans, and that may say it has fewer blocks than it has."""
+
+    tier: BlockTier | None = None  # tests set one
 
     def __init__(self, executor: Executor, num_blocks: int | None = None) -> None:
         self._executor = executor

@@ -12,6 +12,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,10 @@ from engine.scheduler.kv_groups import most_blocks
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor
+from gpu.kv_tiers.disk import DiskStore
+from gpu.kv_tiers.memory import HostMemory, TorchMemory
+from gpu.kv_tiers.piece import Seal
+from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions
 from gpu.worker import Worker
 from tests.engine.helpers import make_request
@@ -30,6 +35,7 @@ from tests.golden.driving import RecordedExecutor
 
 MAX_MODEL_LEN, MAX_TOKENS = 96, 14
 LENGTHS = (1, 3, 4, 5, 8, 10, 16, 17, 23, 32, 37, 48, 59, 64, 80)  # of prompts; few, so that the law knows them soon
+PLACES, NUM_PIECES = 2, 100  # of a piece in a tier; that there is room for
 TOLERANCE = 1e-4  # of log-probabilities, where a sum's order may depend on the batch
 
 
@@ -73,9 +79,11 @@ def load(config: ModelConfig, **options: Any) -> EngineCore:
 class Law:
     """What the model of an engine answers to anybody who comes alone and finds nothing."""
 
-    def __init__(self, core: EngineCore, *, exact: bool, depths: Sequence[int] = (1,)) -> None:
-        """`exact`: not even the last bit of a log-probability may differ. `depths`: how many steps may be in flight."""
+    def __init__(self, core: EngineCore, folder: Path, *, exact: bool, depths: Sequence[int] = (1,)) -> None:
+        """`exact`: not even the last bit of a log-probability may differ. `depths`: how many steps may be in flight.
+        All histories keep blocks in the `folder`, so that each finds what those before have left."""
         self.core = core
+        self.folder = folder
         self.tolerance = 0.0 if exact else TOLERANCE
         self.depths = depths
         self.seen: Counter[str] = Counter()  # what the histories went through
@@ -93,10 +101,22 @@ class Law:
             self._answers[key] = answer
         return self._answers[key]
 
-    def engine(self, num_blocks: int | None = None, **config: Any) -> EngineCore:
+    def engine(self, num_blocks: int | None = None, tier: KVTier | None = None, **config: Any) -> EngineCore:
         """An engine that knows nothing yet."""
         executor = RecordedExecutor(self.core.executor, num_blocks)
+        executor.tier = tier
         return EngineCore(dataclasses.replace(self.core.config, **config), executor)
+
+    def tier(self) -> KVTier:
+        """The folder, with room for some of what is stored."""
+        assert isinstance(self.core.executor, UniProcExecutor)
+        assert self.core.executor._worker is not None
+        caches = self.core.executor._worker.kv_caches
+        memory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
+        num_bytes = PLACES * len(self.core.config.kv_windows) * memory.block_bytes
+        seal = Seal(b"k" * 32, b"n" * 16, num_bytes)
+        stores = [DiskStore(self.folder, seal, NUM_PIECES * seal.piece_bytes)]
+        return KVTier(memory, b"h" * 32, PLACES, num_bytes, lambda: stores)
 
 
 def ask(prompt: Sequence[int], name: str, max_tokens: int = MAX_TOKENS, tenant: str = "") -> EngineCoreRequest:
@@ -119,6 +139,8 @@ class History:
         "follow": 3,
         "leave": 1,
         "run": 8,
+        "rest": 1,
+        "restart": 1,
     }  # how likely each is
 
     def __init__(self, law: Law, seed: int) -> None:
@@ -128,13 +150,15 @@ class History:
         self.said: dict[str, list[tuple[int, float]]] = {}
         self.left: set[str] = set()
         self.num_cached: dict[str, int] = {}
-        self.core = self.engine(
-            max_num_seqs=draw.randint(2, 8),
-            max_num_batched_tokens=draw.choice([8, 9, 16, 30, 64]),
-            enable_prefix_caching=draw.random() < 0.9,
-            pipeline_depth=draw.choice(law.depths),
-            num_blocks=draw.uniform(1.0, 3.0),
-        )
+        self.tier = law.tier() if draw.random() < 0.7 else None
+        self.limits: dict[str, Any] = {
+            "max_num_seqs": draw.randint(2, 8),
+            "max_num_batched_tokens": draw.choice([8, 9, 16, 30, 64]),
+            "enable_prefix_caching": draw.random() < 0.9,
+            "pipeline_depth": draw.choice(law.depths),
+            "num_blocks": draw.uniform(1.0, 3.0),
+        }
+        self.core = self.engine(**self.limits)
 
     def engine(self, num_blocks: float, **config: Any) -> EngineCore:
         """With room for so many requests of the longest context."""
@@ -142,7 +166,7 @@ class History:
         step = config["max_num_batched_tokens"] * config["pipeline_depth"]
         block_size = known.executor.block_size
         longest = most_blocks(known.config.kv_windows, block_size, known.config.max_model_len, step)
-        return self.law.engine(min(int(num_blocks * longest), known.executor.num_blocks), **config)
+        return self.law.engine(min(int(num_blocks * longest), known.executor.num_blocks), self.tier, **config)
 
     def tell(self, num_events: int = 12) -> None:
         """Live it to its end, and hold it against the law."""
@@ -151,6 +175,8 @@ class History:
             getattr(self, event)()
         while self.core.has_work:
             self.step()
+        if self.tier is not None:
+            self.tier.close()
         for name, request in self.requests.items():
             expected = self.law.answer(request.prompt_token_ids)[: request.sampling.max_tokens]
             said = self.said[name]
@@ -190,6 +216,24 @@ class History:
             self.core.finish_request(name, FinishReason.ABORT)
             self.law.seen["left"] += 1
 
+    def rest(self) -> None:
+        """Nobody wants anything for a moment, so what was computed is stored."""
+        while self.core.has_work:
+            self.step()
+        while self.core.prepare():
+            pass
+
+    def restart(self) -> None:
+        """An engine that knows only what is in the folder. Whoever was in the one before is lost."""
+        if self.draw.random() < 0.5:
+            self.rest()
+        self.left.update(self.core.scheduler.requests)
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = self.law.tier()
+        self.core = self.engine(**self.limits)
+        self.law.seen["restarted"] += 1
+
     def run(self) -> None:
         for _ in range(self.draw.randint(1, 8)):
             self.step()
@@ -204,6 +248,7 @@ class History:
         plan = self.core.executor.plans[-1]
         self.law.seen["preempted"] += batch.stats.num_preemptions
         self.law.seen["hits"] += batch.stats.prefix_cache_hits > 0
+        self.law.seen["loaded"] += sum(each.hit_tokens for each in batch.stats.tiers or ())
         self.law.seen["chunks"] += plan.num_sampled_tokens.count(0)
         self.law.seen["mixed steps"] += len(set(plan.num_scheduled_tokens)) > 1
 

@@ -23,11 +23,11 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 @pytest.fixture(scope="module", params=[(model, way) for model in MODELS for way in WAYS], ids=" by ".join)
-def told(request) -> Iterator[tuple[Law, int]]:
+def told(request, tmp_path_factory) -> Iterator[tuple[Law, int]]:
     model, way = request.param
     options, rules, number = WAYS[way]
     core = load(small_model(**MODELS[model]), **options)
-    yield Law(core, **rules), number
+    yield Law(core, tmp_path_factory.mktemp("kv"), **rules), number
     core.shutdown()
 
 
@@ -38,7 +38,15 @@ def tell(law: Law, seeds: range) -> None:
             History(law, seed).tell()
         except AssertionError as error:
             raise AssertionError(f"history {seed}: {error}") from error
-    for event in ("hits", "preempted", "chunks", "mixed steps", "left"):  # what a hundred go through
+    for event in (
+        "hits",
+        "preempted",
+        "chunks",
+        "mixed steps",
+        "left",
+        "restarted",
+        "loaded",
+    ):  # what a hundred go through
         assert len(seeds) < 100 or law.seen[event] > 0, f"the histories never went through: {event}"
 
 

@@ -59,6 +59,28 @@ def test_claude_codes_accounting_line_stays_out_of_the_prompt():
     assert chat.messages_for_template()[0] == {"role": "system", "content": "You are Claude Code."}
 
 
+@pytest.mark.parametrize(
+    "system",
+    [
+        # Claude Code's, and what gateways make of it that join the blocks.
+        [
+            "x-anthropic-billing-header: cc_version=2.1.330.aad; cc_entrypoint=cli; cch=00000;",
+            "You are Claude Code.",
+            "Be brief.",
+        ],
+        [
+            "x-anthropic-billing-header: cc_version=2.1.330.aad; cc_entrypoint=sdk-py;\nYou are Claude Code.",
+            "Be brief.",
+        ],
+        "x-anthropic-billing-header: cc_version=2.1.331.4be; cc_entrypoint=cli;\nYou are Claude Code.\nBe brief.",
+    ],
+)
+def test_the_accounting_line_is_left_out_and_nothing_else(system):
+    blocks = system if isinstance(system, str) else [{"type": "text", "text": text} for text in system]
+    chat = messages_chat(system=blocks)
+    assert chat.messages_for_template()[0] == {"role": "system", "content": "You are Claude Code.\nBe brief."}
+
+
 def test_responses_say_it_in_chats_words():
     chat = responses_chat(
         instructions="Be brief.",

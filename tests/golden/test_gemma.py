@@ -8,13 +8,15 @@ import torch
 from app.offline import LLM
 from engine.frontend import llm as offline
 from engine.messages import SamplingParams
-from tests.gemma_model import gemma_gguf
+from tests.gemma_model import CONTINUATIONS, gemma_gguf
 from tests.golden.driving import fresh_llm
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
 
 TEXTS = [
-    *(text for text in PROMPTS if "<|im_start|>" not in text),
+    *CONTINUATIONS,
+    PROMPTS[-2],
+    PROMPTS[-1],
     "The capital of France is",
     "A river runs from its source to",
     "Question: How many legs does a spider have?\nAnswer:",
@@ -54,34 +56,21 @@ def assert_says(llm: offline.LLM, oracle: Oracle, texts: list[str], num_tokens: 
     prompts = [llm.tokenizer.encode(text).ids for text in texts]
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     results = llm.generate(prompts, sampling)
-    for prompt, result, expected in zip(prompts, results, oracle.generate(prompts, num_tokens), strict=True):
+    for text, prompt, result, expected in zip(
+        texts, prompts, results, oracle.generate(prompts, num_tokens), strict=True
+    ):
         oracle.assert_says(prompt, result.choices[0].token_ids, expected)
-
-
-# What transformers says (and the last test has it say again).
-SHORT = dict(
-    zip(
-        [*TEXTS[:6], LONG[0][-1700:]],
-        [
-            " you have your <strong><em><strong><em><strong><em><strong><em>",
-            "        return 0\n    elif n == 2:",
-            ' 1950, "fields": ["mathematics',
-            " faire des économies d'eau.\n\nLe moulin",
-            "晴朗，我正在做一件事，我正在做",
-            " 🌧️ ☀️🌡️ 31 °C",
-            " 130: a mill number 480",
-        ],
-        strict=True,
-    )
-)
+        if text in CONTINUATIONS:
+            assert result.choices[0].text.startswith(CONTINUATIONS[text])
 
 
 def test_prompts_within_and_beyond_the_windows_are_gone_on_with_as_transformers_does(gemma):
     llm = fresh_llm(gemma, max_num_batched_tokens=300)
     sampling = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     for _ in range(2):  # and from the prefix cache
-        results = llm.generate(list(SHORT), sampling)
-        assert [result.choices[0].text for result in results] == list(SHORT.values())
+        results = llm.generate([*CONTINUATIONS, LONG[0][-1700:]], sampling)
+        said = [*CONTINUATIONS.values(), " 130: a mill number 480"]
+        assert [result.choices[0].text for result in results] == said
 
 
 @pytest.mark.storm
@@ -89,5 +78,5 @@ def test_twenty_prompts_are_gone_on_with_as_transformers_does(gemma):
     oracle = Oracle.from_gguf(gemma_gguf())
     assert all(len(gemma.tokenizer.encode(text).ids) > 1500 for text in LONG)
     assert len([*TEXTS, *LONG]) == 20
-    for texts, num_tokens in ((list(SHORT), 12), (TEXTS, 32), *(([text], 32) for text in LONG)):
+    for texts, num_tokens in ((TEXTS, 32), ([LONG[0][-1700:]], 12), *(([text], 32) for text in LONG)):
         assert_says(fresh_llm(gemma), oracle, texts, num_tokens)

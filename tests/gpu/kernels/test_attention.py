@@ -87,7 +87,6 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
         "head_dim": rng.choice([64, 80, 96, 128, 256]),
         "block_size": rng.choice([8, 16, 32, 48]),
         "window": rng.choice([None, None, 5, 40, 150]),
-        "softcap": rng.choice([None, None, 2.0]),
         "dtype": rng.choice(list(TOLERANCE)),
     }
 
@@ -180,6 +179,12 @@ def test_rows_of_nobody_are_left_alone_and_so_are_requests_without_queries():
     paged_attention(query, case.cache, table, lengths, starts, work, scale=case.scale, out=output)
     assert (output[9:] == 7.0).all()
     case.assert_right(output[:9])
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_scores_are_capped_in_decodes_and_chunks(window):
+    case = make_case(random.Random(3), [(1, 70), (1, 300), (20, 90)], heads=(4, 1), window=window, softcap=1.5)
+    case.assert_right(attend(case))
 
 
 @pytest.mark.parametrize("window", [None, 50])

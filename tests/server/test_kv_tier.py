@@ -163,7 +163,7 @@ def kill_servers(folder: Path, times: int) -> None:
     with serving(folder, kv_cache_dir_size="40MiB") as server:
         server.wait_ready()
         assert [ask(server, prompt)[0] for prompt in PROMPTS] == texts
-        assert not list(folder.glob("*/*.tmp"))
+        server.poll(lambda: list(folder.glob("*/*.tmp")), lambda drafts: not drafts)  # its own come and go
     assert answered
     assert cached
 

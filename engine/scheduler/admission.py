@@ -54,7 +54,7 @@ class Admission:
             if self._is_being_computed(request, num_found, being_computed):
                 passed_over += 1
                 continue
-            if kv.tiers is not None and kv.tiers.begin(request, prefix):
+            if kv.tiers is not None and only is None and kv.tiers.begin(request, prefix):
                 continue
             num_missing = request.num_tokens - num_found * kv.block_size
             # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.

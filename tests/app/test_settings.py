@@ -109,6 +109,12 @@ def test_a_step_must_have_room_for_every_running_request() -> None:
         load_settings({"max_num_seqs": "600"})
 
 
+def test_what_is_kept_needs_the_prefix_cache() -> None:
+    with pytest.raises(SettingsError, match="enable_prefix_caching is false"):
+        load_settings({"kv_cache_dir": "/tmp/kv", "enable_prefix_caching": "false"})
+    assert load_settings({"kv_cache_dir": "~/kv", "kv_cache_dir_size": "1GiB"}).kv_cache_dir == Path.home() / "kv"
+
+
 def test_several_engines_need_processes() -> None:
     with pytest.raises(SettingsError, match=r"data_parallel_size \(2\) needs .* What works: engine = process"):
         load_settings({"data_parallel_size": "2"})

@@ -27,7 +27,8 @@ from gpu.executor import UniProcExecutor
 from gpu.kv_tiers.disk import DiskStore
 from gpu.kv_tiers.memory import HostMemory, TorchMemory
 from gpu.kv_tiers.piece import Seal
-from gpu.kv_tiers.tier import KVTier
+from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.tier import BlockStore, KVTier
 from gpu.model_loader import WorkerOptions
 from gpu.worker import Worker
 from tests.engine.helpers import make_request
@@ -115,7 +116,9 @@ class Law:
         memory = HostMemory(caches) if isinstance(caches[0], np.ndarray) else TorchMemory(caches)
         num_bytes = PLACES * len(self.core.config.kv_windows) * memory.block_bytes
         seal = Seal(b"k" * 32, b"n" * 16, num_bytes)
-        stores = [DiskStore(self.folder, seal, NUM_PIECES * seal.piece_bytes)]
+        stores: list[BlockStore] = [DiskStore(self.folder, seal, NUM_PIECES * seal.piece_bytes)]
+        if isinstance(memory, TorchMemory):  # as beside a card
+            stores.insert(0, RamStore(NUM_PIECES // 4 * num_bytes))
         return KVTier(memory, b"h" * 32, PLACES, num_bytes, lambda: stores)
 
 

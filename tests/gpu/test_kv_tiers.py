@@ -21,10 +21,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engine.errors import ConfigError
 from gpu.kv_tiers.disk import PAUSE, DiskStore
 from gpu.kv_tiers.memory import HostMemory, TorchMemory
+from gpu.kv_tiers.opening import check_tiers
 from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
 from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.tier import TRY_AGAIN, KVTier
+from gpu.model_loader import WorkerOptions
 
 SIZE = 4096 + 24
 SECRET = b"s" * 32
@@ -334,3 +338,20 @@ def test_blocks_come_back_as_they_were(make: Callable[[], HostMemory | TorchMemo
     memory.copy_out([5, 0, 3], second)()
     assert np.array_equal(first, second)
     assert len({bytes(first[start : start + 16]) for start in range(0, size, 16)}) > 1
+
+
+def test_memory_of_the_host_is_refused_where_the_device_computes_in_it() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_ram"):
+        check_tiers(WorkerOptions(kv_cache_ram=2**30), "cpu")
+    check_tiers(WorkerOptions(kv_cache_ram=2**30), "cuda")
+
+
+def test_a_load_that_would_not_pay_is_not_made_and_measured_again_now_and_then() -> None:
+    tier = KVTier(host_memory(), SECRET, 1, 144, list)
+    try:
+        assert tier.is_cheaper(0.0)
+        tier._load_seconds = 0.01
+        assert tier.is_cheaper(0.02)
+        assert [tier.is_cheaper(0.005) for _ in range(2 * TRY_AGAIN)].count(True) == 2
+    finally:
+        tier.close()

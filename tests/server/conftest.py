@@ -46,7 +46,7 @@ def narrow_server(request: pytest.FixtureRequest, narrow_servers: Callable[[str]
 
 @pytest.fixture(scope="session")
 def narrow_tiny_servers() -> Iterator[Callable[[str], Server]]:
-    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_queued_requests": 16, "sse_keep_alive": 0.5}
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_queued_requests": 16, "sse_keep_alive": 0.2}
     with ExitStack() as stack:
 
         def start(name: str) -> Server:
@@ -59,6 +59,6 @@ def narrow_tiny_servers() -> Iterator[Callable[[str], Server]]:
 def narrow_tiny_server(request: pytest.FixtureRequest, narrow_tiny_servers: Callable[[str], Server]) -> Server:
     """As narrow as `narrow_server`, with the shipped deploy/hypercorn.toml and a model of a very long context.
 
-    Sixteen choices fill its queue, and a silent stream gets a comment twice a second.
+    Sixteen choices fill its queue, and a silent stream gets five comments a second.
     """
     return narrow_tiny_servers(request.param)

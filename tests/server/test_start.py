@@ -8,7 +8,7 @@ from tests.server.harness import Server
 
 
 def test_port_answers_while_the_model_is_still_loading() -> None:
-    with Server("uvloop") as server:
+    with Server("uvloop", dtype="float32") as server:  # which takes longest to load
         first = server.poll(lambda: server.get_or_none("/startupz"), lambda answer: answer is not None)
         assert first is not None
         assert first.status_code == 503

@@ -27,7 +27,7 @@ def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | 
     assert (run.returncode, run.stdout) == (0, "0 wrong\n"), run.stdout + run.stderr[-8000:]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("build", [library.name for library in usable()])
 def test_a_row_is_right_and_the_same_bits_alone_in_a_batch_and_in_chunks(tmp_path: Path, build: str):
     compare(tmp_path, build, 10, "-O1", library=built()[build])

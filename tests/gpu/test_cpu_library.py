@@ -114,7 +114,7 @@ def run(script: str, imports: str = IMPORTS) -> str:
         check=False,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
     assert process.returncode == 0, (process.returncode, process.stderr)

@@ -30,7 +30,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", "--capture=no", *sys.argv[2:]]))
 """
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "build", [RUNNABLE[0], *(pytest.param(name, marks=pytest.mark.storm) for name in RUNNABLE[1:])]
 )
@@ -55,7 +55,7 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
 
 
 @pytest.mark.storm  # the pool alone is watched in every run: test_pool.py
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 def test_threads_that_share_an_engine_take_turns(tmp_path: Path):
     flags = ("-O1", "-g1", "-fsanitize=thread")
     objects = compile_library(tmp_path, RUNNABLE[0], *flags)

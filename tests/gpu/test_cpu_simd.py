@@ -23,7 +23,7 @@ ARM = {"neon": "armv8-a", "neon bf16": "armv8.2-a+bf16"}
 def check(command: list[str], program: Path, *runner: str) -> None:
     sources = [str(NATIVE / "simd_functions.cpp"), "-o", str(program)]
     subprocess.run([*command, *FLAGS, "-O3", "-Wno-psabi", *sources], check=True)
-    run = subprocess.run([*runner, program], check=False, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([*runner, program], check=False, capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, "0 wrong\n"), run.stdout + run.stderr
 
 

@@ -149,6 +149,7 @@ def core_factory(
             max_num_batched_tokens=settings.max_num_batched_tokens,
             target_inter_token_latency=settings.target_inter_token_latency,
             enable_prefix_caching=settings.enable_prefix_caching,
+            kv_windows=executor.kv_windows,
             prompt_form_differs=executor.prompt_form_differs,
             pipeline_depth=settings.pipeline_depth or executor.pipeline_depth,
             eos_token_ids=files.config.eos_token_ids,

@@ -15,6 +15,7 @@ prompt_outputs  what a request wants of its prompt: log-probabilities, pooled hi
 perplexity      how well a model that was quantized at load still reads a short text
 device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there
+kv_layout       where each layer has its keys and values: KV groups
 kv_tiers        keys and values kept beside the KV cache, on disk and in the host's memory
 kv_cache_size   how large the KV cache is: pure arithmetic on what was measured
 host            what this process may use of its machine: cores, memory, instructions

@@ -66,6 +66,7 @@ class UniProcExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = worker.kv_cache_size.max_model_len  # what fits, for the engine's configuration
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
+        self.kv_windows = worker.kv_windows
         self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
         self.summary = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads. {worker.kv_cache_size}"
@@ -75,7 +76,8 @@ class UniProcExecutor:
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Future[bytes] | None) -> None:
         """What the options want beside the KV cache, where it can be had."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
-            self.tier = open_tier(self._worker.kv_caches, 1, files, options, self.compute_form, digest)
+            caches, num_groups = self._worker.kv_caches, len(self.kv_windows)
+            self.tier = open_tier(caches, num_groups, files, options, self.compute_form, digest)
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:

@@ -24,14 +24,17 @@ class InputBatch:
         self._num_computed_tokens = table.columns["num_computed_tokens"]
         self._num_prompt_tokens = table.columns["num_prompt_tokens"]
         self.token_ids = np.zeros((sizes.max_num_seqs, sizes.row_len), dtype=np.int32)  # prompt and output
-        self.block_table = np.zeros((sizes.max_num_seqs, sizes.row_blocks), dtype=np.int32)
+        self.block_tables = np.zeros((sizes.num_groups, sizes.max_num_seqs, sizes.row_blocks), dtype=np.int32)
 
     def add(self, row: int, request: NewRequestData) -> None:
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.penalized.add(row, request)
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
-        self.block_table[row, start : start + len(block_ids)] = block_ids
+        num_groups = len(self.block_tables)
+        for group, table in enumerate(self.block_tables):
+            of_group = block_ids[group::num_groups]
+            table[row, start : start + len(of_group)] = of_group
 
     def remove(self, row: int) -> None:
         self.penalized.remove(row)
@@ -48,7 +51,7 @@ class InputBatch:
             positions=positions,
             query_start_loc=shape.query_start_loc,
             seq_lens=shape.seq_lens,
-            block_table=np.ascontiguousarray(self.block_table[shape.rows, :num_blocks]),
+            block_tables=np.ascontiguousarray(self.block_tables[:, shape.rows, :num_blocks]),
             num_decodes=shape.num_decodes,
             num_prompt_tokens=self._num_prompt_tokens[shape.rows],
         )

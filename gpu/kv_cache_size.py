@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.scheduler.kv_groups import most_blocks
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.tensors import tensor_shapes
+from gpu.kv_layout import kv_layout
 
 GIB = 2**30
 
@@ -22,12 +25,9 @@ class KVCacheSize:
 
     num_blocks: int
     block_size: int  # tokens
-    bytes_per_block: int  # over all layers
+    bytes_per_block: int  # over all layers of a KV group
     max_model_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+    num_tokens: int  # of contexts as long as that
 
     def __str__(self) -> str:
         return (
@@ -82,6 +82,7 @@ def kv_cache_size(
     tokens_held: int | None = None,
     max_num_seqs: int,
     max_model_len: int | None,
+    max_num_batched_tokens: int = 512,
     budget: int,
     kv_cache_memory: int | None,
 ) -> KVCacheSize:
@@ -93,22 +94,28 @@ def kv_cache_size(
     to what the cache holds. Raises ConfigError if not even one block fits, or no request of the given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
-    bytes_per_block = config.kv_bytes_per_token(element_size) * (tokens_held or block_size)
+    layout = kv_layout(config)
+    bytes_per_layer = config.kv_bytes_per_token(element_size) // config.num_hidden_layers
+    bytes_per_block = layout.num_slots * bytes_per_layer * (tokens_held or block_size)
+
+    def blocks(num_tokens: int) -> int:  # of one request, with two steps in flight
+        return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)
+
     if kv_cache_memory is not None:
         num_blocks = kv_cache_memory // bytes_per_block
     else:
-        num_blocks = min(max(0, budget) // bytes_per_block, max_num_seqs * _blocks(longest, block_size))
+        num_blocks = min(max(0, budget) // bytes_per_block, max_num_seqs * blocks(longest))
     memory = max(0, budget) if kv_cache_memory is None else kv_cache_memory
-    needed = _blocks(longest, block_size) * bytes_per_block
+    needed = blocks(longest) * bytes_per_block
 
-    if num_blocks == 0:
+    held = bisect.bisect_right(range(1, longest + 1), num_blocks, key=blocks)  # tokens of one request
+    if held == 0:
         raise ConfigError(
             "kv_cache_memory",
             _size(memory),
-            allowed=f"one block of {block_size} tokens takes {_size(bytes_per_block)}",
+            allowed=f"{block_size} tokens take {_size(blocks(1) * bytes_per_block)}",
             hint=f"kv_cache_memory={needed} holds one request of {longest:,} tokens",
         )
-    held = num_blocks * block_size
     if max_model_len is not None and held < longest:
         raise ConfigError(
             "max_model_len",
@@ -120,12 +127,9 @@ def kv_cache_size(
         num_blocks=num_blocks,
         block_size=block_size,
         bytes_per_block=bytes_per_block,
-        max_model_len=min(longest, held),
+        max_model_len=held,
+        num_tokens=num_blocks * -(-held // block_size) // blocks(held) * block_size,
     )
-
-
-def _blocks(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
 
 
 def _size(num_bytes: int) -> str:

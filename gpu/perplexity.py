@@ -51,7 +51,7 @@ def sample_text(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     return known[: max(_FEWEST_TOKENS, _MOST_PRODUCTS // num_weights)]
 
 
-def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int) -> Perplexity:
+def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int, num_groups: int = 1) -> Perplexity:
     """Of all tokens but the first, in one pass. It overwrites the first blocks of the model's cache."""
     count = len(token_ids)
     inputs = ModelInputs(
@@ -59,7 +59,7 @@ def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int) 
         positions=np.arange(count),
         query_start_loc=np.array([0, count], dtype=np.int32),
         seq_lens=np.array([count], dtype=np.int32),
-        block_table=np.arange(-(-count // block_size), dtype=np.int32)[None],
+        block_tables=np.arange(num_groups * -(-count // block_size), dtype=np.int32).reshape(num_groups, 1, -1),
         num_decodes=int(count == 1),
         num_prompt_tokens=np.array([count], dtype=np.int32),
     )

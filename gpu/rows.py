@@ -34,6 +34,7 @@ class BatchSizes(NamedTuple):
     max_num_seqs: int
     max_model_len: int  # tokens of the longest context
     block_size: int
+    num_groups: int = 1  # of layers, each with a block table (`engine.scheduler.kv_groups`)
 
     @property
     def row_len(self) -> int:
@@ -109,7 +110,7 @@ class RowStore(Protocol):
         ...
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
-        """More blocks, from place `start` of the block table on."""
+        """More blocks, from place `start` on of the tables of all groups: a block of each for every place."""
         ...
 
     def remove(self, row: int) -> None: ...
@@ -212,4 +213,4 @@ class RowTable:
     def _append_blocks(self, row: int, block_ids: list[int], store: RowStore) -> None:
         start = self._num_blocks[row]
         store.append_blocks(row, start, block_ids)
-        self._num_blocks[row] = start + len(block_ids)
+        self._num_blocks[row] = start + len(block_ids) // self._sizes.num_groups

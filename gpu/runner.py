@@ -49,15 +49,15 @@ class FinishedStep:
 class ModelInputs(NamedTuple):
     """A step as a model on the host sees it: B requests, T tokens, one request after the other.
 
-    The first `num_decodes` requests have exactly one token in this step. Entries of `block_table` past a request's
-    length mean nothing.
+    The first `num_decodes` requests have exactly one token in this step. Entries of `block_tables` past a request's
+    length mean nothing, nor do those behind the window of a group (`gpu.kv_layout`).
     """
 
     input_ids: NDArray[np.int64]  # [T]
     positions: NDArray[np.int64]  # [T]
     query_start_loc: NDArray[np.int32]  # [B + 1]
     seq_lens: NDArray[np.int32]  # [B], all tokens of a request up to the last one of this step
-    block_table: NDArray[np.int32]  # [B, max_blocks], contiguous
+    block_tables: NDArray[np.int32]  # [groups, B, max_blocks], contiguous
     num_decodes: int
     num_prompt_tokens: NDArray[np.int32]  # [B], how many of a request's tokens are its prompt
 

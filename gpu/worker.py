@@ -12,6 +12,7 @@ from typing import Any
 from gpu.checkpoint import ModelConfig
 from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_memory, kv_cache_size
+from gpu.kv_layout import kv_layout
 from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
 from gpu.perplexity import perplexity
@@ -37,6 +38,7 @@ class Worker:
         self.weight_forms = model.forms
         self.prompt_form_differs = model.prompt_form_differs
 
+        self.kv_windows = kv_layout(config).windows
         self.kv_cache_size = kv_cache_size(
             config,
             element_size=model.element_size,
@@ -44,14 +46,16 @@ class Worker:
             tokens_held=model.tokens_held,
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
+            max_num_batched_tokens=options.max_num_batched_tokens,
             budget=self._kv_cache_budget(model, options),
             kv_cache_memory=options.kv_cache_memory,
         )
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.kv_caches: Sequence[Any] = ()
         self.runner = self._make_runner(model, options)
-        room = min(self.kv_cache_size.num_tokens, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
-        self.perplexity = perplexity(model, text[:room], options.block_size) if text else None
+        num_places = self.kv_cache_size.num_blocks // len(self.kv_windows)
+        room = min(num_places * options.block_size, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
+        self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows)) if text else None
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
@@ -70,16 +74,17 @@ class Worker:
             release()
 
     def _make_runner(self, model: ServedModel, options: WorkerOptions) -> Runner:
-        sizes = BatchSizes(options.max_num_seqs, self.kv_cache_size.max_model_len, options.block_size)
+        size, num_groups = self.kv_cache_size, len(self.kv_windows)
+        sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups)
         if options.runner == "host" or (options.runner == "auto" and not self._on_cuda):
-            model.allocate_kv_cache(self.kv_cache_size.num_blocks)
+            model.allocate_kv_cache(size.num_blocks)
             self.kv_caches = model.kv_caches
             return ModelRunner(model, sizes)
         from gpu.device import make_device_runner
         from gpu.models.served import TorchModel
 
         assert isinstance(model, TorchModel)
-        runner = make_device_runner(model, self.kv_cache_size.num_blocks, sizes, options.max_num_batched_tokens)
+        runner = make_device_runner(model, size.num_blocks, sizes, options.max_num_batched_tokens)
         self.kv_caches = runner.kv_caches
         return runner
 

@@ -38,7 +38,7 @@ def inputs_of(num_requests: int, query_len: int, seq_len: int) -> ModelInputs:
         positions=np.tile(np.arange(seq_len - query_len, seq_len), num_requests),
         query_start_loc=np.arange(num_requests + 1, dtype=np.int32) * query_len,
         seq_lens=np.full(num_requests, seq_len, dtype=np.int32),
-        block_table=np.arange(num_requests * blocks, dtype=np.int32).reshape(num_requests, blocks),
+        block_tables=np.arange(num_requests * blocks, dtype=np.int32).reshape(1, num_requests, blocks),
         num_decodes=num_requests if query_len == 1 else 0,
         num_prompt_tokens=np.full(num_requests, CONTEXT if query_len == 1 else PROMPT, dtype=np.int32),
     )

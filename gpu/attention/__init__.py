@@ -11,18 +11,19 @@ triton_backend  by the kernels of `gpu.kernels`: what serves on CUDA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of one step belong. B requests, T tokens in all; requests lie one after the other in T.
+    """Where the tokens of one step belong, to layers of one KV group (`gpu.kv_layout`). B requests, T tokens in all;
+    requests lie one after the other in T.
 
     The first `num_decodes` requests have exactly one token in this step; the others have more, or none. `seq_lens`
-    counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length
-    are unspecified and must not be read as data.
+    counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length, or
+    behind the window of all its queries, are unspecified and must not be read as data.
     """
 
     query_start_loc: torch.Tensor  # int32 [B + 1]
@@ -34,6 +35,14 @@ class AttentionMetadata:
     # lengths: then these lists are empty, and `num_decodes`, which only the device knows, is 0.
     query_lens_list: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
+
+    @classmethod
+    def of_groups(
+        cls, *, block_tables: torch.Tensor, slot_mappings: torch.Tensor, **shared: Any
+    ) -> list[AttentionMetadata]:
+        """Of each KV group: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
+        tables = zip(block_tables, slot_mappings, strict=True)
+        return [cls(block_table=table, slot_mapping=slots, **shared) for table, slots in tables]
 
 
 class PlainAttention(Protocol):

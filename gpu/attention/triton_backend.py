@@ -20,8 +20,8 @@ class TritonAttention:
     def __init__(self, heads: Heads, block_size: int) -> None:
         self.heads = heads
         self.block_size = block_size
-        # What all layers of one step share, and the metadata it was made from (held, so that its id stays its own).
-        self._work: tuple[AttentionMetadata, AttentionWork | None] | None = None
+        # What all layers of one step share, and the lengths it was made from (held, so that their id stays their own).
+        self._work: tuple[torch.Tensor, AttentionWork | None] | None = None
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         shape = (num_blocks, 2, self.heads.kv, self.block_size, self.heads.dim)
@@ -49,7 +49,7 @@ class TritonAttention:
         )
         where = (metadata.seq_lens, metadata.query_start_loc)
         num_decodes = metadata.num_decodes if metadata.query_lens_list else None
-        if self._work is None or self._work[0] is not metadata:  # the first layer of a step
+        if self._work is None or self._work[0] is not metadata.seq_lens:  # the first layer of a step
             work = list_attention_work(
                 query,
                 self.heads.kv,
@@ -58,7 +58,7 @@ class TritonAttention:
                 num_decodes=num_decodes,
                 longest_chunk=max(metadata.query_lens_list, default=None),
             )
-            self._work = metadata, work
+            self._work = metadata.seq_lens, work
         return paged_attention(
             query,
             kv_cache,

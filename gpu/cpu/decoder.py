@@ -48,6 +48,7 @@ from gpu.cpu.library import (
 from gpu.cpu.matrices import BF16, FORMS, LANES, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.cpu.sampling import draw
+from gpu.kv_layout import kv_layout
 from gpu.rotary import rotations
 from gpu.runner import ModelInputs
 from gpu.weights import Weight, floats
@@ -154,11 +155,12 @@ class CPUCausalLM:
         return bool(self._library.functions.hr_has_tiles()) and forms != {BF16}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """A zeroed cache for every layer, in place of the one before. csrc/attention.h has its layout."""
+        """A zeroed cache for every slot, in place of the one before. csrc/attention.h has its layout."""
+        layout = kv_layout(self.config)
         shape = (num_blocks, self.tokens_held // TILE, self.config.num_key_value_heads, 2, TILE * self.config.head_dim)
-        self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in self._layers]
-        for layer, cache in zip(self._layers, self.kv_caches, strict=True):
-            layer.kv_cache = cache.ctypes.data
+        self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in range(layout.num_slots)]
+        for layer, group, slot in zip(self._layers, layout.groups, layout.slots, strict=True):
+            layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
         """As `gpu.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so."""
@@ -171,8 +173,8 @@ class CPUCausalLM:
                 positions=inputs.positions.ctypes.data,
                 query_start_loc=inputs.query_start_loc.ctypes.data,
                 seq_lens=inputs.seq_lens.ctypes.data,
-                block_table=inputs.block_table.ctypes.data,
-                block_table_stride=inputs.block_table.shape[1],
+                block_table=inputs.block_tables.ctypes.data,
+                block_table_stride=inputs.block_tables.shape[2],
             ),
             input_ids=inputs.input_ids.ctypes.data,
             num_prompt_tokens=inputs.num_prompt_tokens.ctypes.data,

@@ -82,6 +82,7 @@ class LayerStruct(ctypes.Structure):
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("kv_cache", c_void_p),
+        ("group", c_int32),
         ("heads", HeadsStruct),
     )
 

@@ -18,6 +18,7 @@ from gpu.attention import AttentionMetadata
 from gpu.device.graphs import CudaGraphs, Graphs, Replay
 from gpu.kernels import linear
 from gpu.kernels.product import MAX_ROWS, TILES, Tile
+from gpu.kv_layout import kv_layout
 from gpu.layers.linear import Product
 from gpu.models import CausalLM
 from gpu.models.served import TorchModel
@@ -156,7 +157,7 @@ def decode_step(
     The requests share one block, in which the first has one token, the second two, and so on: each reads what the step
     has just written for the others.
     """
-    kv_caches = model.allocate_kv_cache(1, dtype, device)
+    kv_caches, num_groups = model.allocate_kv_cache(1, dtype, device), kv_layout(model.config).num_groups
     place = torch.arange(rows + 1, device=device)
     ids = torch.zeros(rows, dtype=torch.int64, device=device)
     logits = torch.zeros(rows, model.config.vocab_size, dtype=dtype, device=device)
@@ -171,6 +172,6 @@ def decode_step(
             query_lens_list=[1] * rows,
             seq_lens_list=[],
         )
-        logits.copy_(model.compute_logits(model(ids, place[:rows], metadata, kv_caches)))
+        logits.copy_(model.compute_logits(model(ids, place[:rows], [metadata] * num_groups, kv_caches)))
 
     return ids, logits, run

@@ -20,7 +20,7 @@ class ModelInputs(NamedTuple):
 
     input_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
-    metadata: AttentionMetadata
+    metadata: list[AttentionMetadata]  # of each KV group
 
 
 class Samples(NamedTuple):
@@ -44,15 +44,13 @@ def model_inputs(
     In what a graph holds there is no `shape`: all that is known of the step lies on the device, but for whether
     everybody decodes and samples.
     """
-    input_ids, positions, slot_mapping, block_table = step_inputs(
-        tables, num_requests, num_tokens, all_decode=all_decode
-    )
+    input_ids, positions, slots, block_tables = step_inputs(tables, num_requests, num_tokens, all_decode=all_decode)
     query_lens = [1] * num_requests if all_decode else [] if shape is None else shape.query_lens.tolist()
-    metadata = AttentionMetadata(
+    metadata = AttentionMetadata.of_groups(
         query_start_loc=(tables.one_each if all_decode else tables.query_start_loc)[: num_requests + 1],
         seq_lens=tables.seq_lens[:num_requests],
-        block_table=block_table,
-        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        slot_mappings=slots,
         num_decodes=query_lens.count(1),
         query_lens_list=query_lens,
         seq_lens_list=[] if shape is None else shape.seq_lens.tolist(),

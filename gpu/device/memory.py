@@ -11,6 +11,7 @@ from gpu.device.choices import choose_kernels
 from gpu.device.rehearsal import graph_memory, rehearse
 from gpu.device.runner import make_device_runner
 from gpu.kv_cache_size import check_max_model_len
+from gpu.kv_layout import kv_layout
 from gpu.model_loader import WorkerOptions
 from gpu.models.served import TorchModel
 from gpu.rows import BatchSizes
@@ -25,7 +26,8 @@ def kv_cache_budget(model: TorchModel, options: WorkerOptions) -> int:
     torch.cuda.reset_peak_memory_stats(model.device)
     resident = torch.cuda.memory_allocated(model.device)
     longest = check_max_model_len(model.model.config, options.max_model_len)
-    sizes = BatchSizes(options.max_num_seqs, longest, options.block_size)
+    num_groups = kv_layout(model.model.config).num_groups
+    sizes = BatchSizes(options.max_num_seqs, longest, options.block_size, num_groups)
     runner = make_device_runner(model, 1, sizes, options.max_num_batched_tokens)
     rehearse(runner, sizes, options.max_num_batched_tokens, model.model.config.vocab_size)
     steps = torch.cuda.max_memory_allocated(model.device) - resident

@@ -73,7 +73,7 @@ def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams
         token_ids=[0] * length,
         num_prompt_tokens=length,
         num_computed_tokens=0,
-        block_ids=[0] * -(-length // sizes.block_size),
+        block_ids=[0] * -(-length // sizes.block_size) * sizes.num_groups,
         sampling=sampling,
         stop_token_ids=[],
     )

@@ -32,7 +32,10 @@ class DeviceRows:
         self._upload.write(self._tables.offset("token_ids", row), request.token_ids)
 
     def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
-        self._upload.write(self._tables.offset("block_table", row, start), block_ids)
+        _, num_groups, width = self._tables.block_tables.shape
+        for group in range(num_groups):
+            offset = self._tables.offset("block_tables", row, group * width + start)
+            self._upload.write(offset, block_ids[group::num_groups])
 
     def remove(self, row: int) -> None:
         pass  # nobody looks at a row without a request

@@ -48,14 +48,14 @@ class DeviceTables:
         words |= dict.fromkeys(samples, 2) | dict.fromkeys((*requests, "seq_lens"), 1)
         for name in sorted(words, key=lambda name: -words[name]):  # 64-bit words lie at even offsets
             self._place(name, words[name])
-        self._place("block_table", sizes.row_blocks)
+        self._place("block_tables", sizes.num_groups * sizes.row_blocks)
         self._place("token_ids", sizes.row_len)
         self.buffer = torch.zeros(self._size, dtype=torch.int32, device=device)
 
         self.columns = {name: self.view(name, column.dtype).copy_(column) for name, column in columns.items()}
         self.num_tokens = self.columns["num_tokens"]
         self.num_computed_tokens = self.columns["num_computed_tokens"]
-        self.block_table = self.view("block_table").view(self.num_rows, sizes.row_blocks)
+        self.block_tables = self.view("block_tables").view(self.num_rows, sizes.num_groups, sizes.row_blocks)
         self.token_ids = self.view("token_ids").view(self.num_rows, sizes.row_len)
         self.batch_rows = self.view("batch_rows").fill_(self.padding_row)
         self.query_start_loc, self.seq_lens = self.view("query_start_loc"), self.view("seq_lens")

@@ -2,8 +2,9 @@
 
 What is promised, of kernels and reference:
 
-- Only slots of a request's own tokens are read, never one past its length: free blocks may hold anything, NaN included.
-- Entries of `block_table` past a request's length may be anything and are not used.
+- Only slots of a request's own tokens are read, never one past its length or behind the window of all its queries: free
+  blocks may hold anything, NaN included.
+- Entries of `block_table` that stand for others may be anything and are not used.
 - A request with one query and length 0 (padding of a graph) reads nothing and gets zeros; one without queries is left
   alone, and so are rows that belong to no request.
 - A request's result does not depend on the others in the batch, but for where its keys are cut.
@@ -117,14 +118,17 @@ def attend_reference(
         if length == 0:
             out[rows] = 0
             continue
-        blocks = block_table[i, : -(-length // block_size)].long()
-        kv = kv_cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(precise)
+        num_queries = int(starts[i + 1] - starts[i])
+        behind = 0 if window is None else max(0, length - num_queries + 1 - window) // block_size  # blocks nobody sees
+        blocks = block_table[i, behind : -(-length // block_size)].long()
+        seen_from = behind * block_size
+        kv = kv_cache[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : length - seen_from].to(precise)
         key, value = kv.repeat_interleave(group_size, dim=1)  # each [num_heads, length, head_dim]
         scores = query[rows].to(precise).transpose(0, 1) @ key.transpose(1, 2) * scale
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        last = torch.arange(length - scores.shape[1], length, device=query.device).unsqueeze(1)
-        position = torch.arange(length, device=query.device)
+        last = torch.arange(length - num_queries, length, device=query.device).unsqueeze(1)
+        position = torch.arange(seen_from, length, device=query.device)
         hidden = position > last
         if window is not None:
             hidden |= position <= last - window

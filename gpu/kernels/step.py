@@ -33,7 +33,7 @@ def step_inputs(
     tables: DeviceTables, num_requests: int, num_tokens: int, *, all_decode: bool
 ) -> tuple[torch.Tensor, ...]:
     """The tokens of the requests in `batch_rows[:num_requests]`, one request after the other: their ids, positions and
-    slots, int64 [T] each, and the block tables, int32 [R, row_blocks].
+    slots, int64 [T] and [groups, T], and the block tables, int32 [groups, R, row_blocks].
 
     Request i has the tokens from `query_start_loc[i]` to `query_start_loc[i + 1]`; if `all_decode`, it has one, and
     `sampling_rows` and `sampled_positions` are written as well: everybody samples, in order. `seq_lens` is written in
@@ -58,9 +58,9 @@ def step_inputs(
     is_padding = is_padding[request] | (token >= starts[-1])
     positions = (first[request] + token - starts[request]).masked_fill(is_padding, 0)
     row, block_size = rows[request], tables.block_size
-    slots = tables.block_table[row, positions // block_size].long() * block_size + positions % block_size
+    slots = tables.block_tables[row, :, positions // block_size].long().T * block_size + positions % block_size
     input_ids = tables.token_ids[row, positions].long().masked_fill(is_padding, 0)
-    return input_ids, positions, slots.masked_fill(is_padding, -1), tables.block_table[rows]
+    return input_ids, positions, slots.masked_fill(is_padding, -1), tables.block_tables[rows].transpose(0, 1)
 
 
 def record_step(

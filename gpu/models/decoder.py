@@ -18,6 +18,7 @@ from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.architecture import Heads, LayerSpec
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.tensors import checked
+from gpu.kv_layout import kv_layout
 from gpu.layers.embedding import Embedding, LMHead
 from gpu.layers.norm import RMSNorm
 from gpu.layers.rotary import RotaryEmbedding, Rotation
@@ -61,6 +62,7 @@ class CausalLM(nn.Module):
         layers = [DecoderLayer(layer, attention, dtype=dtype, device=device) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._backends = [layer.attention.backend for layer in layers]
+        self._layout = kv_layout(config)
         self.norm = RMSNorm(spec.norm, dtype=dtype, device=device)
         self._softcap = spec.softcap
         self.lm_head = LMHead(spec.head, self.embed_tokens, dtype=dtype, device=device)
@@ -69,27 +71,30 @@ class CausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: Sequence[AttentionMetadata],
         kv_caches: Sequence[torch.Tensor],
         cancellation_check: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
 
-        Writes the keys and values of the T tokens to `kv_caches` (one per layer), at the slots of the metadata.
+        Writes the keys and values of the T tokens to `kv_caches` (one per slot of `gpu.kv_layout`), where the metadata of each layer's group
+        says.
         `cancellation_check` is called before each layer, and may raise to end the pass.
         """
         residual = self.embed_tokens(input_ids)
         rotations = [rotary(positions) for rotary in self._rotaries]
         delta = None
-        for layer, rotary, kv_cache in zip(self.layers, self._rotary_of, kv_caches, strict=True):
+        layout = self._layout
+        for layer, rotary, group, slot in zip(self.layers, self._rotary_of, layout.groups, layout.slots, strict=True):
             if cancellation_check is not None:
                 cancellation_check()
-            delta = layer(residual, delta, rotations[rotary], metadata, kv_cache)
+            delta = layer(residual, delta, rotations[rotary], metadata[group], kv_caches[slot])
         return self.norm(residual, delta)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every layer, in the layout of its attention backend."""
-        return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in self._backends]
+        """The zeroed cache of every slot, in the layout of the attention backend. Layers of different groups share it."""
+        backends = self._backends[: self._layout.num_slots]
+        return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
 
     def set_max_model_len(self, max_model_len: int) -> None:
         """The longest context that is served, in tokens, where it is not the one that the model was made for."""

@@ -52,14 +52,13 @@ class TorchModel:
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
         query_lens = np.diff(inputs.query_start_loc)
-        blocks = inputs.block_table[
-            np.repeat(np.arange(len(query_lens)), query_lens), inputs.positions // self.tokens_held
-        ]
-        metadata = AttentionMetadata(
+        requests = np.repeat(np.arange(len(query_lens)), query_lens)
+        blocks = inputs.block_tables[:, requests, inputs.positions // self.tokens_held].astype(np.int64)
+        metadata = AttentionMetadata.of_groups(
             query_start_loc=self._tensor(inputs.query_start_loc),
             seq_lens=self._tensor(inputs.seq_lens),
-            block_table=self._tensor(inputs.block_table),
-            slot_mapping=self._tensor(blocks.astype(np.int64) * self.tokens_held + inputs.positions % self.tokens_held),
+            block_tables=self._tensor(inputs.block_tables),
+            slot_mappings=self._tensor(blocks * self.tokens_held + inputs.positions % self.tokens_held),
             num_decodes=inputs.num_decodes,
             query_lens_list=query_lens.tolist(),
             seq_lens_list=inputs.seq_lens.tolist(),

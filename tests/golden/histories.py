@@ -73,7 +73,7 @@ def load(config: ModelConfig, **options: Any) -> EngineCore:
     options = {"block_size": 4, "num_threads": 1, "kv_cache_memory": 2**20, "device": "cpu", **limits, **options}
     worker = Worker(config, weights_of(config), WorkerOptions(**options))
     executor = UniProcExecutor(worker, config.vocab_size)
-    settled: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, **limits}
+    settled: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "kv_windows": executor.kv_windows, **limits}
     return EngineCore(EngineConfig(target_inter_token_latency=60.0, **settled), executor)
 
 

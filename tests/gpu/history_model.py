@@ -33,7 +33,7 @@ class HistoryModel:
         for i, (start, end) in enumerate(itertools.pairwise(inputs.query_start_loc.tolist())):
             length = int(inputs.seq_lens[i])
             assert inputs.positions[start:end].tolist() == list(range(length - (end - start), length))
-            blocks = inputs.block_table[i, : -(-length // self.block_size)].astype(np.int64)
+            blocks = inputs.block_tables[0, i, : -(-length // self.block_size)].astype(np.int64)
             own_slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).flatten()[:length]
             self.slots[own_slots[length - (end - start) :]] = inputs.input_ids[start:end]
             history = self.slots[own_slots]

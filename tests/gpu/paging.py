@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,16 @@ class Span:
     query_len: int
     seq_len: int
     blocks: Sequence[int]
+
+
+def make_group_metadata(spans: Sequence[Span], block_size: int, num_groups: int) -> list[AttentionMetadata]:
+    """Of each KV group: a span's block i is their blocks from i * num_groups on."""
+    return [
+        make_metadata(
+            [replace(span, blocks=[block * num_groups + group for block in span.blocks]) for span in spans], block_size
+        )
+        for group in range(num_groups)
+    ]
 
 
 def make_metadata(spans: Sequence[Span], block_size: int) -> AttentionMetadata:

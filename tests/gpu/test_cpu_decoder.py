@@ -122,7 +122,7 @@ class Model:
         if not slow:
             return torch.from_numpy(self.fast.forward(self.inputs(spans, ids)))
         with torch.inference_mode():
-            return self.slow.forward(ids, positions_of(spans), make_metadata(spans, self.block_size), self.slow_cache)
+            return self.slow.forward(ids, positions_of(spans), [make_metadata(spans, self.block_size)], self.slow_cache)
 
     def inputs(self, spans: list[Span], ids: torch.Tensor) -> ModelInputs:
         metadata = make_metadata(spans, self.block_size)
@@ -131,7 +131,7 @@ class Model:
             positions=positions_of(spans).numpy(),
             query_start_loc=metadata.query_start_loc.numpy(),
             seq_lens=metadata.seq_lens.numpy(),
-            block_table=metadata.block_table.numpy(),
+            block_tables=metadata.block_table.numpy()[None],
             num_decodes=metadata.num_decodes,
             num_prompt_tokens=np.full(len(spans), PROMPT, dtype=np.int32),
         )

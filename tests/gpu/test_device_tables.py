@@ -40,12 +40,12 @@ def test_tables_lie_apart_and_words_keep_their_meaning() -> None:
     upload = Upload(tables.buffer)
     upload.write(tables.offset("seed", 3), words_of(np.array([2**64 - 5], dtype=np.uint64), np.int64))
     upload.write(tables.offset("top_p", 4), words_of(np.array([0.25]), np.float32))
-    upload.write(tables.offset("block_table", 2, 1), [8, 9])
+    upload.write(tables.offset("block_tables", 2, 1), [8, 9])
     upload.write(tables.offset("token_ids", 5, 9), [77])
     upload.send()
     assert tables.columns["seed"].tolist() == [0, 0, 0, -5, 0, 0]
     assert tables.columns["top_p"].tolist() == [1, 1, 1, 1, 0.25, 1]
-    assert tables.block_table.tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
+    assert tables.block_tables[:, 0].tolist() == [[0] * 3, [0] * 3, [0, 8, 9], [0] * 3, [0] * 3, [0] * 3]
     assert tables.token_ids[5].tolist() == [0] * 9 + [77]
     # And the padding row in every place of the batch, and every row's top_p and repetition penalty.
     assert int((tables.buffer != 0).sum()) == 2 + 2 + 1 + 6 + 6 + 6

@@ -79,7 +79,7 @@ def check_inputs(
             positions.append(position)
         starts.append(len(input_ids))
         needed = -(-end // BLOCK_SIZE)
-        assert inputs.block_table[place, :needed].tolist() == k.blocks[:needed]
+        assert inputs.block_tables[0, place, :needed].tolist() == k.blocks[:needed]
         assert shape.seq_lens[place] == end
         if end == len(k.tokens):
             sampling.append(r)

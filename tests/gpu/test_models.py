@@ -22,10 +22,11 @@ from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
 from gpu.checkpoint.architecture import Part, parts_of
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
+from gpu.kv_layout import kv_layout
 from gpu.layers.linear import Linear
 from gpu.models import CausalLM
 from gpu.rotary import inverse_frequencies
-from tests.gpu.paging import Span, make_metadata, positions_of
+from tests.gpu.paging import Span, make_group_metadata, positions_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -133,7 +134,8 @@ class Runner:
 
     def __init__(self, model: CausalLM, num_blocks: int = 64) -> None:
         self.model = model
-        self.caches = model.allocate_kv_cache(num_blocks, torch.float32, torch.device("cpu"))
+        self.num_groups = kv_layout(model.config).num_groups
+        self.caches = model.allocate_kv_cache(num_blocks * self.num_groups, torch.float32, torch.device("cpu"))
         for cache in self.caches:
             cache.fill_(float("nan"))
 
@@ -142,7 +144,7 @@ class Runner:
         spans = [Span(len(tokens) - computed, len(tokens), blocks) for tokens, computed, blocks in requests]
         input_ids = torch.cat([tokens[computed:] for tokens, computed, _ in requests])
         with torch.inference_mode():
-            metadata = make_metadata(spans, BLOCK_SIZE)
+            metadata = make_group_metadata(spans, BLOCK_SIZE, self.num_groups)
             hidden = self.model(input_ids, positions_of(spans), metadata, self.caches)
             logits = self.model.compute_logits(hidden)
         return list(logits.float().split([span.query_len for span in spans]))

@@ -40,7 +40,7 @@ struct Step {
     const int64_t* positions;          // [T]
     const int32_t* query_start_loc;    // [B + 1]
     const int32_t* seq_lens;           // [B]
-    const int32_t* block_table;        // [B, block_table_stride]
+    const int32_t* block_table;        // [B, block_table_stride], of each KV group one after the other
     int64_t block_table_stride;
 };
 

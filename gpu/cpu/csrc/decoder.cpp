@@ -29,6 +29,7 @@ struct hr_layer {
     const float* cosines;              // [positions, dim / 2]
     const float* sines;
     uint16_t* kv_cache;
+    int32_t group;  // whose block table says where in the cache
     Heads heads;
 };
 
@@ -215,7 +216,9 @@ Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
             if (step.stop()) return kStopped;
             asked = seconds();
         }
-        run_layer(engine, model, model.layers[i], step.step, kinds, residual);
+        Step here = step.step;
+        here.block_table += (int64_t)model.layers[i].group * here.num_requests * here.block_table_stride;
+        run_layer(engine, model, model.layers[i], here, kinds, residual);
     }
     for_rows(engine.pool, rows, [&](int row) {
         normalize(residual + (int64_t)row * model.hidden, model.final_norm, model.epsilon, model.hidden,

@@ -165,6 +165,8 @@ def _prefill(
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE)
                 else:
                     exists = key_position < length
+                    if WINDOW > 0:  # what is behind the first query's is not the request's any more
+                        exists &= key_position > first_position - WINDOW
                     loaded = exists[:, None] & in_dim[None, :]
                     block_id = tl.load(blocks_ptr + key_position // BLOCK_SIZE, mask=exists, other=0)
                 offset = block_id.to(tl.int64) * cache_block_stride + (key_position % BLOCK_SIZE) * HEAD_DIM

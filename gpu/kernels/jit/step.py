@@ -20,13 +20,15 @@ def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int)
 
 
 def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, all_decode: bool) -> tuple[torch.Tensor, ...]:
-    input_ids, positions, slots = (torch.empty(num_tokens, dtype=torch.int64, device=tables.device) for _ in range(3))
-    block_table = torch.empty((num_requests, tables.block_table.shape[1]), dtype=torch.int32, device=tables.device)
+    _, num_groups, row_blocks = tables.block_tables.shape
+    input_ids, positions = (torch.empty(num_tokens, dtype=torch.int64, device=tables.device) for _ in range(2))
+    slots = torch.empty((num_groups, num_tokens), dtype=torch.int64, device=tables.device)
+    block_tables = torch.empty((num_groups, num_requests, row_blocks), dtype=torch.int32, device=tables.device)
     _step_inputs[(num_requests, CHUNKS)](
         input_ids,
         positions,
         slots,
-        block_table,
+        block_tables,
         tables.seq_lens,
         tables.sampling_rows,
         tables.sampled_positions,
@@ -34,16 +36,17 @@ def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, all_de
         tables.query_start_loc,
         tables.num_computed_tokens,
         tables.token_ids,
-        tables.block_table,
+        tables.block_tables,
         num_tokens,
         tables.token_ids.stride(0),
-        tables.block_table.stride(0),
+        row_blocks,
         tables.padding_row,
+        NUM_GROUPS=num_groups,
         ALL_DECODE=all_decode,
         BLOCK_SIZE=tables.block_size,
         BLOCK=BLOCK,
     )
-    return input_ids, positions, slots, block_table
+    return input_ids, positions, slots, block_tables
 
 
 def record_step(
@@ -97,8 +100,9 @@ def _step_inputs(
     table_ptr,
     num_tokens,
     token_ids_stride,
-    table_stride,
+    row_blocks,
     padding_row,
+    NUM_GROUPS: tl.constexpr,
     ALL_DECODE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,19 +126,21 @@ def _step_inputs(
             tl.store(sampled_positions_ptr + request, length.to(tl.int64))
 
     token_row_ptr = token_ids_ptr + row * token_ids_stride
-    table_row_ptr = table_ptr + row * table_stride
+    table_row_ptr = table_ptr + row * NUM_GROUPS * row_blocks
     used_end = tl.where(row == padding_row, begin, end)
     for start in range(begin + chunk * BLOCK, end, step):
         token = start + tl.arange(0, BLOCK)
         inside = token < end
         used = token < used_end
         position = tl.where(used, first + token - begin, 0)
-        block = tl.load(table_row_ptr + position // BLOCK_SIZE, mask=used, other=0).to(tl.int64)
-        slot = tl.where(used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         token_id = tl.load(token_row_ptr + position, mask=used, other=0)
         tl.store(input_ids_ptr + token, token_id.to(tl.int64), mask=inside)
         tl.store(positions_ptr + token, position.to(tl.int64), mask=inside)
-        tl.store(slots_ptr + token, slot, mask=inside)
+        for group in range(NUM_GROUPS):
+            place = group * row_blocks + position // BLOCK_SIZE
+            block = tl.load(table_row_ptr + place, mask=used, other=0).to(tl.int64)
+            slot = tl.where(used, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+            tl.store(slots_ptr + group * num_tokens + token, slot, mask=inside)
     if request == tl.num_programs(0) - 1:  # the tokens of nobody
         for start in range(end + chunk * BLOCK, num_tokens, step):
             token = start + tl.arange(0, BLOCK)
@@ -142,13 +148,16 @@ def _step_inputs(
             nothing = tl.zeros([BLOCK], tl.int64)
             tl.store(input_ids_ptr + token, nothing, mask=inside)
             tl.store(positions_ptr + token, nothing, mask=inside)
-            tl.store(slots_ptr + token, nothing - 1, mask=inside)
+            for group in range(NUM_GROUPS):
+                tl.store(slots_ptr + group * num_tokens + token, nothing - 1, mask=inside)
     num_blocks = tl.cdiv(length, BLOCK_SIZE)
     for start in range(chunk * BLOCK, num_blocks, step):
         place = start + tl.arange(0, BLOCK)
         inside = place < num_blocks
-        block = tl.load(table_row_ptr + place, mask=inside, other=0)
-        tl.store(blocks_ptr + request.to(tl.int64) * table_stride + place, block, mask=inside)
+        for group in range(NUM_GROUPS):
+            block = tl.load(table_row_ptr + group * row_blocks + place, mask=inside, other=0)
+            target = (group * tl.num_programs(0) + request).to(tl.int64) * row_blocks
+            tl.store(blocks_ptr + target + place, block, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_samples"])

@@ -59,7 +59,7 @@ def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
     for spans in STEPS:
         tokens = torch.randint(0, 120, (sum(span.query_len for span in spans),), generator=generator)
         assert on_triton(tokens) == kernels_expected
-        hidden = model(tokens, positions_of(spans), make_metadata(spans, BLOCK_SIZE), caches)
+        hidden = model(tokens, positions_of(spans), [make_metadata(spans, BLOCK_SIZE)], caches)
         results.append(model.compute_logits(hidden))
     return results
 

@@ -12,7 +12,7 @@ from gpu.device.upload import Upload
 from gpu.kernels import record_step, step_inputs
 from gpu.rows import BatchSizes
 
-SIZES = BatchSizes(max_num_seqs=6, max_model_len=5000, block_size=16)
+SIZES = BatchSizes(max_num_seqs=6, max_model_len=5000, block_size=16, num_groups=3)
 PADDING = SIZES.max_num_seqs
 
 
@@ -20,7 +20,7 @@ def filled_tables(rng: random.Random) -> DeviceTables:
     torch.manual_seed(rng.randrange(2**31))
     tables = DeviceTables(SIZES, 50, torch.device("cpu"))
     tables.token_ids[:PADDING] = torch.randint(0, 50, (PADDING, SIZES.row_len)).int()
-    tables.block_table[:PADDING] = torch.randint(0, 2**24, (PADDING, SIZES.row_blocks)).int()
+    tables.block_tables[:PADDING] = torch.randint(0, 2**24, (PADDING, 3, SIZES.row_blocks)).int()
     tables.num_computed_tokens[:PADDING] = torch.tensor([rng.choice([0, 15, 16, 700]) for _ in range(PADDING)]).int()
     return tables
 
@@ -45,19 +45,19 @@ def test_inputs_are_the_tokens_of_the_requests_and_then_padding(query_lens):
         length = computed + query_len
         assert tables.seq_lens[request] == length
         used = -(-length // 16)
-        assert torch.equal(blocks[request, :used], tables.block_table[row, :used])
+        assert torch.equal(blocks[:, request, :used], tables.block_tables[row, :, :used])
         expected = torch.arange(computed, length)
         part = slice(token, token + query_len)
         assert torch.equal(positions[part], expected)
         assert torch.equal(ids[part], tables.token_ids[row, computed:length].long())
-        assert torch.equal(slots[part], tables.block_table[row].long()[expected // 16] * 16 + expected % 16)
+        assert torch.equal(slots[:, part], tables.block_tables[row].long()[:, expected // 16] * 16 + expected % 16)
         if all_decode:
             assert [int(tables.sampling_rows[request]), int(tables.sampled_positions[request])] == [row, length]
         token += query_len
     assert not tables.seq_lens[len(rows) : num_requests].any()
     assert not ids[token:].any()
     assert not positions[token:].any()
-    assert (slots[token:] == -1).all()
+    assert (slots[:, token:] == -1).all()
     assert len(ids) == num_tokens
 
 

@@ -77,8 +77,8 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
 
-        Writes the keys and values of the T tokens to `kv_caches` (one per slot of `gpu.kv_layout`), where the metadata of each layer's group
-        says.
+        Writes the keys and values of the T tokens to `kv_caches`, one for each slot of `gpu.kv_layout`, where the
+        metadata of the layer's group says.
         `cancellation_check` is called before each layer, and may raise to end the pass.
         """
         residual = self.embed_tokens(input_ids)
@@ -92,7 +92,7 @@ class CausalLM(nn.Module):
         return self.norm(residual, delta)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every slot, in the layout of the attention backend. Layers of different groups share it."""
+        """The zeroed cache of every slot (`gpu.kv_layout`), in the layout of the attention backend."""
         backends = self._backends[: self._layout.num_slots]
         return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
 

@@ -13,6 +13,7 @@ from tests.golden.histories import History, Law, load, small_model
 MODELS: dict[str, dict[str, Any]] = {
     "full": {},
     "window": {"sliding_window": 11},
+    "some windows": {"sliding_window": 11, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")},
 }
 # By what they are computed, how it is loaded, and how many histories are told.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {

@@ -26,12 +26,13 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, is_for_this_processor, load_library
+from gpu.kv_layout import kv_layout
 from gpu.models import CausalLM
 from gpu.runner import ModelInputs
 from gpu.weights import Weight
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import as_tensors
-from tests.gpu.paging import Span, make_metadata, positions_of
+from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
 
 # What is built is run; that it was built where it can be is a test of its own.
@@ -74,6 +75,7 @@ class Model:
     def __init__(self, oracle: PreTrainedConfig, block_size: int, *, quantized: bool = False) -> None:
         self.config: ModelConfig = model_config(oracle)
         self.block_size = block_size
+        self.num_groups = kv_layout(self.config).num_groups
         plain = [(name, self._spread(name, array)) for name, array in dummy_weights(self.config)]
         weights = [(name, self._quantized(name, array)) for name, array in plain] if quantized else plain
         library = load_library()
@@ -101,8 +103,9 @@ class Model:
         return QuantizedRows(kind, array.shape, quantize(array, GGMLQuantizationType[kind]))
 
     def new_cache(self) -> None:
-        self.fast.allocate_kv_cache(NUM_BLOCKS)
-        self.slow_cache = self.slow.allocate_kv_cache(NUM_BLOCKS, torch.float32, torch.device("cpu"))
+        num_blocks = NUM_BLOCKS * self.num_groups
+        self.fast.allocate_kv_cache(num_blocks)
+        self.slow_cache = self.slow.allocate_kv_cache(num_blocks, torch.float32, torch.device("cpu"))
 
     @property
     def fast_cache(self) -> list[torch.Tensor]:
@@ -122,16 +125,17 @@ class Model:
         if not slow:
             return torch.from_numpy(self.fast.forward(self.inputs(spans, ids)))
         with torch.inference_mode():
-            return self.slow.forward(ids, positions_of(spans), [make_metadata(spans, self.block_size)], self.slow_cache)
+            metadata = make_group_metadata(spans, self.block_size, self.num_groups)
+            return self.slow.forward(ids, positions_of(spans), metadata, self.slow_cache)
 
     def inputs(self, spans: list[Span], ids: torch.Tensor) -> ModelInputs:
-        metadata = make_metadata(spans, self.block_size)
+        metadata, *others = make_group_metadata(spans, self.block_size, self.num_groups)
         return ModelInputs(
             input_ids=ids.numpy(),
             positions=positions_of(spans).numpy(),
             query_start_loc=metadata.query_start_loc.numpy(),
             seq_lens=metadata.seq_lens.numpy(),
-            block_tables=metadata.block_table.numpy()[None],
+            block_tables=np.stack([each.block_table.numpy() for each in (metadata, *others)]),
             num_decodes=metadata.num_decodes,
             num_prompt_tokens=np.full(len(spans), PROMPT, dtype=np.int32),
         )

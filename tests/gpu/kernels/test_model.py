@@ -12,9 +12,10 @@ from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
 from gpu.kernels.product import TILES
+from gpu.kv_layout import kv_layout
 from gpu.layers.linear import Product
 from gpu.models import CausalLM
-from tests.gpu.paging import Span, make_metadata, positions_of
+from tests.gpu.paging import Span, make_group_metadata, positions_of
 
 BLOCK_SIZE = 4
 
@@ -53,13 +54,14 @@ STEPS = [
 
 @torch.inference_mode()
 def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
-    caches = model.allocate_kv_cache(8, torch.float32, torch.device("cpu"))
+    num_groups = kv_layout(model.config).num_groups
+    caches = model.allocate_kv_cache(8 * num_groups, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     results = []
     for spans in STEPS:
         tokens = torch.randint(0, 120, (sum(span.query_len for span in spans),), generator=generator)
         assert on_triton(tokens) == kernels_expected
-        hidden = model(tokens, positions_of(spans), [make_metadata(spans, BLOCK_SIZE)], caches)
+        hidden = model(tokens, positions_of(spans), make_group_metadata(spans, BLOCK_SIZE, num_groups), caches)
         results.append(model.compute_logits(hidden))
     return results
 

@@ -1,6 +1,6 @@
 """What touches the device: executor, worker, model runner, models, layers, attention and weights; and checkpoints.
 
-Imports of the engine are limited to its plan, messages, errors and executor seam. Nothing here knows HTTP.
+Imports of the engine are limited to its plan, KV groups, messages, errors and executor seam. Nothing here knows HTTP.
 
 In reading order:
 

@@ -36,7 +36,7 @@ class ChangingPrefixes:
         places = {
             hash((owner, *tokens[start : start + LENGTH]))
             for start in range(BEGINNING, len(tokens) - LENGTH)
-            if tokens[start] % SAMPLED == 0
+            if (tokens[start] + 7 * tokens[start + 1] + 31 * tokens[start + 2]) % SAMPLED == 0
         }
         num_seen = sum(place in self._seen for place in places)
         # What had the same beginning was found once and has been given up since.

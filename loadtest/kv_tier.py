@@ -2,13 +2,13 @@
 
     python -m loadtest.kv_tier [--rounds 3] [--prompt 8000]
 
-Three questions, each of two servers of the embedded model with and without `kv_cache_dir`, which take turns so that
-neighbours harm both alike:
+- The first token after a restart, of a long prompt that is computed, over that of one that is on disk. Each server has
+  answered a short prompt before.
+- Where nothing is ever found: the time that 512 tokens of prompt and 32 of answer take with storing, over that without.
+- The gap between two tokens of four streams while blocks are stored, over that while none are.
 
-- the first token after a restart, of a long prompt that is on disk, over that of one that is computed. Each server has
-  answered a short prompt before;
-- output tokens per second where nothing is ever found: every prompt is new;
-- the gap between two tokens of four streams, while the blocks of a long prompt before them are stored.
+The last two are taken in one engine in this process, which stores or does not by turns of a second or less: neighbours
+harm both alike.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from loadtest.servers import Server, Target, headrace
+from app.offline import LLM
+from engine.core.core import EngineCore
+from engine.messages import EngineCoreRequest, SamplingParams
+from loadtest.servers import Target, headrace
 
 STREAMS = 4
-STREAM_TOKENS = 160
+STEPS = 40  # of a turn
 
 _new = itertools.count(1)
 
@@ -42,30 +43,20 @@ def prompt(length: int) -> list[int]:
     return [draw.randrange(1000, 40000) for _ in range(length)]
 
 
-def complete(target: Target, token_ids: Sequence[int], max_tokens: int = 1) -> list[float]:
-    """When each token of a streamed greedy completion came, in seconds since it was asked for."""
-    body: dict[str, Any] = {"prompt": list(token_ids), "max_tokens": max_tokens, "temperature": 0}
-    body |= {"stream": True, "ignore_eos": True, "model": target.model}
+def first_token(target: Target, token_ids: Sequence[int]) -> float:
+    """Seconds until the first token of a streamed greedy completion."""
+    body: dict[str, Any] = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0, "stream": True}
     request = urllib.request.Request(
-        f"{target.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{target.url}/v1/completions",
+        json.dumps(body | {"model": target.model, "ignore_eos": True}).encode(),
+        {"content-type": "application/json"},
     )
     began = time.perf_counter()
     with urllib.request.urlopen(request, timeout=600) as answer:
-        return [time.perf_counter() - began for line in answer if line.startswith(b"data: {") and b'"text"' in line]
-
-
-def together(target: Target, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-    """The same for several at once."""
-    found: list[list[float]] = []
-    threads = [
-        threading.Thread(target=lambda each=each: found.append(complete(target, each, max_tokens))) for each in prompts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == len(prompts), "a request failed"
-    return found
+        for line in answer:
+            if line.startswith(b"data: {"):
+                return time.perf_counter() - began
+    raise SystemExit("a request failed")
 
 
 def settle(folder: Path) -> None:
@@ -73,7 +64,7 @@ def settle(folder: Path) -> None:
     before = -1
     while (now := sum(1 for _ in folder.glob("*/*.kv"))) != before:
         before = now
-        time.sleep(0.5)
+        time.sleep(1.0)
 
 
 def restarts(folder: Path, length: int, rounds: int) -> None:
@@ -82,8 +73,8 @@ def restarts(folder: Path, length: int, rounds: int) -> None:
         long = prompt(length)
         for found in seconds.values():
             with headrace("headrace", kv_cache_dir=folder) as target:
-                complete(target, prompt(40))
-                found.append(complete(target, long)[0])
+                first_token(target, prompt(40))
+                found.append(first_token(target, long))
                 settle(folder)
     ratios = [cold / warm for cold, warm in zip(*seconds.values(), strict=True)]
     print(
@@ -92,69 +83,79 @@ def restarts(folder: Path, length: int, rounds: int) -> None:
     )
 
 
-def in_turns(folder: Path, rounds: int, measure: Callable[[Target], float]) -> list[float]:
-    """What is measured with the directory over what is measured without, for each round."""
-    servers: list[Server] = [headrace("without"), headrace("with", kv_cache_dir=folder)]
-    ratios: list[float] = []
-    with ExitStack() as stack:
-        targets = [stack.enter_context(server) for server in servers]
-        for number in range(-1, rounds):
-            found: dict[str, float] = {}
-            for target in targets[:: 1 if number % 2 else -1]:
-                found[target.name] = measure(target)
-                settle(folder)
-            if number >= 0:
-                ratios.append(found["with"] / found["without"])
-    return ratios
+class Engine:
+    """One that stores when it is told to."""
 
+    def __init__(self, folder: Path) -> None:
+        self.core: EngineCore = LLM(kv_cache_dir=folder, kv_cache_memory="2GiB", progress=False).core
+        self._tiers = self.core.scheduler.kv.tiers
+        assert self._tiers is not None
 
-def throughput(target: Target) -> float:
-    """Tokens per second."""
-    prompts = [prompt(512) for _ in range(8)]
-    began = time.perf_counter()
-    together(target, prompts, 64)
-    return 8 * 64 / (time.perf_counter() - began)
+    def add(self, token_ids: list[int], max_tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        self.core.add(
+            EngineCoreRequest(
+                request_id=f"{next(_new)}", prompt_token_ids=token_ids, sampling=sampling, arrival_time=0.0
+            )
+        )
 
+    def turns(self, rounds: int, turn: Callable[[], None]) -> list[float]:
+        """How long a turn takes with storing, over one without, for each pair of turns."""
+        ratios = []
+        for number in range(rounds + 1):
+            seconds: dict[bool, float] = {}
+            for stores in (True, False) if number % 2 else (False, True):
+                self.core._tiers = self._tiers if stores else None
+                began = time.perf_counter()
+                turn()
+                seconds[stores] = time.perf_counter() - began
+                while len(self._tiers.tier._free) < 8:  # type: ignore[union-attr]
+                    time.sleep(0.001)
+            if number:
+                ratios.append(seconds[True] / seconds[False])
+        return ratios
 
-def processor_time(target: Target) -> float:
-    """The same in tokens per second of the server's processor time, which neighbours change less. Storing counts in
-    full, also what is done when nobody waits."""
-    began = target.cpu_seconds()
-    together(target, [prompt(512) for _ in range(8)], 64)
-    time.sleep(1.0)
-    return 8 * 64 / (target.cpu_seconds() - began)
+    def requests(self) -> None:
+        self.add(prompt(512), 32)
+        while self.core.has_work:
+            self.core.step()
 
+    def steps(self) -> None:
+        for _ in range(STEPS):
+            self.core.step()
 
-def mean_gap(target: Target) -> float:
-    complete(target, prompt(2000))  # some 45 MB, which are stored from now on
-    found = together(target, [prompt(16) for _ in range(STREAMS)], STREAM_TOKENS)
-    return statistics.mean((times[-1] - times[0]) / (len(times) - 1) for times in found)
+    def streams(self) -> None:
+        """Streams behind a long prompt, whose blocks wait to be stored."""
+        core, self.core._tiers = self.core, None
+        self.add(prompt(7000), 1)
+        while core.has_work:
+            core.step()
+        for _ in range(STREAMS):
+            self.add(prompt(16), 7000)
+        core.step()
 
 
 def _spread(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.3f} x ({min(ratios):.3f} to {max(ratios):.3f})"
+    ordered = sorted(ratios)
+    quarter = len(ordered) // 4
+    return f"{statistics.median(ratios):.3f} x (half between {ordered[quarter]:.3f} and {ordered[-1 - quarter]:.3f})"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="restarts; the other measures take twenty times as many")
     parser.add_argument("--prompt", type=int, default=8000, help="tokens of the long prompt")
-    parser.add_argument("--measures", help="some of restart, throughput, processor, gap, comma separated; default: all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder, rounds = Path(scratch), options.rounds
-        measures: dict[str, Callable[[], None]] = {
-            "restart": lambda: restarts(folder, options.prompt, rounds),
-            "throughput": lambda: print(
-                f"throughput, nothing found: {_spread(in_turns(folder, 2 * rounds, throughput))}"
-            ),
-            "processor": lambda: print(f"by processor time: {_spread(in_turns(folder, rounds, processor_time))}"),
-            "gap": lambda: print(
-                f"gap between tokens while storing: {_spread(in_turns(folder, 2 * rounds, mean_gap))}"
-            ),
-        }
-        for name in options.measures.split(",") if options.measures else measures:
-            measures[name]()
+        engine = Engine(Path(scratch))
+        print(
+            f"time of requests of which nothing is found: {_spread(engine.turns(20 * options.rounds, engine.requests))}"
+        )
+        engine.streams()
+        print(f"gap between tokens while storing: {_spread(engine.turns(20 * options.rounds, engine.steps))}")
+        engine.core.shutdown()
+        if options.rounds:
+            restarts(Path(scratch), options.prompt, options.rounds)
     return 0
 
 

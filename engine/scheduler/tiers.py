@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from engine.scheduler.kv_cache_manager import KVCacheManager
 
 MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
-MAX_LOADS = 4  # at once: each owns blocks
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
 # Share of the time of steps that may go into storing, where streams run in them and where none does.
 STREAM_SHARE, PREFILL_SHARE = 0.01, 0.02
@@ -116,7 +115,8 @@ class Tiers:
         kv.pool.share(held)
         firsts = [last * size - need for need in kv.needs(last * size)]
         is_seen = [place >= least for place in range(first * size, last * size) for least in firsts]
-        if len(self._loads) == MAX_LOADS or sum(is_seen) > kv.pool.num_free:
+        if sum(is_seen) > kv.pool.num_free:  # then it has no room to run either, and asks again
+            request.asked_tiers = False
             kv.pool.release(held)
             return False
         blocks = iter(kv.pool.allocate(sum(is_seen)))

@@ -92,7 +92,7 @@ class Engine:
         assert self._tiers is not None
 
     def add(self, token_ids: list[int], max_tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, seed=0)
         self.core.add(
             EngineCoreRequest(
                 request_id=f"{next(_new)}", prompt_token_ids=token_ids, sampling=sampling, arrival_time=0.0

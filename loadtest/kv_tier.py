@@ -101,7 +101,7 @@ class Engine:
 
     def turns(self, rounds: int, turn: Callable[[], None]) -> list[float]:
         """How long a turn takes with storing, over one without, for each pair of turns."""
-        ratios = []
+        ratios: list[float] = []
         for number in range(rounds + 1):
             seconds: dict[bool, float] = {}
             for stores in (True, False) if number % 2 else (False, True):

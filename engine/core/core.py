@@ -206,7 +206,7 @@ class EngineCore:
             outputs = self.scheduler.update(plan, output, ended)
             self._name_failed(outputs)
             if self._tiers is not None:
-                self._tiers.write_back(ended - began, has_streams=num_decode_tokens > 0)
+                self._tiers.write_back(ended - began)
         self._past_steps.append(
             StepSnapshot(
                 step=plan.step,

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
-# Share of the time of steps that may go into storing, where streams run in them and where none does.
-STREAM_SHARE, PREFILL_SHARE = 0.01, 0.02
+STORE_SHARE = 0.01  # of the time of steps, that may go into storing
 MAX_CREDIT = 4  # pieces that may be stored at a stretch
 LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
 
@@ -203,11 +202,10 @@ class Tiers:
         while len(self._backlog) > MAX_BACKLOG:
             self._backlog.popitem(last=False)
 
-    def write_back(self, seconds: float | None, *, has_streams: bool = False) -> None:
+    def write_back(self, seconds: float | None) -> None:
         """Let some of what waits be stored, after a step of so many seconds; None: there is nothing else to do."""
         if seconds is not None:
-            share = STREAM_SHARE if has_streams else PREFILL_SHARE
-            self._credit = min(self._credit + share * seconds, MAX_CREDIT * self.tier.store_seconds)
+            self._credit = min(self._credit + STORE_SHARE * seconds, MAX_CREDIT * self.tier.store_seconds)
         find = self._kv.pool.find
         while self._backlog and (seconds is None or self._credit >= 0):
             name, (contents, worth, is_living) = next(iter(self._backlog.items()))

@@ -29,10 +29,11 @@ def make_group_metadata(spans: Sequence[Span], block_size: int, num_groups: int)
     ]
 
 
-def make_metadata(spans: Sequence[Span], block_size: int) -> AttentionMetadata:
+def make_metadata(spans: Sequence[Span], block_size: int, window: int | None = None) -> AttentionMetadata:
     """The metadata of one step. Requests with one query must come first if they are to count as decodes.
 
-    Unused entries of the block table are wild on purpose: whoever reads one fails loudly.
+    Unused entries of the block table, those behind the window of all queries too, are wild on purpose: whoever reads
+    one fails loudly.
     """
     query_lens = [span.query_len for span in spans]
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(spans))
@@ -41,7 +42,8 @@ def make_metadata(spans: Sequence[Span], block_size: int) -> AttentionMetadata:
     slots: list[int] = []
     for i, span in enumerate(spans):
         used = -(-span.seq_len // block_size)
-        block_table[i, :used] = torch.tensor(span.blocks[:used], dtype=torch.int32)
+        behind = 0 if window is None else max(0, span.seq_len - span.query_len + 1 - window) // block_size
+        block_table[i, behind:used] = torch.tensor(span.blocks[behind:used], dtype=torch.int32)
         slots += [
             span.blocks[position // block_size] * block_size + position % block_size
             for position in range(span.seq_len - span.query_len, span.seq_len)

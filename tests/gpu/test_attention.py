@@ -36,7 +36,7 @@ class Step:
                 torch.cat([k[len(k) - n :] for k, n in zip(self.keys, query_lens, strict=True)]),
                 torch.cat([v[len(v) - n :] for v, n in zip(self.values, query_lens, strict=True)]),
                 self.cache.clone(),
-                make_metadata(self.spans, self.attention.block_size),
+                make_metadata(self.spans, self.attention.block_size, self.attention.heads.window),
             )
         return list(output.split(query_lens))
 

@@ -93,7 +93,7 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
 
 def attend(case: Case, out: torch.Tensor | None = None, *, known: bool = True) -> torch.Tensor:
     """`known` is whether the host knows how many queries there are of each."""
-    metadata = make_metadata(case.spans, case.block_size)
+    metadata = make_metadata(case.spans, case.block_size, case.window)
     query = torch.cat(case.queries)
     num_decodes = metadata.num_decodes if known else None
     tables = (metadata.seq_lens, metadata.query_start_loc)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
-STORE_SHARE = 0.01  # of the time of steps, that may go into storing
+STORE_SHARE = 0.002  # of the time of steps, that may go into storing; what it costs them is several times as much
 MAX_CREDIT = 4  # pieces that may be stored at a stretch
 LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
 

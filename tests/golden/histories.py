@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.kv_groups import most_blocks
+from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor
@@ -120,6 +121,20 @@ class Law:
         if isinstance(memory, TorchMemory):  # as beside a card
             stores.insert(0, RamStore(NUM_PIECES // 4 * num_bytes))
         return KVTier(memory, b"h" * 32, PLACES, num_bytes, lambda: stores)
+
+
+def removal_of(names: Iterable[str]) -> SchedulerOutput:
+    """The plan that takes these rows from a runner, and does nothing else."""
+    return SchedulerOutput(
+        step=0,
+        removed_request_ids=list(names),
+        new_requests=[],
+        new_block_ids={},
+        request_ids=[],
+        num_scheduled_tokens=[],
+        num_sampled_tokens=[],
+        total_num_scheduled_tokens=0,
+    )
 
 
 def ask(prompt: Sequence[int], name: str, max_tokens: int = MAX_TOKENS, tenant: str = "") -> EngineCoreRequest:
@@ -231,6 +246,7 @@ class History:
         if self.draw.random() < 0.5:
             self.rest()
         self.left.update(self.core.scheduler.requests)
+        self.law.core.executor.submit(removal_of(self.requests)).result()  # the process and its rows are gone
         if self.tier is not None:
             self.tier.close()
             self.tier = self.law.tier()

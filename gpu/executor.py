@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead
@@ -73,7 +72,7 @@ class UniProcExecutor:
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
 
-    def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Future[bytes] | None) -> None:
+    def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """What the options want beside the KV cache, where it can be had."""
         if self._worker is not None and (options.kv_cache_dir is not None or options.kv_cache_ram):
             caches, num_groups = self._worker.kv_caches, len(self.kv_windows)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,11 @@ class GGUFTensor:
     nbytes: int
 
 
+def file_state(status: os.stat_result) -> tuple[int, ...]:
+    """What is another if a file was replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class GGUFFile:
     """An opened GGUF file. Immutable; the file stays mapped as long as this object lives."""
 
@@ -88,6 +94,7 @@ class GGUFFile:
         self.path = path
         try:
             with path.open("rb") as file:
+                self.state = file_state(os.fstat(file.fileno()))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise ModelError(f"{path} cannot be read: {error}.") from error

@@ -105,7 +105,7 @@ class DiskStore:
         """Write a piece, and give up others for it. Returns whether it is there now. Never raises OSError."""
         if self.find(name):
             return True
-        if self._clock() < self._pause_until:
+        if self._clock() < self._pause_until or self._seal.piece_bytes > self._max_bytes:
             return False
         try:
             if not self._make_room(self._seal.piece_bytes):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,11 @@ import numpy as np
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.digest import model_digest, weight_paths
+from gpu.checkpoint.gguf_file import GGUFFile, file_state
 from gpu.cpu.library import load_library
 from gpu.kv_tiers.disk import DiskStore
 from gpu.kv_tiers.memory import HostMemory, KVMemory, TorchMemory
-from gpu.kv_tiers.piece import Checksum, Seal, read_key
+from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
 from gpu.kv_tiers.ram import RamStore
 from gpu.kv_tiers.tier import PIECE_BYTES, BlockStore, KVTier
 
@@ -47,12 +48,25 @@ def check_tiers(options: WorkerOptions, device: str) -> None:
         )
 
 
-def digest_of_weights(files: ModelFiles) -> Future[bytes]:
-    """Begin to read every byte of the weights' files, at some GB a second, on a thread."""
+def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
+    """Begin to read every byte of the weights' files, at some GB a second, on a thread. Call it before they are loaded.
+
+    Returns what waits for the digest; called when the weights are loaded, it raises OSError if what was loaded may be
+    something else than what was read here, because somebody has replaced a file meanwhile.
+    """
+    paths = weight_paths(files)
+    opened = [files.tensors.state] if isinstance(files.tensors, GGUFFile) else [file_state(p.stat()) for p in paths]
     pool = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
-    future = pool.submit(lambda: Checksum(b"weights", _CHUNK).of_files(weight_paths(files)))
+    future = pool.submit(lambda: Checksum(b"weights", _CHUNK).of_files(paths) + model_digest(files))
     pool.shutdown(wait=False)
-    return future
+
+    def wait() -> bytes:
+        found = future.result()
+        if [file_state(path.stat()) for path in paths] != opened:
+            raise OSError("the model's files were changed while it was loaded; start again to keep some")
+        return found
+
+    return wait
 
 
 def open_tier(
@@ -61,7 +75,7 @@ def open_tier(
     files: ModelFiles,
     options: WorkerOptions,
     compute_form: str,
-    digest: Future[bytes] | None,
+    digest: Callable[[], bytes] | None,
 ) -> KVTier | None:
     """The tier that the options ask for; None if it is a directory that cannot be used, which is logged.
 
@@ -80,6 +94,11 @@ def open_tier(
             directory = None
     if directory is None and not options.kv_cache_ram:
         return None
+    least = payload_bytes + HEADER_BYTES
+    for setting, is_used in (("kv_cache_ram", options.kv_cache_ram), ("kv_cache_dir_size", directory)):
+        if is_used and (limit := getattr(options, setting)) < least:
+            allowed = f"it must be at least {least} bytes, which {blocks_per_piece * options.block_size} tokens take"
+            raise ConfigError(setting, limit, allowed=allowed, hint="A smaller block_size needs less")
     layout = (num_groups, blocks_per_piece, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
     form = repr((version("headrace"), compute_form, options.dtype, options.quantization, layout, _computed_by()))
 
@@ -88,8 +107,8 @@ def open_tier(
         if options.kv_cache_ram:
             stores.append(RamStore(options.kv_cache_ram))
         if directory is not None:
-            weights = b"" if digest is None else digest.result()
-            namespace = blake2b(model_digest(files) + weights + form.encode(), key=key, digest_size=16).digest()
+            weights = b"" if digest is None else digest()
+            namespace = blake2b(weights + form.encode(), key=key, digest_size=16).digest()
             seal = Seal(key, namespace, payload_bytes)
             stores.append(DiskStore(directory, seal, options.kv_cache_dir_size))
             logger.info(

@@ -45,6 +45,8 @@ class RamStore:
         return True
 
     def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+        if len(payload) > self._max_bytes:
+            return False
         with self._lock:
             if name not in self._entries:
                 entries = [(entry.rank, len(entry.payload), name) for name, entry in self._entries.items()]
@@ -52,8 +54,6 @@ class RamStore:
                     self._floor = max(self._floor, value)
                     del self._entries[victim]
                     self.num_bytes -= size
-                if self.num_bytes + len(payload) > self._max_bytes:
-                    return False
                 self._entries[name] = _Entry(payload.copy(), worth, rank(self._floor, worth, 0))
                 self.num_bytes += len(payload)
         return True

@@ -1,7 +1,9 @@
 """A small random Llama through the whole device side: load, plan, run, sample."""
 
+import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.models.served import resolve_dtype
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
+from tests.gpu.checkpoint_files import TINY, TinyGGUF
+from tests.gpu.checkpoint_files import random_weights as tiny_weights
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of
 
@@ -218,3 +222,35 @@ def test_a_batch_that_is_kept_on_the_device_says_the_same():
     assert not executor.prepare()
     executor.shutdown()
     assert not executor.prepare()
+
+
+def tiny_gguf(path: Path, seed: int) -> Path:
+    return TinyGGUF(path).add_weights(tiny_weights(TINY, seed)).save()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_no_blocks_are_kept_of_a_model_whose_file_was_replaced_after_it_was_opened(
+    is_replaced: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = open_model(str(tiny_gguf(tmp_path / "model.gguf", 0)))
+    if is_replaced:
+        os.replace(tiny_gguf(tmp_path / "new.gguf", 1), tmp_path / "model.gguf")
+    executor = load_executor(files, replace(OPTIONS, kv_cache_dir=tmp_path / "kv", kv_cache_dir_size=2**24))
+    try:
+        assert executor.tier is not None
+        assert bool(executor.tier._stores) is not is_replaced
+        assert ("no KV blocks are kept: the model's files were changed" in caplog.text) is is_replaced
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("setting", ["kv_cache_dir_size", "kv_cache_ram"])
+def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path) -> None:
+    sizes: Any = {"kv_cache_dir_size": 2**24, "kv_cache_ram": 2**24, setting: 1000}
+    files = open_model(str(tiny_gguf(tmp_path / "model.gguf", 0)))
+    executor = UniProcExecutor(Worker(CONFIG, random_weights(), OPTIONS), CONFIG.vocab_size)
+    try:
+        with pytest.raises(ConfigError, match=f"{setting}.*1000.*at least.*bytes"):
+            executor.open_tier(files, replace(OPTIONS, kv_cache_dir=tmp_path / "kv", **sizes), None)
+    finally:
+        executor.shutdown()

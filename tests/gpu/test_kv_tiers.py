@@ -176,6 +176,16 @@ def test_what_is_worth_more_is_kept_for_longer(tmp_path: Path) -> None:
         assert all(number % 2 for number in kept)
 
 
+def test_what_is_larger_than_the_limit_pushes_nobody_out(tmp_path: Path) -> None:
+    for small, large in (
+        (open_store(tmp_path), DiskStore(tmp_path, Seal(SECRET, b"m" * 16, 5 * SIZE), 4 * SIZE)),
+        (ram := RamStore(4 * SIZE), ram),
+    ):
+        assert all(small.store(name(number), payload(number), 1.0) for number in range(3))
+        assert not large.store(name(9), payload(9, 5 * SIZE), 9.0)
+        assert all(is_right(small, number) for number in range(3))
+
+
 def test_the_host_memory_gives_back_what_it_was_given_and_keeps_to_its_size() -> None:
     store = RamStore(10 * SIZE)
     for number in range(30):

@@ -164,6 +164,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             vocab_size=model.engine_info.vocab_size,
             max_model_len=model.engine_info.max_model_len,
         )
+        keeps_prefix = work.keeps_prefix or _will_go_on(request.body)
         core_requests = [
             EngineCoreRequest(
                 request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",
@@ -179,7 +180,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 tenant_max_running=tenant.max_running or 0,
                 cache_salt=body.cache_salt or "",
                 pooling=work.pooling,
-                keeps_prefix=work.keeps_prefix or _will_go_on(request.body),
+                keeps_prefix=keeps_prefix,
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from engine.clock import Clock
 from engine.core.executor import StepHandle
 from engine.messages import SamplingParams, TokenLogprobs
+from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.simulation.tokens import digests_of, extend_digest, next_token
 
@@ -81,6 +82,7 @@ class SimulatedExecutor:
         self.how_many = how_many
         self.pipeline_depth = 1
         self.prompt_form_differs = False
+        self.kv_windows: KVWindows = (None,)
         self._clock = clock
         self._sleep = sleep
         self._busy_until = 0.0

@@ -57,7 +57,7 @@ class CheckedExecutor(SimulatedExecutor):
         super().__init__(num_blocks, block_size, vocab_size, **options)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.windows = windows
+        self.kv_windows = windows
         self.step_seconds = step_seconds
         self.before_step = before_step
         self.plans: list[SchedulerOutput] = []
@@ -134,7 +134,7 @@ class CheckedExecutor(SimulatedExecutor):
             if num_sampled > 1 and row.sampling.max_tokens is not None:
                 most = row.num_prompt_tokens + row.sampling.max_tokens
                 _require(row.num_tokens + num_sampled <= most, f"{request_id} is to sample beyond max_tokens")
-            places, left = divmod(len(row.block_ids), len(self.windows))
+            places, left = divmod(len(row.block_ids), len(self.kv_windows))
             _require(left == 0, f"the block table of {request_id} is not whole")
             _require(end <= places * self.block_size, f"the block table of {request_id} is too short")
             used = self._used_blocks(row)
@@ -156,7 +156,7 @@ class CheckedExecutor(SimulatedExecutor):
         ):
             for position in range(start, start + num_tokens):
                 right = position < max(row.num_computed_tokens, num_known)
-                for group in range(len(self.windows)):
+                for group in range(len(self.kv_windows)):
                     slot = self._slot_of(row, group, position)
                     value = (row.digests[position] if right else _REJECTED, group)
                     _require(written.setdefault(slot, value) == value, f"{request_id} writes where another one does")
@@ -168,7 +168,7 @@ class CheckedExecutor(SimulatedExecutor):
 
     def _read(self, request_id: str, row: Row, start: int, end: int) -> None:
         """All that tokens from `start` on see of the tokens before `end`."""
-        for group, window in enumerate(self.windows):
+        for group, window in enumerate(self.kv_windows):
             for position in range(self._first_seen(window, start), end):
                 slot = self._slot_of(row, group, position)
                 if slot < 0 or self._memory[slot] != (row.digests[position], group):
@@ -182,15 +182,15 @@ class CheckedExecutor(SimulatedExecutor):
         """Those that the tokens to come will see or be written to; what stands before them is out of date."""
         return [
             block_id
-            for group, window in enumerate(self.windows)
-            for block_id in row.block_ids[group :: len(self.windows)][
+            for group, window in enumerate(self.kv_windows)
+            for block_id in row.block_ids[group :: len(self.kv_windows)][
                 self._first_seen(window, row.num_computed_tokens) // self.block_size :
             ]
         ]
 
     def _slot_of(self, row: Row, group: int, position: int) -> int:
         place, offset = divmod(position, self.block_size)
-        return row.block_ids[place * len(self.windows) + group] * self.block_size + offset
+        return row.block_ids[place * len(self.kv_windows) + group] * self.block_size + offset
 
 
 def _require(condition: bool, message: str) -> None:

@@ -241,7 +241,7 @@ class EngineMachine(RuleBasedStateMachine):
         _seen["preemptions"] += batch.stats.num_preemptions
         _seen["preemptions a step ahead"] += batch.stats.num_preemptions if is_ahead else 0
         _seen["prefix hits"] += batch.stats.prefix_cache_hits
-        if len(set(self.executor.windows)) > 1:
+        if len(set(self.executor.kv_windows)) > 1:
             _seen["preemptions with windows"] += batch.stats.num_preemptions
             _seen["prefix hits with windows"] += batch.stats.prefix_cache_hits
 
@@ -253,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
         latest: Counter[str] = Counter()
         for plan in self.executor.plans[-1 - self.core.config.pipeline_depth :]:
             latest.update(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)))
-        windows = self.executor.windows
+        windows = self.executor.kv_windows
         for request_id, request in self.core.scheduler.running.items():
             for group, window in enumerate(windows):
                 if window is not None:
@@ -270,7 +270,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A block's content is used by the tenant that wrote it, and by nobody else."""
         for new in plan.new_requests:
             tenant = self.children[new.request_id].tenant
-            num_shared = new.num_computed_tokens // self.executor.block_size * len(self.executor.windows)
+            num_shared = new.num_computed_tokens // self.executor.block_size * len(self.executor.kv_windows)
             assert all(self.writers[block_id] == tenant for block_id in owned(new.block_ids[:num_shared]))
             self.writers.update(dict.fromkeys(new.block_ids[num_shared:], tenant))
         for request_id, block_ids in plan.new_block_ids.items():

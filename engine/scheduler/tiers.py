@@ -15,6 +15,7 @@ by the KVCacheManager, on the engine's thread. It does no I/O: that is behind th
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from engine.scheduler.request import Request
 if TYPE_CHECKING:
     from engine.scheduler.kv_cache_manager import KVCacheManager
 
+logger = logging.getLogger(__name__)
+
+PATIENCE, PAUSE = 5.0, 60.0  # seconds: for the next piece of a load, and until loading is tried again without one
 MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
 STORE_SHARE = 0.002  # of the time of steps, that may go into storing; what it costs them is several times as much
@@ -63,6 +67,7 @@ class Load:
     prefix: list[int]  # the blocks before them, held so that nobody takes them meanwhile
     sources: list[str | None]
     requests: list[Request]
+    news: float  # when it began, or its last piece came
     ticket: int = 0
 
 
@@ -79,6 +84,7 @@ class Tiers:
         self._backlog: OrderedDict[bytes, tuple[list[bytes], float, bool]] = OrderedDict()
         self._credit = 0.0
         self._hits: dict[str, int] = {}  # tokens, by tier
+        self._now = self._pause_until = float("-inf")
 
     @property
     def is_loading(self) -> bool:
@@ -93,7 +99,7 @@ class Tiers:
     def begin(self, request: Request, prefix: list[int]) -> bool:
         """Begin to load what lies in the tier beyond a waiting request's cached prefix. Returns whether it waits for
         that; it is asked once for each request."""
-        if request.asked_tiers or not request.reads_prefix_cache:
+        if request.asked_tiers or not request.reads_prefix_cache or self._now < self._pause_until:
             return False
         request.asked_tiers = True
         kv, size = self._kv, self.tier.blocks_per_piece
@@ -120,7 +126,7 @@ class Tiers:
             return False
         blocks = iter(kv.pool.allocate(sum(is_seen)))
         table = [next(blocks) if seen else NO_BLOCK for seen in is_seen]
-        load = Load(contents, table, held, [None] * (last - first), [])
+        load = Load(contents, table, held, [None] * (last - first), [], self._now)
         width = size * kv.num_groups
         load.ticket = self.tier.load(
             hashes[size - 1 :: size], [table[start : start + width] for start in range(0, len(table), width)]
@@ -139,15 +145,20 @@ class Tiers:
         return True
 
     def poll(self, now: float, *, is_busy: bool) -> None:
-        """Take in what has been loaded since the last step."""
+        """Take in what has been loaded since the last step. A load that stands still is over: the rest is computed."""
+        self._now = now
         for ticket, index, source in self.tier.poll(BUSY_SECONDS if is_busy else IDLE_SECONDS):
             load = self._loads[ticket]
-            load.sources[index] = source or ""
+            load.sources[index], load.news = source or "", now
             if None not in load.sources:
                 self._finish(load, now)
+        for load in [load for load in self._loads.values() if now - load.news > PATIENCE]:
+            logger.warning("KV blocks could not be loaded within %d s; nothing is loaded for %d s", PATIENCE, PAUSE)
+            self._pause_until = now + PAUSE
+            self._finish(load, now)
 
     def _finish(self, load: Load, now: float) -> None:
-        """Everything has come that will: what of it continues the prefix can be found from now on."""
+        """Everything has come that will or is waited for: what of it continues the prefix can be found from now on."""
         size, pool = self.tier.blocks_per_piece, self._kv.pool
         had = [source or "" for source in load.sources]
         num_pieces = had.index("") if "" in had else len(had)

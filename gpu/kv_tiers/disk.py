@@ -76,7 +76,7 @@ class DiskStore:
         """Read a piece. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
         path = self._path(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no size and no writer
         except FileNotFoundError:  # another engine has given it up
             self._entries.pop(name, None)
             return False

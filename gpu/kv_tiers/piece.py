@@ -114,7 +114,7 @@ def read_key(path: Path) -> bytes:
 
 
 def _read_key(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_mode & 0o077 or status.st_uid != os.geteuid():

@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, EventKind, FinishReason
+from engine.scheduler.tiers import PATIENCE, PAUSE
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated_tier import SimulatedTier
@@ -165,6 +166,27 @@ def test_who_runs_gets_the_blocks_of_who_loads(filled: StillTier) -> None:
     outputs = run_to_end(core)
     assert len(tokens_of(outputs[request.request_id])) == 4
     assert outputs[request.request_id][0].num_cached_tokens == 0
+    assert_nothing_left(core)
+
+
+def test_a_load_that_does_not_end_is_computed_and_for_a_while_nothing_is_loaded(
+    filled: StillTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1.0]
+    core, tier = core_with_tier(filled)
+    core._clock = lambda: now[0]
+    loading(core, tier)
+    now[0] += PATIENCE + 0.1
+    assert [len(tokens_of(each)) for each in run_to_end(core).values()] == [4]
+    assert tier.seen["loads cut short"] == 1
+    assert "could not be loaded" in caplog.text
+    for later, loads in ((0.0, 1), (PAUSE, 2)):
+        now[0] += later
+        core.scheduler.kv.reset()
+        tier.arrives = True
+        core.add(make_request(PROMPT, max_tokens=4))
+        assert [len(tokens_of(each)) for each in run_to_end(core).values()] == [4]
+        assert tier.seen["loads"] == loads
     assert_nothing_left(core)
 
 

@@ -127,6 +127,20 @@ def test_a_piece_is_no_link_and_no_folder(tmp_path: Path) -> None:
     assert loaded(store, 2) is None
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_in_place_of_a_piece_or_of_the_key_is_no_wait(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.store(name(1), payload(1), 1.0)
+    path = file_of(tmp_path, 1)
+    for pipe in (path, tmp_path / "key"):
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe, 0o600)
+    assert loaded(store, 1) is None
+    assert not path.exists()
+    with pytest.raises(OSError, match="32 bytes"):
+        read_key(tmp_path / "key")
+
+
 def test_every_change_of_a_word_and_most_others_change_the_checksum() -> None:
     checksum = Checksum(SECRET, SIZE)
     draw = random.Random(0)

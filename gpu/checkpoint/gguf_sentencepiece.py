@@ -16,7 +16,7 @@ from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.gguf_file import GGUFFile
 
 _NORMAL = 1  # a piece that is found by merging; what was defined by users is found as a whole before
-_MOST_CHARACTERS = 2**24  # of all pieces; each is a place to cut one. Gemma 3's have 1.7 million
+_MOST_WORK = 2**26  # characters times length, of all pieces: each is cut everywhere. Gemma 3's have 11 million
 _SPACE = "\u2581"  # what pieces have for a space
 
 
@@ -27,9 +27,9 @@ def sentencepiece_from_gguf(file: GGUFFile, tokens: list[str], types: list[int])
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(scores)} scores. Convert the model anew.")
     if any(map(math.isnan, scores)):
         raise ModelError(f"{file.path.name}: tokenizer.ggml.scores holds NaN. Convert the model anew.")
-    if (characters := sum(map(len, tokens))) > _MOST_CHARACTERS:
+    if (work := sum(len(token) ** 2 for token in tokens)) > _MOST_WORK:
         raise ModelError(
-            f"{file.path.name}: the tokens have {characters:,} characters; up to {_MOST_CHARACTERS:,} are allowed."
+            f"{file.path.name}: the squares of its tokens' lengths add up to {work:,}; allowed: up to {_MOST_WORK:,}."
         )
     unknown = file.get("tokenizer.ggml.unknown_token_id", int) or 0
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}

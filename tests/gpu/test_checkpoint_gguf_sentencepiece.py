@@ -136,6 +136,12 @@ def test_a_tokenizer_that_cannot_be_built_says_why(tmp_path, changes, message):
         tiny_tokenizer(tmp_path, **changes)
 
 
+def test_pieces_that_make_each_other_in_millions_of_ways_are_refused(tmp_path):
+    many = [letter * 4000 for letter in "abcde"]
+    with pytest.raises(ModelError, match=r"squares of its tokens' lengths add up to .*; allowed: up to"):
+        tiny_tokenizer(tmp_path, tokens=[*TOKENS[: -len(many)], *many])
+
+
 @pytest.mark.parametrize("text", REAL)
 def test_a_real_file_has_the_ids_of_sentencepiece_and_gives_the_text_back(text):
     ids = [int(number) for number in REAL[text].split()]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import struct
@@ -108,7 +109,11 @@ class RawClient:
 
     def leave_with_fin(self) -> None:
         """Close the way a client does that ends in order: a FIN, even if there are bytes it never read."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # the server was first, with a reset
+                raise
         self._socket.close()
 
     def leave_with_rst(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -247,7 +248,8 @@ def test_bytes_that_are_no_http_close_that_connection_and_nothing_else(server: S
         b"GET / HTTP/9\r\n\r\n",
     ):
         with server.connect() as client:
-            client.send_bytes(garbage)
+            with suppress(ConnectionError):  # it may be closed before all is sent
+                client.send_bytes(garbage)
             client.leave_with_fin()
     assert server.complete("The sea", max_tokens=1)["usage"]["completion_tokens"] == 1
 

@@ -30,7 +30,10 @@ from gpu.kv_tiers.worth import rank, victims
 logger = logging.getLogger(__name__)
 
 PAUSE = 60.0  # seconds without writing, after writing has failed
-SCAN_INTERVAL = 1.0  # seconds between two looks for what other engines have written or removed
+SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines have written or removed
+SCAN_SHARE = 0.01  # of the time, at most, goes into looks
+AT_A_STRETCH = 1000  # files, between which others get the interpreter
+NO_RANK = 1e9  # what is dated later (2001) is not a rank: a copy, whose rank is lost
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ class DiskStore:
         self._floor = 0.0
         self._total = 0  # bytes of all namespaces, as last seen, and what was written since
         self._pause_until = 0.0
-        self._seen: tuple[int, int] = (0, 0)
+        self._seen: list[tuple[str, int, int]] = []
         self._next_scan = 0.0
         with suppress(OSError):
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -78,7 +81,7 @@ class DiskStore:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no size and no writer
         except FileNotFoundError:  # another engine has given it up
-            self._entries.pop(name, None)
+            self._forget(name)
             return False
         except OSError as error:
             return self._cannot_use(name, str(error))
@@ -112,9 +115,10 @@ class DiskStore:
                 return False
             self._write(name, payload, worth)
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and self._root.is_dir():
-                # It was emptied, or another engine took the draft for one that was left.
-                self._directory.mkdir(mode=0o700, exist_ok=True)
+            if isinstance(error, FileNotFoundError | BlockingIOError) and self._root.is_dir():
+                # It was emptied, or another engine takes the draft for one that was left.
+                with suppress(OSError):
+                    self._directory.mkdir(mode=0o700, exist_ok=True)
                 return False
             self._pause_until = self._clock() + PAUSE
             logger.warning(
@@ -127,22 +131,31 @@ class DiskStore:
 
     def discard(self, name: bytes) -> None:
         """Forget a piece for good."""
-        self._entries.pop(name, None)
+        self._forget(name)
         with suppress(OSError):
             self._path(name).unlink()
 
+    def _forget(self, name: bytes) -> None:
+        with self._lock:
+            if self._entries.pop(name, None) is not None:
+                self._total -= self._seal.piece_bytes
+
     def refresh(self) -> None:
-        """See what other engines have written or removed. Called every so often; looks once a second at most."""
+        """See what engines have written or removed, in every namespace, if any have. Called every so often."""
         if self._clock() >= self._next_scan:
-            self._next_scan = self._clock() + SCAN_INTERVAL
+            began = time.thread_time()
             with suppress(OSError):
-                status = self._directory.stat()
-                seen = (status.st_mtime_ns, status.st_ino)
+                status = [(folder.name, folder.stat()) for folder in self._namespaces()]
+                seen = [(name, each.st_mtime_ns, each.st_ino) for name, each in status]
                 if seen != self._seen:
-                    names = {name for each in os.listdir(self._directory) if (name := _name_of(each)) is not None}
-                    self._total += (len(names) - len(self._entries)) * self._seal.piece_bytes
-                    self._take_over(names)
+                    self._scan_all()
                     self._seen = seen
+            self._next_scan = self._clock() + max(SCAN_INTERVAL, (time.thread_time() - began) / SCAN_SHARE)
+
+    def _namespaces(self) -> list[os.DirEntry[str]]:
+        length = 2 * len(self._seal.namespace)
+        with os.scandir(self._root) as found:
+            return [each for each in found if len(each.name) == length and each.is_dir(follow_symlinks=False)]
 
     def _take_over(self, names: set[bytes]) -> None:
         entries = self._entries
@@ -199,17 +212,18 @@ class DiskStore:
         """Rank, size and path of every piece, also of other namespaces. Removes what dead writers have left."""
         found: list[tuple[float, int, Path]] = []
         names: set[bytes] = set()
-        for folder in os.scandir(self._root):
-            if len(folder.name) != 2 * len(self._seal.namespace) or not folder.is_dir(follow_symlinks=False):
-                continue
+        for folder in self._namespaces():
             with suppress(OSError):
-                for file in os.scandir(folder.path):
+                for number, file in enumerate(os.scandir(folder.path), 1):
+                    if number % AT_A_STRETCH == 0:
+                        time.sleep(0.001)
                     if file.name.endswith(".tmp"):
                         _remove_if_left(file.path)
                     elif (name := _name_of(file.name)) is not None:
                         with suppress(FileNotFoundError):
                             status = file.stat(follow_symlinks=False)
-                            found.append((status.st_mtime_ns / 1e9, status.st_size, Path(file.path)))
+                            value = status.st_mtime_ns / 1e9
+                            found.append((value if value < NO_RANK else 0.0, status.st_size, Path(file.path)))
                             if folder.name == self._directory.name:
                                 names.add(name)
         self._take_over(names)

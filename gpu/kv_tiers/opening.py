@@ -23,6 +23,7 @@ from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.digest import model_digest, weight_paths
 from gpu.checkpoint.gguf_file import GGUFFile, file_state
 from gpu.cpu.library import load_library
+from gpu.host import processor_flags
 from gpu.kv_tiers.disk import DiskStore
 from gpu.kv_tiers.memory import HostMemory, KVMemory, TorchMemory
 from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
@@ -125,11 +126,12 @@ def open_tier(
 
 
 def _computed_by() -> tuple[str, ...]:
-    """The builds of what may compute: another one may round otherwise."""
+    """The builds of what may compute, and what they find to compute with: others may round otherwise."""
     library = load_library()
     found = [] if library is None else [blake2b(library.path.read_bytes(), digest_size=16).hexdigest()]
     if (torch := sys.modules.get("torch")) is not None:
-        found.append(torch.__version__)
+        found += [torch.__version__, torch.backends.cpu.get_cpu_capability(), *sorted(processor_flags())]
+        found += [os.environ.get(name, "") for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")]
         if torch.cuda.is_available():
             found.append(torch.cuda.get_device_name())
     return tuple(found)

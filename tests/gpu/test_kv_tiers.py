@@ -32,6 +32,7 @@ from gpu.model_loader import WorkerOptions
 
 SIZE = 4096 + 24
 SECRET = b"s" * 32
+SPACES = (b"m" * 16, b"n" * 16)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -188,6 +189,54 @@ def test_what_is_worth_more_is_kept_for_longer(tmp_path: Path) -> None:
         kept = [number for number in range(30) if store.find(name(number))]
         assert kept
         assert all(number % 2 for number in kept)
+
+
+def test_the_limit_is_that_of_the_directory_whatever_is_kept_there_by_whom(tmp_path: Path) -> None:
+    now = [0.0]
+    limit = 20 * (SIZE + HEADER_BYTES)
+    stores = [DiskStore(tmp_path, Seal(SECRET, space, SIZE), limit, clock=lambda: now[0]) for space in SPACES]
+    for number in range(60):
+        now[0] += 3600.0  # a look every so often
+        for store in stores:
+            store.refresh()
+            assert store.store(name(number), payload(number), 1.0)
+            assert sum(path.stat().st_size for path in tmp_path.glob("*/*.kv")) <= limit
+    stores[0].refresh()
+    now[0] += 3600.0
+    stores[0].refresh()
+    assert stores[0].num_bytes == sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
+
+
+def test_what_is_forgotten_takes_no_room(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for number in range(4):
+        store.store(name(number), payload(number), 1.0)
+    store.discard(name(0))
+    store.discard(name(0))
+    file_of(tmp_path, 1).unlink()
+    file_of(tmp_path, 2).write_bytes(b"torn")
+    assert loaded(store, 1) is loaded(store, 2) is None
+    assert store.num_bytes == SIZE + HEADER_BYTES
+
+
+def test_a_copy_that_is_dated_today_does_not_outrank_what_is_used(tmp_path: Path) -> None:
+    for number in range(8):
+        open_store(tmp_path).store(name(number), payload(number), 1.0)
+    for number in range(4):
+        os.utime(file_of(tmp_path, number))
+    store = open_store(tmp_path, max_pieces=8)
+    assert store.store(name(8), payload(8), 1.0)
+    assert all(is_right(store, number) for number in range(4, 9))
+
+
+def test_what_torch_computes_with_is_a_namespace_of_its_own() -> None:
+    program = "import torch; from gpu.kv_tiers.opening import _computed_by; print(_computed_by())"
+    command = [sys.executable, "-c", program]
+    said = {
+        subprocess.run(command, env={**os.environ, **more}, capture_output=True, text=True, check=True).stdout
+        for more in ({}, {"ATEN_CPU_CAPABILITY": "default"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"})
+    }
+    assert len(said) == 3
 
 
 def test_what_is_larger_than_the_limit_pushes_nobody_out(tmp_path: Path) -> None:

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from app.progress import loading
-from app.setting_sources import CONFIG_VARIABLE, allowed_values, flag_name, load_settings, shown, unknown_setting
-from app.settings import Settings, SettingsError, env_name
+from app.setting_sources import (
+    CONFIG_VARIABLE,
+    allowed_values,
+    env_name,
+    flag_name,
+    load_settings,
+    shown,
+    unknown_setting,
+)
+from app.settings import Settings, SettingsError
 from engine.errors import HeadraceError
 
 

@@ -15,7 +15,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from app.frozen_imports import frozen_imports
-from app.settings import Settings, env_name, is_secret
+from app.setting_sources import env_name
+from app.settings import Settings, is_secret
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.errors import ConfigError

@@ -20,7 +20,7 @@ from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
-from app.settings import ENV_PREFIX, Settings, SettingsError, env_name, is_secret, without_none
+from app.settings import ENV_PREFIX, Settings, SettingsError, is_secret, without_none
 
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 
@@ -46,6 +46,11 @@ def load_settings(
     except ValidationError as error:
         # `from None`: pydantic's own message shows values, and one of them may be a key.
         raise SettingsError("\n".join(_explain(problem, given) for problem in error.errors())) from None
+
+
+def env_name(field_name: str) -> str:
+    """The environment variable of a setting: ``max_num_seqs`` is ``HEADRACE_MAX_NUM_SEQS``."""
+    return ENV_PREFIX + field_name.upper()
 
 
 def flag_name(field_name: str) -> str:

@@ -383,20 +383,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **others: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # `load_settings` reads the sources, in the open and in order; constructing a Settings reads none.
         return (init_settings,)
-
-
-def env_name(field_name: str) -> str:
-    """The environment variable of a setting: ``max_num_seqs`` is ``HEADRACE_MAX_NUM_SEQS``."""
-    return ENV_PREFIX + field_name.upper()
 
 
 def is_secret(field: FieldInfo) -> bool:

@@ -10,8 +10,8 @@ import pytest
 from pydantic import SecretStr
 
 import app
-from app.setting_sources import load_settings, working_value
-from app.settings import Settings, SettingsError, env_name, is_secret
+from app.setting_sources import env_name, load_settings, working_value
+from app.settings import Settings, SettingsError, is_secret
 
 MIB = 2**20
 

@@ -11,6 +11,7 @@ from engine.core.executor import StepHandle
 from engine.errors import EngineDead
 from engine.scheduler.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
+from gpu.host import processor_name
 from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions, resolve_device
@@ -68,7 +69,9 @@ class UniProcExecutor:
         self.kv_windows = worker.kv_windows
         self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
-        self.summary = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads. {worker.kv_cache_size}"
+        computes = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads"
+        self.machine = f"{computes}, {_device_name(worker.device)}"  # what steps cost depends on it
+        self.summary = f"{computes}. {worker.kv_cache_size}"
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
 
@@ -93,3 +96,12 @@ class UniProcExecutor:
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+
+
+def _device_name(device: str) -> str:
+    """The model of what computes."""
+    if device.startswith("cuda"):
+        from gpu.device.memory import device_name
+
+        return device_name(device)
+    return processor_name()

@@ -47,6 +47,12 @@ def processor_flags(root: Path = _ROOT) -> frozenset[str]:
     return frozenset()
 
 
+def processor_name(root: Path = _ROOT) -> str:
+    """The model of the processor, as /proc/cpuinfo has it; empty where it does not say."""
+    lines = _read(root / "proc/cpuinfo").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
     """Whether the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags(root))

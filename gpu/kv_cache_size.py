@@ -28,11 +28,12 @@ class KVCacheSize:
     bytes_per_block: int  # over all layers of a KV group
     max_model_len: int
     num_tokens: int  # of contexts as long as that
+    layers: str = ""  # of a block, where it is not all
 
     def __str__(self) -> str:
         return (
-            f"KV cache: {_size(self.num_blocks * self.bytes_per_block)}, {self.num_blocks:,} blocks of "
-            f"{self.block_size} tokens = {self.num_tokens:,} tokens, "
+            f"KV cache: {size_text(self.num_blocks * self.bytes_per_block)}, {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens{self.layers}: room for {self.num_tokens:,} tokens, "
             f"{self.num_tokens / self.max_model_len:.1f} x the {self.max_model_len:,}-token context"
         )
 
@@ -58,19 +59,19 @@ def check_weights_fit(config: ModelConfig, free: int) -> None:
     fewest_bytes = num_weights // 2  # in 4 bits
     if fewest_bytes > free:
         raise ModelError(
-            f"The model has {num_weights:,} weights, which take at least {_size(fewest_bytes)}; {_size(free)} are free "
-            f"on the device. Serve a smaller model."
+            f"The model has {num_weights:,} weights, which take at least {size_text(fewest_bytes)}; "
+            f"{size_text(free)} are free on the device. Serve a smaller model."
         )
 
 
-def check_memory(kv_cache_memory: int, free: int) -> None:
-    """Raise ConfigError for a cache that the device has no room for: filling it could end the process."""
-    if kv_cache_memory > free:
+def check_memory(num_bytes: int, free: int, setting: str = "kv_cache_memory", where: str = "on the device") -> None:
+    """Raise ConfigError for a cache that there is no room for: filling it could end the process."""
+    if num_bytes > free:
         raise ConfigError(
-            "kv_cache_memory",
-            _size(kv_cache_memory),
-            allowed=f"{_size(free)} are free on the device",
-            hint=f"kv_cache_memory={free // 2} works, or leave it out",
+            setting,
+            size_text(num_bytes),
+            allowed=f"{size_text(free)} are free {where}",
+            hint=f"{setting}={free // 2} works, or leave it out",
         )
 
 
@@ -112,15 +113,15 @@ def kv_cache_size(
     if held == 0:
         raise ConfigError(
             "kv_cache_memory",
-            _size(memory),
-            allowed=f"{block_size} tokens take {_size(blocks(1) * bytes_per_block)}",
+            size_text(memory),
+            allowed=f"{block_size} tokens take {size_text(blocks(1) * bytes_per_block)}",
             hint=f"kv_cache_memory={needed} holds one request of {longest:,} tokens",
         )
     if max_model_len is not None and held < longest:
         raise ConfigError(
             "max_model_len",
             max_model_len,
-            allowed=f"the KV cache of {_size(memory)} holds {held:,} tokens",
+            allowed=f"the KV cache of {size_text(memory)} holds {held:,} tokens",
             hint=f"max_model_len={held} works, or kv_cache_memory={needed}",
         )
     return KVCacheSize(
@@ -129,10 +130,11 @@ def kv_cache_size(
         bytes_per_block=bytes_per_block,
         max_model_len=held,
         num_tokens=num_blocks * -(-held // block_size) // blocks(held) * block_size,
+        layers="" if len(layout.windows) == 1 else f" in {layout.num_slots} of {config.num_hidden_layers} layers each",
     )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"

@@ -8,7 +8,8 @@ and only what is right is timed; kernels against their rooflines and torch's bes
 with random weights, what is chosen on this card (products by cuBLAS or by the kernel, kernels that overlap), decode
 steps at batch 1 to 256 with their host time and idle time, prefill, and the nano-vllm workload offline and over HTTP;
 transformers beside it. Every roofline is computed from the ceilings just measured. What does not fit into the time is
-left out and named. Ends with a table; the exit status is 1 if anything was wrong.
+left out and named. Ends with a table; the exit status is 1 if anything was wrong. The JSON also has what steps cost,
+for `headrace simulate --table`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import to_builtins
 
 from loadtest.gpu_parts import engine_runs, kernel_speed
 from loadtest.gpu_parts.choices import choices
@@ -138,6 +140,12 @@ def offline(
                 part(report, model, card, sizes)
             else:
                 report.note(f"{name}: {part.__name__} was left out, for time")
+        report.engines[name] = {
+            "step_cost": to_builtins(model.core.costs),
+            "kv_cache": {"num_blocks": model.core.executor.num_blocks, "block_size": model.core.executor.block_size},
+            "max_model_len": model.core.config.max_model_len,
+            "settings": {"pipeline_depth": model.core.config.pipeline_depth},
+        }
 
 
 def served(report: Report, name: str, device: torch.device, sizes: engine_runs.Sizes, timeout: float) -> None:

@@ -9,18 +9,19 @@ What is stored needs no block to be held either: a published block is taken if i
 comes, and that is a look at the hash index.
 
 A piece is `blocks_per_piece` places of a block table that follow each other, with the blocks of all groups there; its
-name is the hash of the last, which covers every token before it. What is loaded is only what the next token sees. Owned
-by the KVCacheManager, on the engine's thread. It does no I/O: that is behind the `BlockTier`.
+name is the hash of the last, which covers every token before it. Whole pieces are read, and copied only as far as the
+next token sees them. Owned by the KVCacheManager, on the engine's thread. The I/O is behind the `BlockTier`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from engine.clock import Clock
 from engine.messages import EventKind, TierStats
 from engine.scheduler.kv_groups import NO_BLOCK, owned
 from engine.scheduler.request import Request
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE, PAUSE = 5.0, 60.0  # seconds: for the next piece of a load, and until loading is tried again without one
-MAX_BACKLOG = 8192  # pieces that wait to be stored; beyond that the oldest are not
+TRY_AGAIN = 64  # a load that would not pay is made all the same once in so many times, to measure again
+MAX_BACKLOG = (
+    8192  # pieces that wait to be stored; what comes beyond that is not: nothing is found before its beginning
+)
 BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
+CLOSING_SECONDS = 1.5  # of storing what waits when the engine ends
 STORE_SHARE = 0.002  # of the time of steps, that may go into storing; what it costs them is several times as much
 MAX_CREDIT = 4  # pieces that may be stored at a stretch
 LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
@@ -45,12 +50,16 @@ class BlockTier(Protocol):
     blocks_per_piece: int
     store_seconds: float  # that storing a piece takes from the steps
 
+    @property
+    def is_storing(self) -> bool: ...
+    @property
+    def has_news(self) -> bool: ...
     def find(self, name: bytes) -> bool: ...
     def is_cheaper(self, seconds: float) -> bool: ...
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int: ...  # negative ids: not wanted
     def cancel(self, ticket: int) -> None: ...
     def poll(self, seconds: float) -> list[tuple[int, int, str | None]]: ...
-    def store(self, name: bytes, block_ids: Sequence[int], seconds: float, *, is_living: bool) -> bool: ...
+    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool: ...
     def discard(self, names: Iterable[bytes]) -> None: ...
     def wait(self) -> None: ...
     def take_stats(self) -> list[TierStats] | None: ...
@@ -83,22 +92,25 @@ class Tiers:
         self._loads: dict[int, Load] = {}
         self._backlog: OrderedDict[bytes, tuple[list[bytes], float, bool]] = OrderedDict()
         self._credit = 0.0
-        self._hits: dict[str, int] = {}  # tokens, by tier
+        self._num_declined = 0
+        self._hits: Counter[str] = Counter()  # tokens, by tier
         self._now = self._pause_until = float("-inf")
+        self.piece_tokens = tier.blocks_per_piece * kv.block_size
 
     @property
     def is_loading(self) -> bool:
         return bool(self._loads)
 
     @property
-    def has_backlog(self) -> bool:
-        return bool(self._backlog)
+    def is_storing(self) -> bool:
+        """Whether something waits to be stored, or is on its way."""
+        return bool(self._backlog) or self.tier.is_storing
 
     # --- loading
 
     def begin(self, request: Request, prefix: list[int]) -> bool:
-        """Begin to load what lies in the tier beyond a waiting request's cached prefix. Returns whether it waits for
-        that; it is asked once for each request."""
+        """Begin to load what lies in the tier beyond a waiting request's cached prefix, once for each request, or join
+        who loads the same beginning. Returns whether it waits for that."""
         if request.asked_tiers or not request.reads_prefix_cache or self._now < self._pause_until:
             return False
         request.asked_tiers = True
@@ -109,12 +121,17 @@ class Tiers:
             kv.block_hash(request, (last + 1) * size - 1)
         ):
             last += 1
-        if last == first or not self.tier.is_cheaper(self._seconds_of_piece):
+        if last == first:
             return False
+        if not self.tier.is_cheaper(self._seconds_of_piece):
+            self._num_declined += 1
+            if self._num_declined % TRY_AGAIN:
+                return False
         hashes = request.block_hashes[first * size : last * size]
         contents = self._contents(hashes)
         for load in self._loads.values():
             if load.contents[0] == contents[0]:
+                request.asked_tiers = False  # when that has ended: its own pieces may go on where the others' do not
                 return self._join(request, load)
         held = owned(prefix)
         kv.pool.share(held)
@@ -166,14 +183,18 @@ class Tiers:
         for block_id, content in zip(load.block_ids[:width], load.contents, strict=False):
             if block_id != NO_BLOCK:
                 pool.publish(block_id, content)
-        tokens: dict[str, int] = {}
-        for source in had[:num_pieces]:
-            tokens[source] = tokens.get(source, 0) + size * self._kv.block_size
-        for source, number in tokens.items():
-            self._hits[source] = self._hits.get(source, 0) + number
-            for request in load.requests:
+        names = load.contents[(size - 1) * self._kv.num_groups :: size * self._kv.num_groups]
+        pieces = dict(zip(names, had[:num_pieces], strict=False))
+        self._hits += self._tokens_by_tier(pieces.values())
+        for request in load.requests:  # of a load that was joined some pieces may be others' alone
+            own = [pieces[name] for name in request.block_hashes if name in pieces]
+            for source, number in self._tokens_by_tier(own).items():
                 request.note(EventKind.LOADED_FROM_RAM if source == "ram" else EventKind.LOADED_FROM_DISK, now, number)
         self._drop(load)
+
+    def _tokens_by_tier(self, sources: Iterable[str]) -> Counter[str]:
+        """Of pieces that came from these tiers."""
+        return Counter({tier: n * self.piece_tokens for tier, n in Counter(sources).items()})
 
     def leave(self, request: Request) -> None:
         """The request does not wait for a load any more. One that nobody waits for is dropped."""
@@ -187,6 +208,8 @@ class Tiers:
     def give_up(self) -> None:
         """Somebody who runs needs blocks: whoever waits for a load computes instead."""
         for load in list(self._loads.values()):
+            for request in load.requests:
+                request.asked_tiers = True
             self._drop(load)
 
     def _drop(self, load: Load) -> None:
@@ -199,19 +222,22 @@ class Tiers:
     # --- storing
 
     def note_published(self, request: Request, start: int, end: int) -> None:
-        """The request's blocks `start` .. `end` - 1 can be found now: those that complete a piece are to be stored."""
+        """The request's blocks `start` .. `end` - 1 can be found now: those that complete a piece are to be stored, and
+        what is missing of the prefix that it was given, without which nobody could load them."""
+        if request.is_private or start == end:
+            return
         kv, size = self._kv, self.tier.blocks_per_piece
-        for piece in range(start // size, end // size):
+        for piece in range(0 if start * kv.block_size == request.num_cached_tokens else start // size, end // size):
             stop = (piece + 1) * size
             if self._only_prompts and stop * kv.block_size > request.num_prompt_tokens:
                 return
             name = kv.block_hash(request, stop - 1)
-            if not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_piece):
+            if len(self._backlog) == MAX_BACKLOG:
+                return
+            if name not in self._backlog and not self.tier.find(name) and self.tier.is_cheaper(self._seconds_of_piece):
                 worth = (self._seconds_of_piece or 1e-3) / (1 + piece / LATER_IS_WORTH)
                 contents = self._contents(request.block_hashes[stop - size : stop])
                 self._backlog[name] = contents, worth, request.keeps_prefix
-        while len(self._backlog) > MAX_BACKLOG:
-            self._backlog.popitem(last=False)
 
     def write_back(self, seconds: float | None) -> None:
         """Let some of what waits be stored, after a step of so many seconds; None: there is nothing else to do."""
@@ -226,6 +252,16 @@ class Tiers:
                     return
                 self._credit -= self.tier.store_seconds
             del self._backlog[name]
+
+    def store_rest(self, clock: Clock) -> None:
+        """At the end of a healthy engine: store what waits, for a moment."""
+        num_pieces, end = len(self._backlog), clock() + CLOSING_SECONDS
+        self.write_back(None)
+        while self._backlog and clock() < end:
+            self.tier.wait()
+            self.write_back(None)
+        if self._backlog:
+            logger.warning("%d of %d pieces that waited were not stored before the end", len(self._backlog), num_pieces)
 
     def withdraw(self, request: Request) -> None:
         """What the request has computed cannot be trusted, also what is stored of it."""
@@ -250,4 +286,4 @@ class Tiers:
 
     @property
     def _seconds_of_piece(self) -> float:
-        return self.seconds_per_token * self.tier.blocks_per_piece * self._kv.block_size
+        return self.seconds_per_token * self.piece_tokens

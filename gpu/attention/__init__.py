@@ -59,6 +59,7 @@ class PlainAttention(Protocol):
         value: torch.Tensor,  # [T, num_kv_heads, head_dim]
         kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
         metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
     ) -> torch.Tensor:
         """Store key and value, attend causally, return [T, num_heads, head_dim]."""
         ...
@@ -79,6 +80,7 @@ class FusedAttention(Protocol):
         eps: float,  # of these norms
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,  # as above
     ) -> torch.Tensor:
         """Normalize and rotate queries and keys, then as `PlainAttention.forward`: [T, num_heads, head_dim]."""
         ...

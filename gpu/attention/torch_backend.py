@@ -55,28 +55,45 @@ class TorchAttention:
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self._plan_for(metadata, query.dtype)
         slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
         slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
         slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
         output = query.new_empty(query.shape)
+        if sinks is not None:
+            sinks = sinks.view(self.heads.kv, self.group_size, 1)
         for group in plan.decodes:
-            self._decode(query, slots, group, output)
+            self._decode(query, slots, group, sinks, output)
         for chunk in plan.chunks:
-            self._prefill(query, slots, chunk, output)
+            self._prefill(query, slots, chunk, sinks, output)
         return output
 
-    def _decode(self, query: torch.Tensor, slots: torch.Tensor, group: _DecodeGroup, output: torch.Tensor) -> None:
+    def _decode(
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        group: _DecodeGroup,
+        sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
+        output: torch.Tensor,
+    ) -> None:
         """One query each of B requests, padded to L keys. The queries of a KV head are the rows of one product."""
         batch = group.rows.shape[0]
         kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
         key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
         rows = query.index_select(0, group.rows).unflatten(1, (self.heads.kv, self.group_size))
-        attended = self._attend(rows, key, value, group.mask)
+        attended = self._attend(rows, key, value, group.mask, sinks)
         output.index_copy_(0, group.rows, attended.flatten(1, 2))
 
-    def _prefill(self, query: torch.Tensor, slots: torch.Tensor, chunk: _Chunk, output: torch.Tensor) -> None:
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        chunk: _Chunk,
+        sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
+        output: torch.Tensor,
+    ) -> None:
         """All queries of one request, tile by tile. KV heads take the batch dimension, and the queries' heads over one
         of them read its keys through a stride of zero."""
         kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
@@ -88,18 +105,31 @@ class TorchAttention:
                 key[:, :, tile.keys],
                 value[:, :, tile.keys],
                 tile.mask,
+                None if sinks is None else sinks.unsqueeze(-1),
             )
             output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Softmax of the scores, capped if the heads say so, times values; `mask` is added to the scores."""
-        if self.heads.softcap is None:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=self.heads.scale)
-        scores = (query @ key.transpose(-1, -2)).float().mul_(self.heads.scale / self.heads.softcap)
-        scores = scores.tanh_().mul_(self.heads.softcap)
-        weights = (scores if mask is None else scores.add_(mask)).softmax(-1)
+        """Softmax of the scores, capped if the heads say so, times values; `mask` is added to the scores, and `sinks`
+        are one more column of them."""
+        scale, softcap = self.heads.scale, self.heads.softcap
+        if softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        scores = (query @ key.transpose(-1, -2)).float().mul_(scale / (softcap or 1.0))
+        if softcap is not None:
+            scores = scores.tanh_().mul_(softcap)
+        if mask is not None:
+            scores = scores.add_(mask)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        weights = scores.softmax(-1)[..., : key.shape[-2]]
         return weights.to(value.dtype) @ value
 
     def _plan_for(self, metadata: AttentionMetadata, dtype: torch.dtype) -> _Plan:

@@ -36,6 +36,7 @@ class TritonAttention:
         eps: float,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         query = rope_and_cache(
             qkv,
@@ -68,5 +69,6 @@ class TritonAttention:
             scale=self.heads.scale,
             window=self.heads.window,
             softcap=self.heads.softcap,
+            sinks=sinks,
             num_decodes=num_decodes,
         )

@@ -24,6 +24,7 @@ hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape
 json_file           its JSON files, within bounds
 safetensors_header  what a safetensors file says it holds, checked before it is mapped
+default_sampling    what a model's authors recommend to sample with
 header_fields       what the numbers of a model's header may be
 foreign_tokenizer   guards around the tokenizers library
 tokenizer_steps     what the steps of a stranger's tokenizer may do
@@ -32,6 +33,7 @@ errors              what is wrong with a model that was asked for
 """
 
 from gpu.checkpoint.config import ModelConfig, RopeScaling
+from gpu.checkpoint.default_sampling import SAMPLING_FIELDS
 from gpu.checkpoint.digest import model_digest
 from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.errors import ModelError
@@ -44,6 +46,7 @@ from gpu.checkpoint.tokenizer_steps import is_known as is_known_tokenizer
 __all__ = [
     "EMBEDDED_MODEL",
     "LOAD_FORMATS",
+    "SAMPLING_FIELDS",
     "ModelConfig",
     "ModelError",
     "ModelFiles",

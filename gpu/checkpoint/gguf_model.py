@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from gpu.checkpoint.architecture import parts_of
 from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.default_sampling import GGUF_KEYS, default_sampling
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_config import config_from_gguf
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
@@ -40,6 +41,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         special_tokens=special_tokens_from_gguf(file),
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
+        load_sampling=partial(default_sampling, file.metadata.get, GGUF_KEYS, path.name),
     )
 
 
@@ -71,6 +73,7 @@ def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTenso
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
         if stem in parts:
-            yield f"{parts[stem].name}.{kind}", tensor, parts[stem].gguf_heads
+            part = parts[stem]
+            yield part.weight_name if kind == "weight" else f"{part.name}.{kind}", tensor, part.gguf_heads
         elif name != _IN_THE_CONFIG:
             yield name, tensor, 0

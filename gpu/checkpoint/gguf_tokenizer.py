@@ -18,7 +18,9 @@ from gpu.checkpoint.gguf_sentencepiece import sentencepiece_from_gguf
 from gpu.checkpoint.header_fields import shown
 from gpu.checkpoint.tokenizer_steps import LLAMA3_DIGITS, MAX_ADDED_TOKENS, QWEN2_DIGITS, check_lengths, word_pattern
 
-_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens, as the file numbers them
+# Kinds of tokens, as the file numbers them: undefined, normal, unknown, control, user-defined, unused, byte.
+_KINDS = range(7)
+_CONTROL, _USER_DEFINED = 3, 4
 
 # The name that templates know a token by, and where GGUF keeps its id.
 _SPECIAL_TOKEN_KEYS = {
@@ -50,6 +52,12 @@ def _build(file: GGUFFile) -> Tokenizer:
     types = file.require_array("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise ModelError(f"{file.path.name}: {len(tokens)} tokens have {len(types)} types. Convert the model anew.")
+    if unknown := set(types).difference(_KINDS):
+        number = types.index(min(unknown))
+        raise ModelError(
+            f"{file.path.name}: the token {shown(tokens[number])} is of the type {types[number]}; known are "
+            f"{_KINDS[0]} to {_KINDS[-1]}. Convert the model anew."
+        )
     if kind == "llama":
         tokenizer, add_bos = sentencepiece_from_gguf(file, tokens, types), True
     else:

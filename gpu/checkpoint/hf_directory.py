@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gpu.checkpoint.default_sampling import HF_KEYS, default_sampling
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
@@ -48,9 +49,10 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
 
     tokenizer_config = read_json(directory / "tokenizer_config.json", MAX_TOKENIZER_CONFIG)
     special_tokens = _special_tokens(directory, tokenizer_config)
-    generation_config = directory / "generation_config.json"
+    source = str(directory / "generation_config.json")
+    generation_config = read_json(directory / "generation_config.json")
     eos_token_ids = [
-        *token_ids(read_json(generation_config), "eos_token_id", source=str(generation_config)),
+        *token_ids(generation_config, "eos_token_id", source=source),
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
@@ -65,6 +67,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         tensors=tensors,
         tokenizer_config=tokenizer_config,
+        load_sampling=partial(default_sampling, generation_config.get, HF_KEYS, source),
     )
 
 

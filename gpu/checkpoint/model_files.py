@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from gpu.checkpoint.config import ModelConfig
+from gpu.checkpoint.default_sampling import Sampling
 from gpu.checkpoint.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ class ModelFiles:
     # Where the weights lie, for `gpu.weights`: a GGUF file, or safetensors. None: nowhere, random ones are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
+    load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once
     progress: Progress = field(default=no_progress, repr=False)
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        """What the authors recommend for what a request leaves open."""
+        return self.load_sampling()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir, fetch_embedded_model
+from gpu.checkpoint.embedded import EMBEDDED_MODEL, EMBEDDED_SAMPLING, default_cache_dir, fetch_embedded_model
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.progress import Progress, no_progress
@@ -53,7 +53,8 @@ def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress
     from gpu.checkpoint.hub import fetch_from_hub
 
     if model in _EMBEDDED_NAMES:
-        return open_gguf(fetch_embedded_model(cache_dir, progress), name=EMBEDDED_MODEL)
+        files = open_gguf(fetch_embedded_model(cache_dir, progress), name=EMBEDDED_MODEL)
+        return replace(files, load_sampling=lambda: EMBEDDED_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
         return open_hf_directory(path, name=path.resolve().name, with_weights=with_weights)

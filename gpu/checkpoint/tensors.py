@@ -37,7 +37,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight of a model, linear weights as [out_features, in_features]."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts_of(spec_of(config)):
-        shapes[f"{part.name}.weight"] = part.shape
+        shapes[part.weight_name] = part.shape
         if part.bias:
             shapes[f"{part.name}.bias"] = part.shape[:1]
     return shapes

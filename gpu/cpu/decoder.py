@@ -251,13 +251,13 @@ class CPUCausalLM:
 
         def matrix(owner: object, field: str, *parts: Part, interleave: bool = False) -> None:
             take = partial(self._set_matrix, owner, field, quantized, interleave)
-            groups.append(_Group([f"{part.name}.weight" for part in parts], take))
+            groups.append(_Group([part.weight_name for part in parts], take))
 
         def vector(owner: object, field: str, *names: str) -> None:
             groups.append(_Group(list(names), partial(self._set_vector, owner, field)))
 
         def norm(owner: object, field: str, spec: RMSNormSpec) -> None:
-            vector(owner, field, f"{spec.weight.name}.weight")
+            vector(owner, field, spec.weight.weight_name)
 
         for struct, layer in zip(self._layers, spec.layers, strict=True):
             attention, network = layer.attention, layer.feed_forward
@@ -270,6 +270,8 @@ class CPUCausalLM:
             for field, further in zip(fields, (*post_norms, *(attention.qk_norm or ())), strict=False):
                 if further is not None:
                     norm(struct, field, further)
+            if attention.sinks is not None:
+                vector(struct.heads, "sinks", attention.sinks.weight_name)
             matrix(struct, "out", attention.out)
             norm(struct, "mlp_norm", layer.feed_forward_norm)
             matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns

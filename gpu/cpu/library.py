@@ -47,6 +47,7 @@ class HeadsStruct(ctypes.Structure):
         ("window", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
     )
 
 

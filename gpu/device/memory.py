@@ -49,3 +49,8 @@ def synchronize(device: str) -> None:
 def release() -> None:
     """Give back what torch keeps for later."""
     torch.cuda.empty_cache()
+
+
+def device_name(device: str) -> str:
+    """The model of a CUDA device."""
+    return torch.cuda.get_device_name(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -83,6 +84,8 @@ class DeviceRunner:
             shape = self.rows.shape(plan)
             step = self._start(plan, shape, abandoned)
         except BaseException:
+            with suppress(Exception):  # the row table has these diffs, so the device should
+                self._upload.send()
             self._upload.discard()
             self._device_rows.forget_sent()
             raise

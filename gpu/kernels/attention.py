@@ -70,6 +70,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_decodes: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -78,22 +79,24 @@ def paged_attention(
     `query` is [T, num_heads, head_dim]; those of request i are the rows from `query_start_loc[i]` to
     `query_start_loc[i + 1]` (int32 [B + 1]), and those with one query, the decodes, come first. `block_table` is int32
     [B, max_blocks], `seq_lens` int32 [B], all tokens of a request; `out` is of the query's shape and dtype. `window` is
-    how many tokens a query sees, itself included, and `softcap` makes of a score softcap * tanh(score / softcap). A
-    chunk of a prompt and a prompt behind a cached prefix are the same thing: fewer queries than keys. `work` is that of
-    `list_attention_work`; a decode is cut by it into parts, which are merged by their log-sum-exp. What `num_decodes`
-    excludes is not even started.
+    how many tokens a query sees, itself included, and `softcap` makes of a score softcap * tanh(score / softcap).
+    `sinks`, float32 [num_heads], are scores beside the tokens' that have no value. A chunk of a prompt and a prompt
+    behind a cached prefix are the same thing: fewer queries than keys. `work` is that of `list_attention_work`; a
+    decode is cut by it into parts, which are merged by their log-sum-exp. What `num_decodes` excludes is not even
+    started.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     if work is None:
-        attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window, softcap)
+        attend_reference(query, kv_cache, block_table, seq_lens, query_start_loc, out, scale, window, softcap, sinks)
         return out
     from gpu.kernels.jit import decode, prefill
 
     if num_decodes != 0:
-        decode.paged_decode(query, kv_cache, block_table, work.parts, work.part_starts, out, scale, window, softcap)
+        lists = (work.parts, work.part_starts)
+        decode.paged_decode(query, kv_cache, block_table, *lists, out, scale, window, softcap, sinks)
     if len(work.blocks):
         tables = (kv_cache, block_table, seq_lens, query_start_loc)
-        prefill.paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window, softcap)
+        prefill.paged_prefill(query, *tables, work.blocks, work.block_rows, out, scale, window, softcap, sinks)
     return out
 
 
@@ -107,6 +110,7 @@ def attend_reference(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`paged_attention` in torch, request by request: scores, mask, softmax, in float32 or better."""
     precise = torch.promote_types(query.dtype, torch.float32)
@@ -133,4 +137,7 @@ def attend_reference(
         if window is not None:
             hidden |= position <= last - window
         scores.masked_fill_(hidden, float("-inf"))
-        out[rows] = (scores.softmax(-1) @ value).transpose(0, 1).to(out.dtype)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(precise).view(-1, 1, 1).expand(-1, num_queries, 1)), -1)
+        weights = scores.softmax(-1)[..., : key.shape[1]]
+        out[rows] = (weights @ value).transpose(0, 1).to(out.dtype)

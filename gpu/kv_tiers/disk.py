@@ -2,6 +2,7 @@
 
     DIR/key                      32 secret bytes, mode 0600
     DIR/lock                     held while pieces are given up (flock: a process that dies lets go of it)
+    DIR/NAMESPACE/used           its time of modification is when an engine last used the namespace
     DIR/NAMESPACE/NAME.kv        a piece; its time of modification is its rank (`gpu.kv_tiers.worth`)
     DIR/NAMESPACE/*.tmp          a piece that is being written, locked by its writer
 
@@ -13,18 +14,18 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.kv_tiers.piece import HEADER_BYTES, Seal
+from gpu.kv_tiers.piece import HEADER_BYTES, Seal, read_key
 from gpu.kv_tiers.worth import rank, victims
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,8 @@ PAUSE = 60.0  # seconds without writing, after writing has failed
 SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines have written or removed
 SCAN_SHARE = 0.01  # of the time, at most, goes into looks
 AT_A_STRETCH = 1000  # files, between which others get the interpreter
+STALE = 86400.0  # seconds without an engine, after which a namespace's pieces are given up before others
 NO_RANK = 1e9  # what is dated later (2001) is not a rank: a copy, whose rank is lost
-
-
-@dataclass(slots=True)
-class _Entry:
-    worth: float | None = None  # not known before it is read
-    hits: int = 0
 
 
 class DiskStore:
@@ -48,24 +44,34 @@ class DiskStore:
     name = "disk"
 
     def __init__(
-        self, directory: Path, seal: Seal, max_bytes: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        seal: Seal,
+        max_bytes: int,
+        *,
+        key: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OSError if the directory cannot be read; what cannot be written is only logged."""
+        """`key` is what `read_key` gave. Raises OSError if the directory cannot be read; what cannot be written is only
+        logged."""
         self._root = directory
         self._directory = directory / seal.namespace.hex()
         self._seal = seal
+        self._key = key
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: dict[bytes, _Entry] = {}
-        self._lock = threading.Lock()  # of the entries' values; the dictionary itself is replaced or changed by one key
+        self._entries: dict[bytes, int] = {}  # how often each was wanted here
+        self._lock = threading.Lock()  # of what threads that load change
         self._floor = 0.0
         self._total = 0  # bytes of all namespaces, as last seen, and what was written since
         self._pause_until = 0.0
         self._seen: list[tuple[str, int, int]] = []
         self._next_scan = 0.0
         with suppress(OSError):
-            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._make()
         self._scan_all()
+        with suppress(OSError):
+            self._make_room(0)  # the limit may have been higher
 
     @property
     def num_bytes(self) -> int:
@@ -80,29 +86,28 @@ class DiskStore:
         path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no size and no writer
+            try:
+                header = bytearray(HEADER_BYTES)
+                status = os.fstat(descriptor)
+                size, old = status.st_size, status.st_mtime
+                if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
+                    return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
+                worth = self._seal.opened(name, bytes(header), into)
+                if worth is None:
+                    return self._cannot_use(name, "its content does not match its name or its checksum")
+                with self._lock:
+                    hits = self._entries[name] = self._entries.get(name, 0) + 1
+                with suppress(OSError):  # other engines have their own count of hits, and so had those before
+                    _set_rank(descriptor, max(rank(self._floor, worth, hits), old if old < NO_RANK else 0.0))
+                return True
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:  # another engine has given it up
             self._forget(name)
-            return False
-        except OSError as error:
-            return self._cannot_use(name, str(error))
-        try:
-            header = bytearray(HEADER_BYTES)
-            size = os.fstat(descriptor).st_size
-            if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
-                return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
-            worth = self._seal.opened(name, bytes(header), into)
-            if worth is None:
-                return self._cannot_use(name, "its content does not match its name or its checksum")
-            with self._lock:
-                entry = self._entries.setdefault(name, _Entry())
-                entry.worth, entry.hits = worth, entry.hits + 1
-            with suppress(OSError):
-                _set_rank(descriptor, rank(self._floor, worth, entry.hits))
-            return True
-        except OSError as error:
-            return self._cannot_use(name, str(error))
-        finally:
-            os.close(descriptor)
+        except OSError as error:  # which need not be the piece's fault; if it is stored again, that replaces it
+            logger.warning("the piece %s cannot be read: %s", path, error)
+            self._forget(name)
+        return False
 
     def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
         """Write a piece, and give up others for it. Returns whether it is there now. Never raises OSError."""
@@ -111,21 +116,21 @@ class DiskStore:
         if self._clock() < self._pause_until or self._seal.piece_bytes > self._max_bytes:
             return False
         try:
-            if not self._make_room(self._seal.piece_bytes):
-                return False
-            self._write(name, payload, worth)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError | BlockingIOError) and self._root.is_dir():
+            try:
+                if not self._make_room(self._seal.piece_bytes):
+                    return False
+                self._write(name, payload, worth)
+            except (FileNotFoundError, BlockingIOError):
                 # It was emptied, or another engine takes the draft for one that was left.
-                with suppress(OSError):
-                    self._directory.mkdir(mode=0o700, exist_ok=True)
+                self._make()
                 return False
+        except OSError as error:
             self._pause_until = self._clock() + PAUSE
             logger.warning(
                 "the KV cache directory %s cannot be written (%s); nothing is stored for %d s", self._root, error, PAUSE
             )
             return False
-        self._entries[name] = _Entry(worth)
+        self._entries[name] = 0
         self._total += self._seal.piece_bytes
         return True
 
@@ -145,12 +150,25 @@ class DiskStore:
         if self._clock() >= self._next_scan:
             began = time.thread_time()
             with suppress(OSError):
+                self._make()
                 status = [(folder.name, folder.stat()) for folder in self._namespaces()]
                 seen = [(name, each.st_mtime_ns, each.st_ino) for name, each in status]
                 if seen != self._seen:
                     self._scan_all()
                     self._seen = seen
             self._next_scan = self._clock() + max(SCAN_INTERVAL, (time.thread_time() - began) / SCAN_SHARE)
+
+    def _make(self) -> None:
+        """Make what is not there: it is new, or was removed or emptied. Raises OSError."""
+        if self._key is not None:
+            if not (self._root / "key").exists():
+                logger.warning("the KV cache directory %s was removed or emptied, and is made again", self._root)
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if read_key(self._root / "key", self._key) != self._key and self._pause_until != math.inf:
+                self._pause_until = math.inf
+                logger.warning("%s has another key now: nothing is stored until this engine starts again", self._root)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        (self._directory / "used").touch(0o600)
 
     def _namespaces(self) -> list[os.DirEntry[str]]:
         length = 2 * len(self._seal.namespace)
@@ -160,7 +178,7 @@ class DiskStore:
     def _take_over(self, names: set[bytes]) -> None:
         entries = self._entries
         for name in names.difference(entries):
-            entries[name] = _Entry()
+            entries[name] = 0
         for name in set(entries).difference(names):
             entries.pop(name, None)
 
@@ -201,19 +219,21 @@ class DiskStore:
             entries = self._scan_all()
             for value, size, path in victims(entries, self._total + num_bytes, self._max_bytes):
                 self._floor = max(self._floor, value)
-                with suppress(FileNotFoundError):
-                    path.unlink()
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(path)
                 self._total -= size
-                if path.parent == self._directory and (name := _name_of(path.name)) is not None:
+                folder, file_name = os.path.split(path)
+                if folder == str(self._directory) and (name := _name_of(file_name)) is not None:
                     self._entries.pop(name, None)
         return self._total + num_bytes <= self._max_bytes
 
-    def _scan_all(self) -> list[tuple[float, int, Path]]:
+    def _scan_all(self) -> list[tuple[float, int, str]]:
         """Rank, size and path of every piece, also of other namespaces. Removes what dead writers have left."""
-        found: list[tuple[float, int, Path]] = []
+        found: list[tuple[float, int, str]] = []
         names: set[bytes] = set()
         for folder in self._namespaces():
             with suppress(OSError):
+                is_stale = not _was_used(folder)
                 for number, file in enumerate(os.scandir(folder.path), 1):
                     if number % AT_A_STRETCH == 0:
                         time.sleep(0.001)
@@ -222,15 +242,21 @@ class DiskStore:
                     elif (name := _name_of(file.name)) is not None:
                         with suppress(FileNotFoundError):
                             status = file.stat(follow_symlinks=False)
-                            value = status.st_mtime_ns / 1e9
-                            found.append((value if value < NO_RANK else 0.0, status.st_size, Path(file.path)))
+                            value = 0.0 if is_stale or status.st_mtime >= NO_RANK else status.st_mtime
+                            found.append((value, status.st_size, file.path))
                             if folder.name == self._directory.name:
                                 names.add(name)
         self._take_over(names)
         self._total = sum(size for _, size, _ in found)
         if self._total > self._max_bytes // 2:  # the lowest rank there is: a restart must not begin below it
-            self._floor = max(self._floor, min(value for value, _, _ in found))
+            self._floor = max(self._floor, min((value for value, _, _ in found if value), default=0.0))
         return found
+
+
+def _was_used(namespace: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return time.time() - os.stat(os.path.join(namespace.path, "used")).st_mtime < STALE
+    return False
 
 
 def _name_of(file_name: str) -> bytes | None:

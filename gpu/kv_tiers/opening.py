@@ -23,7 +23,8 @@ from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.digest import model_digest, weight_paths
 from gpu.checkpoint.gguf_file import GGUFFile, file_state
 from gpu.cpu.library import load_library
-from gpu.host import processor_flags
+from gpu.host import available_memory, processor_flags
+from gpu.kv_cache_size import check_memory, size_text
 from gpu.kv_tiers.disk import DiskStore
 from gpu.kv_tiers.memory import HostMemory, KVMemory, TorchMemory
 from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
@@ -39,7 +40,7 @@ _CHUNK = 2**20
 
 
 def check_tiers(options: WorkerOptions, device: str) -> None:
-    """Raise ConfigError for a tier that could save nothing."""
+    """Raise ConfigError for a tier that could save nothing, or that there is no memory for."""
     if options.kv_cache_ram and device == "cpu":
         raise ConfigError(
             "kv_cache_ram",
@@ -47,6 +48,7 @@ def check_tiers(options: WorkerOptions, device: str) -> None:
             allowed="it is for devices with memory of their own, and this one computes in the host's",
             hint="kv_cache_memory makes the KV cache itself larger",
         )
+    check_memory(options.kv_cache_ram, available_memory(), "kv_cache_ram", "in the host's memory")
 
 
 def digest_of_weights(files: ModelFiles) -> Callable[[], bytes]:
@@ -78,7 +80,8 @@ def open_tier(
     compute_form: str,
     digest: Callable[[], bytes] | None,
 ) -> KVTier | None:
-    """The tier that the options ask for; None if it is a directory that cannot be used, which is logged.
+    """The tier that the options ask for; None if it is a directory that cannot be used now, which is logged. Raises
+    ConfigError for one that never can.
 
     At each place of a block table is a block for each of `num_groups` groups, all in the same `caches`.
     """
@@ -90,6 +93,9 @@ def open_tier(
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             key = read_key(directory / "key")
+        except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            hint = "Name one that this user may make and write to, or leave it out"
+            raise ConfigError("kv_cache_dir", directory, allowed=f"it cannot be used ({error})", hint=hint) from None
         except OSError as error:
             logger.warning("no KV blocks are kept in %s: %s", directory, error)
             directory = None
@@ -98,8 +104,9 @@ def open_tier(
     least = payload_bytes + HEADER_BYTES
     for setting, is_used in (("kv_cache_ram", options.kv_cache_ram), ("kv_cache_dir_size", directory)):
         if is_used and (limit := getattr(options, setting)) < least:
-            allowed = f"it must be at least {least} bytes, which {blocks_per_piece * options.block_size} tokens take"
-            raise ConfigError(setting, limit, allowed=allowed, hint="A smaller block_size needs less")
+            tokens = blocks_per_piece * options.block_size
+            allowed = f"it must be at least {-(-least // 2**20)}MiB, in which {tokens} tokens have room"
+            raise ConfigError(setting, size_text(limit), allowed=allowed, hint="A smaller block_size needs less")
     layout = (num_groups, blocks_per_piece, options.block_size, [(each.shape[1:], str(each.dtype)) for each in caches])
     form = repr((version("headrace"), compute_form, options.dtype, options.quantization, layout, _computed_by()))
 
@@ -111,7 +118,7 @@ def open_tier(
             weights = b"" if digest is None else digest()
             namespace = blake2b(weights + form.encode(), key=key, digest_size=16).digest()
             seal = Seal(key, namespace, payload_bytes)
-            stores.append(DiskStore(directory, seal, options.kv_cache_dir_size))
+            stores.append(DiskStore(directory, seal, options.kv_cache_dir_size, key=key))
             logger.info(
                 "KV blocks are kept in %s: %d MiB of %d MiB are taken, in pieces of %d tokens",
                 directory,

@@ -9,7 +9,8 @@
     72  16  keyed BLAKE2b of all that
     88      zeros up to 128, then the payload
 
-Numbers are little-endian. The keys come from a file beside the pieces, so a directory from elsewhere is all misses.
+Numbers are little-endian. The keys come from a file beside the pieces, so a directory from elsewhere is all misses
+unless its key came along.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ class Seal:
         return blake2b(fields, key=self._secret, digest_size=_SEAL_BYTES).digest()
 
 
-def read_key(path: Path) -> bytes:
-    """The 32 secret bytes of a directory; drawn if there are none yet. Raises OSError, also for a key that others could
-    have read."""
+def read_key(path: Path, first: bytes | None = None) -> bytes:
+    """The 32 secret bytes of a directory; if there are none yet, `first`, or drawn. Raises OSError, also for a key
+    that others could have read."""
     try:
         return _read_key(path)
     except FileNotFoundError:
@@ -105,7 +106,7 @@ def read_key(path: Path) -> bytes:
         try:
             descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with open(descriptor, "wb") as file:
-                file.write(os.urandom(32))
+                file.write(first or os.urandom(32))
             with suppress(FileExistsError):  # of engines that start together, the first one's is everybody's
                 os.link(draft, path)
         finally:
@@ -117,7 +118,9 @@ def _read_key(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
-        if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's, and engines that share a directory run as one")
+        if status.st_mode & 0o077:
             raise PermissionError(f"{path} must be readable by this user alone (chmod 600)")
         key = file.read(33)
     if len(key) != 32:

@@ -49,7 +49,7 @@ class RamStore:
             return False
         with self._lock:
             if name not in self._entries:
-                entries = [(entry.rank, len(entry.payload), name) for name, entry in self._entries.items()]
+                entries = ((entry.rank, len(entry.payload), name) for name, entry in self._entries.items())
                 for value, size, victim in victims(entries, self.num_bytes + len(payload), self._max_bytes):
                     self._floor = max(self._floor, value)
                     del self._entries[victim]

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -34,7 +33,7 @@ LOOK_AROUND = 1.0  # seconds between two looks for what other engines have store
 WAIT_SECONDS = 0.005  # that an engine with nothing else to do waits before it looks after its inbox again
 OPENING_SECONDS = 2.0  # that a start waits for what may be found: whoever comes first should find it
 MEASURES = 16  # that an average remembers, about
-TRY_AGAIN = 64  # a load that would not pay is made all the same once in so many times, to measure again
+CLOSING_SECONDS = 2.0  # that the end waits for the threads: a file system that does not answer may keep them for ever
 
 
 class BlockStore(Protocol):
@@ -90,14 +89,12 @@ class KVTier:
         self._load_seconds = 0.0  # that loading one takes
         self._memory = memory
         self._stores: Sequence[BlockStore] = ()
-        self._declined = 0
         self._copy_seconds = 0.0
         self._num_tickets = 0
         self._lock = threading.Lock()  # of the counts
         self._counts: dict[str, TierStats] = {}
         self._news = threading.Event()  # a piece has been read, or a buffer is free again
-        self._free = deque(range(NUM_BUFFERS))
-        self._buffers: dict[int, NDArray[np.uint8]] = {}
+        self._free: deque[NDArray[np.uint8] | None] = deque([None] * NUM_BUFFERS)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wanted: deque[_Wanted] = deque()
         self._arrived: deque[_Read] = deque()
@@ -105,10 +102,14 @@ class KVTier:
         self._spare: deque[tuple[NDArray[np.uint8] | None, Callable[[], None]]] = deque(
             [(None, nothing_to_wait_for)] * NUM_BUFFERS
         )
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-tier-load")
-        self._writer = threading.Thread(target=self._write_behind, args=(open_stores,), name="kv-tier", daemon=True)
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._opened = threading.Event()
-        self._writer.start()
+        self._threads = [threading.Thread(target=self._write_behind, args=(open_stores,), name="kv-tier", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._read_ahead, name="kv-tier-load", daemon=True) for _ in range(READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
         self._opened.wait(OPENING_SECONDS)
 
     def find(self, name: bytes) -> bool:
@@ -117,10 +118,7 @@ class KVTier:
 
     def is_cheaper(self, seconds: float) -> bool:
         """Whether loading a piece is cheaper than computing it in so many seconds, as far as either was measured."""
-        if seconds == 0.0 or self._load_seconds < seconds:
-            return True
-        self._declined += 1
-        return self._declined % TRY_AGAIN == 0
+        return seconds == 0.0 or self._load_seconds < seconds
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
         """Begin to load pieces into these blocks each, which are the caller's until all have been polled or the load
@@ -151,28 +149,27 @@ class KVTier:
                 if read.store is not None:
                     began = time.perf_counter()
                     wait = self._memory.copy_in(read.wanted.block_ids, read.buffer)
-                    took = time.perf_counter() - began + read.seconds / READERS
-                    self._load_seconds = _average(self._load_seconds, took)
-                    self._count(read.store, loaded_bytes=len(read.buffer), load_seconds=took)
+                    took = time.perf_counter() - began
+                    self._load_seconds = _average(self._load_seconds, took + read.seconds / READERS)
+                    self._count(read.store, loaded_bytes=len(read.buffer), load_seconds=took + read.seconds)
                 found.append((read.wanted.ticket, read.wanted.index, read.store))
             self._spare.append((read.buffer, wait))
         self._read_on()
         return found
 
-    def store(self, name: bytes, block_ids: Sequence[int], seconds: float, *, is_living: bool) -> bool:
-        """Copy a piece that took so many seconds to compute, to be stored behind the steps. Returns False if that
-        has to wait until others are stored."""
+    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool:
+        """Copy a piece, to be stored behind the steps. It is worth what it took to compute, or less if few will ask for
+        it. Returns False if that has to wait until others are stored."""
         if not self._free:
             return False
-        number = self._free.popleft()
-        buffer = self._buffers.get(number)
+        buffer = self._free.popleft()
         if buffer is None:
-            buffer = self._buffers[number] = self._memory.buffer(self.payload_bytes)
+            buffer = self._memory.buffer(self.payload_bytes)
         began = time.perf_counter()
         wait = self._memory.copy_out(block_ids, buffer)
         self._copy_seconds = _average(self._copy_seconds, time.perf_counter() - began)
-        worth = seconds / self.payload_bytes * 1e6 * (LIVING if is_living else 1.0)
-        self._tasks.put(partial(self._store, name, number, wait, worth))
+        worth = worth_seconds / self.payload_bytes * 1e6 * (LIVING if is_living else 1.0)
+        self._tasks.put(partial(self._store, name, buffer, wait, worth))
         return True
 
     def discard(self, names: Iterable[bytes]) -> None:
@@ -187,6 +184,16 @@ class KVTier:
             self._news.wait(WAIT_SECONDS)
         self._news.clear()
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether what was handed over is still being stored."""
+        return len(self._free) < NUM_BUFFERS
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_stats` has something to tell."""
+        return bool(self._counts)
+
     def take_stats(self) -> list[TierStats] | None:
         """What has happened since the last time, by store; None if nothing has."""
         if not self._counts:
@@ -199,12 +206,15 @@ class KVTier:
         return list(counts.values())
 
     def close(self) -> None:
-        """Store what was copied, and end the threads."""
+        """Store what was copied, and end the threads; those that hang end with the process."""
         self._living.clear()
         self._wanted.clear()
-        self._readers.shutdown(wait=True, cancel_futures=True)
         self._tasks.put(None)
-        self._writer.join(timeout=2.0)
+        for _ in range(READERS):
+            self._reads.put(None)
+        end = time.monotonic() + CLOSING_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _discard(self, names: Sequence[bytes]) -> None:
         for store in self._stores:
@@ -216,7 +226,11 @@ class KVTier:
     def _read_on(self) -> None:
         while self._wanted and self._spare:
             buffer, wait = self._spare.popleft()
-            self._readers.submit(self._read, self._wanted.popleft(), buffer, wait)
+            self._reads.put(partial(self._read, self._wanted.popleft(), buffer, wait))
+
+    def _read_ahead(self) -> None:
+        while (read := self._reads.get()) is not None:
+            read()
 
     def _read(self, wanted: _Wanted, buffer: NDArray[np.uint8] | None, wait: Callable[[], None]) -> None:
         began = time.perf_counter()
@@ -226,7 +240,7 @@ class KVTier:
             if buffer is None:
                 buffer = self._memory.buffer(self.payload_bytes)
             for store in self._stores:
-                if store.find(wanted.name):
+                if wanted.ticket in self._living and store.find(wanted.name):
                     if store.load(wanted.name, buffer):
                         found = store.name
                         break
@@ -242,6 +256,8 @@ class KVTier:
             self._stores = open_stores()
         except Exception as error:
             logger.warning("no KV blocks are kept: %s", error)
+        sizes = [-1 for store in self._stores]
+        self._tell_sizes(sizes)
         self._opened.set()
         while True:
             try:
@@ -254,23 +270,31 @@ class KVTier:
                 task()
                 for store in self._stores:
                     store.refresh()
+                self._tell_sizes(sizes)
             except Exception:
                 logger.exception("storing a piece of the KV cache has failed")
 
-    def _store(self, name: bytes, number: int, wait: Callable[[], None], worth: float) -> None:
+    def _store(self, name: bytes, buffer: NDArray[np.uint8], wait: Callable[[], None], worth: float) -> None:
         try:
             wait()
             began, cpu_began = time.perf_counter(), time.thread_time()
             for store in self._stores:
-                if store.store(name, self._buffers[number], worth):
+                if store.store(name, buffer, worth):
                     took = time.perf_counter() - began
                     self._count(store.name, stored_bytes=self.payload_bytes, store_seconds=took)
             # The steps run on several cores, of which this takes one.
             took = self._copy_seconds + (time.thread_time() - cpu_began) / 2
             self.store_seconds = _average(self.store_seconds, took)
         finally:
-            self._free.append(number)
+            self._free.append(buffer)
             self._news.set()
+
+    def _tell_sizes(self, told: list[int]) -> None:
+        """Let `take_stats` tell of a store whose size has changed, by others or by a start."""
+        for index, store in enumerate(self._stores):
+            if store.num_bytes != told[index]:
+                told[index] = store.num_bytes
+                self._count(store.name)
 
     def _count(self, store: str, **amounts: float) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ class Embedding(nn.Module):
         return rows if self._scale is None else rows.mul_(self._scale)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{self.part.name}.weight", WeightSlot.into(self.weight)
+        yield self.part.weight_name, WeightSlot.into(self.weight)
 
 
 def _embedding(weight: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
@@ -51,4 +51,4 @@ class LMHead(Product):
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         if self.part is not None:
-            yield f"{self.part.name}.weight", WeightSlot.into(self.weight)
+            yield self.part.weight_name, WeightSlot.into(self.weight)

@@ -57,7 +57,7 @@ class Linear(Product):
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         rows = [part.shape[0] for part in self.parts]
         for part, weight in zip(self.parts, self.weight.split(rows), strict=True):
-            yield f"{part.name}.weight", WeightSlot.into(weight)
+            yield part.weight_name, WeightSlot.into(weight)
         if self.bias is not None:
             for part, bias in zip(self.parts, self.bias.split(rows), strict=True):
                 yield f"{part.name}.bias", WeightSlot.into(bias)

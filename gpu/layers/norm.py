@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(residual.to(self.weight.dtype), self.shape, self.weight, self.eps).to(residual.dtype)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield f"{self.spec.weight.name}.weight", WeightSlot.into(self.weight)
+        yield self.spec.weight.weight_name, WeightSlot.into(self.weight)
 
 
 class QKNorm(nn.Module):
@@ -70,7 +70,7 @@ class QKNorm(nn.Module):
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         for spec, weight in zip(self.specs, self.weight, strict=True):
-            yield f"{spec.weight.name}.weight", WeightSlot.into(weight)
+            yield spec.weight.weight_name, WeightSlot.into(weight)
 
 
 def _dtype(spec: RMSNormSpec, dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from gpu.checkpoint.architecture import AttentionSpec, Heads
 from gpu.layers.linear import Linear
 from gpu.layers.norm import QKNorm
 from gpu.layers.rotary import Rotation, rotate_
+from gpu.layers.weights import WeightSlot, empty_parameter
 
 
 class SelfAttention(nn.Module):
@@ -34,6 +35,8 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(*spec.qkv, dtype=dtype, device=device)
         self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, dtype=dtype, device=device)
         self.out = Linear(spec.out, dtype=dtype, device=device)
+        self.spec = spec
+        self.sinks = None if spec.sinks is None else empty_parameter(heads.query, dtype=torch.float32, device=device)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor
@@ -42,7 +45,9 @@ class SelfAttention(nn.Module):
         heads = self.qkv(hidden).unflatten(-1, (-1, self.heads.dim))
         if self.fused is not None:
             norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-            output = self.fused.forward_fused(heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata)
+            output = self.fused.forward_fused(
+                heads, rotation.positions, rotation.table, norm, eps, kv_cache, metadata, self.sinks
+            )
             return self.out(output.flatten(1))
         qk, value = heads[:, : self.num_qk_heads], heads[:, self.num_qk_heads :]
         if self.qk_norm is not None:
@@ -50,7 +55,11 @@ class SelfAttention(nn.Module):
         rotate_(qk, *rotation.angles)
         query, key = qk[:, : self.heads.query], qk[:, self.heads.query :]
         assert self.plain is not None
-        return self.out(self.plain.forward(query, key, value, kv_cache, metadata).flatten(1))
+        return self.out(self.plain.forward(query, key, value, kv_cache, metadata, self.sinks).flatten(1))
+
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        if self.sinks is not None and self.spec.sinks is not None:
+            yield self.spec.sinks.weight_name, WeightSlot.into(self.sinks)
 
 
 ATTENTION: dict[type, type[SelfAttention]] = {AttentionSpec: SelfAttention}

@@ -48,7 +48,7 @@ class Quantization:
         finer = [part for part in (spec.embedding, spec.head) if part is not None]
         if name == "int4":
             finer += [part for layer in spec.layers for part in layer.attention.qkv[1:]]
-        self._finer = {f"{part.name}.weight" for part in finer}
+        self._finer = {part.weight_name for part in finer}
         self._squares = self._squared_errors = 0.0
 
     @property

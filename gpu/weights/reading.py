@@ -60,7 +60,7 @@ def _read(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
     elif isinstance(files.tensors, GGUFFile):
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config))
     else:
-        offsets = {f"{part.name}.weight": part.offset for part in parts_of(spec_of(files.config)) if part.offset}
+        offsets = {part.weight_name: part.offset for part in parts_of(spec_of(files.config)) if part.offset}
         for path in files.tensors:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it

@@ -156,10 +156,13 @@ def _attention(
     reference = paged.to(torch.device("cpu"), torch.float64)
     wanted = torch.empty_like(reference.query)
     tables = (reference.cache, reference.block_table, reference.seq_lens, reference.query_start_loc)
-    attend_reference(reference.query, *tables, wanted, 0.1, window)
-    output = torch.full_like(paged.query, float("nan"))
-    paged.attend(output, window=window)
-    return relative_error(output.cpu(), wanted)
+    errors = []
+    for sinks in (None, 3 * torch.randn(heads[0], device=device)):
+        attend_reference(reference.query, *tables, wanted, 0.1, window, sinks=None if sinks is None else sinks.cpu())
+        output = torch.full_like(paged.query, float("nan"))
+        paged.attend(output, window=window, sinks=sinks)
+        errors.append(relative_error(output.cpu(), wanted))
+    return max(errors)
 
 
 def _sample(device: torch.device, dtype: torch.dtype, vocab_size: int) -> float:

@@ -34,7 +34,9 @@ class Paged:
             self.known,
         )
 
-    def attend(self, out: torch.Tensor | None = None, *, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self, out: torch.Tensor | None = None, *, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """By the kernels, at scale 0.1, with the list of work that all layers of a step share made anew."""
         tables = (self.seq_lens, self.query_start_loc)
         num_decodes, longest = self.known
@@ -49,6 +51,7 @@ class Paged:
             work,
             scale=0.1,
             window=window,
+            sinks=sinks,
             num_decodes=num_decodes,
             out=out,
         )

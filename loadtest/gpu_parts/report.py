@@ -36,6 +36,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    engines: dict[str, object] = field(default_factory=dict)  # by model, as `headrace simulate --table` reads it
 
     def add(self, part: str, name: str, value: float, unit: str, reference: float | None = None) -> None:
         row = Row(part, name, value, unit, reference)

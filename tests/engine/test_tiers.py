@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.commands import Close
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, EventKind, FinishReason
-from engine.scheduler.tiers import PATIENCE, PAUSE
+from engine.scheduler.tiers import PATIENCE, PAUSE, TRY_AGAIN
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated_tier import SimulatedTier
@@ -20,11 +21,11 @@ PROMPT = list(range(100, 139))
 class StillTier(SimulatedTier):
     """One in which nothing fails, and a load ends when the test says so."""
 
-    arrives = True
+    arrives = takes = pays = True
     living: list[bool]  # of each piece that was stored, whether its conversation may go on
 
-    def store(self, name: bytes, block_ids: Sequence[int], seconds: float, *, is_living: bool) -> bool:
-        is_stored = super().store(name, block_ids, seconds, is_living=is_living)
+    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool:
+        is_stored = self.takes and super().store(name, block_ids, worth_seconds, is_living=is_living)
         self.living += [is_living] * is_stored
         return is_stored
 
@@ -33,7 +34,7 @@ class StillTier(SimulatedTier):
         return [(ticket, index, self._copy_in(name, ids)) for ticket, index, name, ids in wanted]
 
     def is_cheaper(self, seconds: float) -> bool:
-        return True
+        return self.pays
 
 
 def core_with_tier(pieces: SimulatedTier | None = None, **options: int | bool) -> tuple[EngineCore, StillTier]:
@@ -153,6 +154,24 @@ def test_requests_of_one_prefix_load_it_once(filled: StillTier) -> None:
     assert_nothing_left(core)
 
 
+def test_who_joins_a_shorter_load_loads_the_rest_of_its_own_next(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled)
+    short, parting, long = (make_request(prompt, max_tokens=1) for prompt in (PROMPT[:19], [*PROMPT[:11], 1], PROMPT))
+    tier.arrives = False
+    for request in (short, long, parting):
+        core.add(request)
+        core.step()
+    tier.arrives = True
+    outputs = run_to_end(core)
+    for request, cached, loaded in ((short, 16, [16]), (parting, 8, [8]), (long, 32, [16, 16])):
+        output = outputs[request.request_id][0]
+        assert output.num_cached_tokens == cached
+        events = [event.tokens for event in output.events or () if event.kind is EventKind.LOADED_FROM_DISK]
+        assert events == loaded
+    assert tier.seen["loads"] == 2
+    assert_nothing_left(core)
+
+
 def test_who_runs_gets_the_blocks_of_who_loads(filled: StillTier) -> None:
     core, tier = core_with_tier(filled, num_blocks=12, max_model_len=48)
     runner = make_request([5], max_tokens=40)
@@ -222,6 +241,58 @@ def test_a_conversation_that_may_go_on_is_worth_more() -> None:
         request.cache_salt, request.keeps_prefix = salt, keeps
         run(core, request)
     assert tier.living == [False] * 4 + [True] * 4
+
+
+def test_an_engine_that_ends_stores_what_waits_for_a_moment(caplog: pytest.LogCaptureFixture) -> None:
+    for takes, stored in ((True, 4), (False, 0)):
+        now = [0.0]
+        core, tier = core_with_tier()
+        core._clock = lambda now=now: now[0]  # type: ignore[misc]
+        tier.takes = False  # it is busy
+        core.add(make_request(PROMPT, max_tokens=1))
+        run_to_end(core)
+        tier.takes = takes
+        tier.wait = lambda now=now: now.__setitem__(0, now[0] + 0.1)  # type: ignore[method-assign,misc]
+        core.carry_out(Close())
+        core.shutdown()
+        assert len(tier.pieces) == stored
+        assert now[0] < 2.0
+    assert "pieces that waited were not stored" in caplog.text
+
+
+def test_what_is_private_is_not_stored_and_who_finds_it_stores_its_own_copy() -> None:
+    core, tier = core_with_tier()
+    request = make_request(PROMPT, max_tokens=1)
+    request.is_private = True
+    run(core, request)
+    assert not tier.pieces
+    run(core, make_request([*PROMPT, *PROMPT[:9]], max_tokens=1))
+    assert len(tier.pieces) == 6  # with the beginning, which nobody could do without
+
+
+def test_what_comes_last_is_not_stored_where_too_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.scheduler.tiers.MAX_BACKLOG", 3)
+    core, tier = core_with_tier()
+    tier.takes = False
+    core.add(make_request(PROMPT, max_tokens=1))
+    run_to_end(core)
+    tier.takes = True
+    for _ in range(100):
+        core.prepare()
+    again, _ = core_with_tier(tier)
+    request = make_request(PROMPT, max_tokens=1)
+    again.add(request)
+    assert run_to_end(again)[request.request_id][0].num_cached_tokens == 24
+
+
+def test_a_load_that_would_not_pay_is_made_now_and_then_and_no_store(filled: StillTier) -> None:
+    core, tier = core_with_tier(filled)
+    tier.pays = False
+    for _ in range(2 * TRY_AGAIN):
+        core.scheduler.kv.reset()
+        run(core, make_request([*PROMPT, 1, 2], max_tokens=1))
+    assert tier.seen["loads"] == 2
+    assert not tier.seen["stores"]
 
 
 def test_prompts_that_repeat_behind_a_changing_beginning_are_counted() -> None:

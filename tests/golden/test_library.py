@@ -28,6 +28,16 @@ def test_what_is_handed_out_is_the_offline_engine() -> None:
     assert (headrace.LLM, headrace.SamplingParams) == (LLM, SamplingParams)
 
 
+def test_what_is_left_open_is_sampled_as_the_models_authors_recommend(
+    smollm2: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.offline.core_factory", lambda settings, files: lambda: smollm2.core)
+    authors = LLM("smollm2-135m-instruct", progress=False).get_default_sampling_params()
+    assert authors == SamplingParams(temperature=0.2, top_p=0.9)
+    neutral = LLM("smollm2-135m-instruct", progress=False, sampling_defaults="openai").get_default_sampling_params()
+    assert neutral == SamplingParams()
+
+
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_progress_bar_is_shown_only_when_asked_for(
     smollm2: LLM, progress: bool, capsys: pytest.CaptureFixture[str]

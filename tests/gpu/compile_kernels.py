@@ -137,6 +137,7 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
             scale=1.0,
             window=window,
             softcap=50.0 if head_dim == 256 else None,
+            sinks=floats(32) if head_dim == 80 else None,
         )
     tables = DeviceTables(BatchSizes(4, 4096, 16), 128256, torch.device("cpu"))
     kernels.scatter_words(tables.buffer, ints(7), 2)

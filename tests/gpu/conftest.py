@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpu.checkpoint.families import FAMILIES
 from gpu.cpu.library import Library, load_library, usable
 from tests.gpu.sampling_helpers import fastest_draw
 
@@ -20,3 +21,13 @@ def every_build(request) -> Iterator[Library]:
         yield request.param
     load_library.cache_clear()
     fastest_draw.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def sinks_family() -> Iterator[None]:
+    """The family of `tests.gpu.sink_models` is one of those that are served."""
+    from tests.gpu.sink_models import FAMILY  # which takes long to import
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, FAMILY.name, FAMILY)
+        yield

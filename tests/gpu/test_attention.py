@@ -26,6 +26,7 @@ class Step:
     values: list[torch.Tensor]
     queries: list[torch.Tensor]  # [query_len, heads, head_dim]
     cache: torch.Tensor
+    sinks: torch.Tensor | None = None  # [heads]
 
     def run(self) -> list[torch.Tensor]:
         """The output of each request."""
@@ -37,13 +38,14 @@ class Step:
                 torch.cat([v[len(v) - n :] for v, n in zip(self.values, query_lens, strict=True)]),
                 self.cache.clone(),
                 make_metadata(self.spans, self.attention.block_size, self.attention.heads.window),
+                self.sinks,
             )
         return list(output.split(query_lens))
 
     def alone(self, index: int) -> "Step":
         """The same cache, but only one request in the batch."""
         keys, values, queries = ([x[index]] for x in (self.keys, self.values, self.queries))
-        return Step(self.attention, [self.spans[index]], keys, values, queries, self.cache)
+        return Step(self.attention, [self.spans[index]], keys, values, queries, self.cache, self.sinks)
 
     def oracle(self, index: int) -> torch.Tensor:
         query, key, value = (x[index].double() for x in (self.queries, self.keys, self.values))
@@ -58,7 +60,9 @@ class Step:
                 scores = key[seen, head // group] @ query[i, head] * self.attention.heads.scale
                 if (cap := self.attention.heads.softcap) is not None:
                     scores = (scores / cap).tanh() * cap
-                output[i, head] = scores.softmax(0) @ value[seen, head // group]
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks[head].double()[None]))
+                output[i, head] = scores.softmax(0)[: position + 1 - int(first)] @ value[seen, head // group]
         return output
 
 
@@ -72,6 +76,7 @@ def make_step(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Step:
@@ -85,6 +90,8 @@ def make_step(
     cache = attention.allocate_kv_cache(len(pool), dtype, torch.device("cpu"))
     cache.fill_(float("nan"))
     step = Step(attention, [], [], [], [], cache)
+    if sinks:
+        step.sinks = 3 * torch.randn(kv_heads * group_size, generator=generator)
     for (query_len, seq_len), count in zip(lengths, needed, strict=True):
         blocks = [pool.pop() for _ in range(count)]
         step.spans.append(Span(query_len, seq_len, blocks))
@@ -121,11 +128,12 @@ def mixtures(draw: st.DrawFn) -> list[tuple[int, int]]:
     block_size=st.sampled_from([1, 4, 16]),
     heads=st.sampled_from([(1, 1), (1, 4), (3, 3), (4, 1)]),
     window=st.sampled_from([None, 1, 5, 33]),
+    sinks=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 2**16),
 )
 def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_tokens_only(
-    lengths, block_size, heads, window, dtype, seed
+    lengths, block_size, heads, window, sinks, dtype, seed
 ):
     kv_heads, group_size = heads
     assert_right(
@@ -135,6 +143,7 @@ def test_any_mixture_of_decodes_and_chunks_attends_to_its_own_tokens_only(
             kv_heads=kv_heads,
             group_size=group_size,
             window=window,
+            sinks=sinks,
             dtype=dtype,
             seed=seed,
         )
@@ -148,8 +157,10 @@ def test_a_chunk_of_several_tiles_sees_every_token_before_it(window):
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_scores_are_capped_in_decodes_and_chunks(window):
-    assert_right(make_step([(1, 9), (1, 400), (40, 340)], kv_heads=1, window=window, softcap=1.5, scale=2.0))
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_are_capped_in_decodes_and_chunks(window, sinks):
+    options = {"kv_heads": 1, "window": window, "softcap": 1.5, "scale": 2.0, "sinks": sinks}
+    assert_right(make_step([(1, 9), (1, 400), (40, 340)], **options))
 
 
 @pytest.mark.parametrize("window", [None, 600])

@@ -33,12 +33,13 @@ from gpu.weights import Weight
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import as_tensors
 from tests.gpu.paging import Span, make_group_metadata, positions_of
+from tests.gpu.sink_models import SinksConfig
 from tests.gpu.test_models import LLAMA3_ROPE, model_config
 
 # What is built is run; that it was built where it can be is a test of its own.
 pytestmark = [
     pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor"),
-    pytest.mark.usefixtures("every_build"),
+    pytest.mark.usefixtures("every_build", "sinks_family"),
 ]
 
 SHAPE: dict[str, Any] = {
@@ -60,6 +61,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "mistral-window": MistralConfig(**SHAPE, sliding_window=37),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 32}),
+    "sinks": SinksConfig(**SHAPE, use_sliding_window=True, sliding_window=37, max_window_layers=1),
     "gemma2": Gemma2Config(
         **SHAPE | GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=1.0, query_pre_attn_scalar=24
     ),
@@ -170,7 +172,7 @@ def test_a_quantized_model_is_the_torch_model_too():
     assert relative_error(model.run(spans, ids), model.run(spans, ids, slow=True)) < 0.02
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "sinks"])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16, 24, 48])
 def test_chunks_decodes_and_neighbours_change_no_bit(name: str, block_size: int, quantized: bool):

@@ -8,6 +8,7 @@ same is every table, gather, scatter and the order of the work.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
@@ -20,7 +21,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from engine.errors import StepAbandoned
 from engine.messages import Pooling
-from engine.scheduler.plan import TokenMasks
+from engine.scheduler.plan import ModelRunnerOutput, TokenMasks
 from gpu.device import DeviceRunner
 from gpu.device.graphs import Replay, ladder
 from gpu.device.upload import Upload
@@ -338,6 +339,50 @@ def test_a_step_that_fails_or_is_broken_off_advances_nobody() -> None:
     undisturbed = make_executor("device")
     undisturbed.submit(plan_of({"r0": 3, "r1": 3}, new=everyone)).result()
     assert going_on == undisturbed.submit(plan_of({"r0": 1, "r1": 1})).result()
+
+
+def test_blocks_of_a_step_that_fails_before_it_is_sent_are_on_the_device_as_they_are_in_the_row_table() -> None:
+    everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0) for i in range(2)]
+    decodes, blocks = {"r0": 1, "r1": 1}, {"r0": [7], "r1": [8]}
+
+    def decoded(first_fails: bool) -> list[ModelRunnerOutput]:
+        executor = make_executor("device")
+        executor.submit(plan_of({"r0": 3, "r1": 3}, new=everyone)).result()
+        if first_fails:
+            with pytest.raises(KeyError):
+                executor.submit(plan_of(decodes | {"nobody": 1}, new_blocks=blocks))
+        plans = [plan_of(decodes, new_blocks=None if first_fails else blocks), plan_of(decodes), plan_of(decodes)]
+        return [executor.submit(plan).result() for plan in plans]
+
+    assert decoded(True) == decoded(False)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_that_fail_before_or_while_they_are_sent_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    requests = crowd(6)
+    expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
+    executor = make_executor("device")
+    draw, num_failed = random.Random(depth), 0
+    runner = executor.runner
+    assert isinstance(runner, DeviceRunner)
+
+    def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal num_failed
+            if len(executor.plans[-1].request_ids) > 1 and draw.random() < 0.1:  # of one alone it would be the fault
+                num_failed += 1
+                raise RuntimeError("this step")
+            return method(*args)
+
+        return call
+
+    monkeypatch.setattr("engine.core.core.MAX_FAILURES_IN_A_ROW", 1000)
+    monkeypatch.setattr(runner._sampler, "features", failing(runner._sampler.features))
+    monkeypatch.setattr(runner._upload, "send", failing(runner._upload.send))
+    assert drive(make_core(executor, depth, num_blocks=20), requests) == expected
+    assert num_failed > 10
 
 
 def test_numbers_that_are_not_finite_are_told() -> None:

@@ -244,13 +244,25 @@ def test_no_blocks_are_kept_of_a_model_whose_file_was_replaced_after_it_was_open
         executor.shutdown()
 
 
+def test_a_directory_without_a_whole_key_is_said_and_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "key").write_bytes(b"torn")
+    (tmp_path / "key").chmod(0o600)
+    files = open_model(str(tiny_gguf(tmp_path / "model.gguf", 0)))
+    executor = load_executor(files, replace(OPTIONS, kv_cache_dir=tmp_path, kv_cache_dir_size=2**24))
+    executor.shutdown()
+    assert executor.tier is None
+    assert f"no KV blocks are kept in {tmp_path}: " in caplog.text
+
+
 @pytest.mark.parametrize("setting", ["kv_cache_dir_size", "kv_cache_ram"])
 def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path) -> None:
     sizes: Any = {"kv_cache_dir_size": 2**24, "kv_cache_ram": 2**24, setting: 1000}
     files = open_model(str(tiny_gguf(tmp_path / "model.gguf", 0)))
     executor = UniProcExecutor(Worker(CONFIG, random_weights(), OPTIONS), CONFIG.vocab_size)
     try:
-        with pytest.raises(ConfigError, match=f"{setting}.*1000.*at least.*bytes"):
+        with pytest.raises(ConfigError, match=f"{setting} is 1000 bytes: .* at least 2MiB, in which [0-9]+ tokens"):
             executor.open_tier(files, replace(OPTIONS, kv_cache_dir=tmp_path / "kv", **sizes), None)
     finally:
         executor.shutdown()

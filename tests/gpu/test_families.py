@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -33,6 +34,7 @@ from gpu.layers.weights import weight_slots
 from gpu.model_loader import WorkerOptions, load_model
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import weights_of
+from tests.gpu import sink_models
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.test_models import SMALL, Runner, assert_logits, build, expected, model_config, prompt
 
@@ -157,6 +159,26 @@ def test_a_dense_family_is_served_once_its_record_is_there(tmp_path, monkeypatch
     files = open_model(str(path))
     assert files.config == replace(written, architecture=NEW, torch_dtype="bfloat16")
     assert {name: tuple(tensor.shape) for name, tensor in weights_of(files)} == tensor_shapes(written)
+
+
+def test_sinks_are_read_by_their_names_in_either_kind_of_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, sink_models.NAME, sink_models.FAMILY)
+    monkeypatch.setitem(GGUF_FAMILIES, "qwen2", sink_models.FAMILY)
+    config = replace(TINY, architecture=sink_models.NAME, attention_bias=True, torch_dtype="bfloat16")
+    in_hf = ["model.layers.0.self_attn.sinks", "model.layers.1.self_attn.sinks"]
+    assert [name for name in tensor_shapes(config) if "sinks" in name] == in_hf
+
+    in_gguf = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, 2)
+    weights = random_weights(config)
+    sinks = {name: weights.pop(name) for name in in_hf}
+    file = TinyGGUF(tmp_path / "m.gguf", replace(config, architecture="Qwen2ForCausalLM")).add_weights(weights)
+    for name, sink in sinks.items():
+        file.writer.add_tensor(f"{in_gguf.get_name(name)}.weight", sink)
+    files = open_model(str(file.save()))
+    assert files.config == config
+    read = dict(weights_of(files))
+    assert read.keys() == tensor_shapes(config).keys()
+    assert all((read[name].numpy() == sink).all() for name, sink in sinks.items())
 
 
 def moe_layer(config: ModelConfig, index: int) -> LayerSpec:

@@ -1,6 +1,7 @@
 """The KV cache is as large as it may be, and what cannot work says what would."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def size(**changes: Any):
         "budget": 1000 * BYTES_PER_BLOCK + 5,
         "kv_cache_memory": None,
     }
-    return kv_cache_size(CONFIG, **(options | changes))
+    return kv_cache_size(**({"config": CONFIG} | options | changes))
 
 
 def number_after(prefix: str, message: str) -> int:
@@ -89,5 +90,7 @@ def test_memory_for_less_than_a_block_names_enough():
 
 def test_the_summary_reads_in_one_line():
     assert str(size(kv_cache_memory=2 * GIB)) == (
-        "KV cache: 2.0 GiB, 262,144 blocks of 16 tokens = 4,194,304 tokens, 512.0 x the 8,192-token context"
+        "KV cache: 2.0 GiB, 262,144 blocks of 16 tokens: room for 4,194,304 tokens, 512.0 x the 8,192-token context"
     )
+    mixed = replace(CONFIG, num_hidden_layers=4, sliding_window=64, layer_types=ModelConfig.alternating(4, 4))
+    assert " blocks of 16 tokens in 1 of 4 layers each: room for " in str(size(config=mixed))

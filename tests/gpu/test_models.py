@@ -27,6 +27,7 @@ from gpu.layers.linear import Linear
 from gpu.models import CausalLM
 from gpu.rotary import inverse_frequencies
 from tests.gpu.paging import Span, make_group_metadata, positions_of
+from tests.gpu.sink_models import SinksConfig
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
@@ -60,6 +61,7 @@ ORACLES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2-some-windows": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL | {"head_dim": 16}),
+    "sinks": SinksConfig(**SMALL, use_sliding_window=True, sliding_window=11, max_window_layers=1),
 }
 GEMMA = SMALL | {
     "num_hidden_layers": 6,
@@ -98,6 +100,7 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
             "mistral": "MistralForCausalLM",
             "qwen2": "Qwen2ForCausalLM",
             "qwen3": "Qwen3ForCausalLM",
+            "sinks": "SinksForCausalLM",
         }[oracle.model_type],
         vocab_size=oracle.vocab_size,
         hidden_size=oracle.hidden_size,
@@ -111,7 +114,7 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=None if rope_type == "default" else RopeScaling(**rope),
         tie_word_embeddings=oracle.tie_word_embeddings,
-        attention_bias=oracle.model_type == "qwen2",
+        attention_bias=oracle.model_type in ("qwen2", "sinks"),
         qk_norm=oracle.model_type == "qwen3",
         sliding_window=getattr(oracle, "sliding_window", None),
         layer_types=tuple(getattr(oracle, "layer_types", None) or ()),
@@ -151,7 +154,7 @@ class Runner:
 
 
 @pytest.fixture(scope="module", params=list(ORACLES))
-def pair(request):
+def pair(request, sinks_family):
     """The model of transformers with its own random weights, and ours with the same."""
     torch.manual_seed(1)
     config = ORACLES[request.param]

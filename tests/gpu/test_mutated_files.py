@@ -74,6 +74,7 @@ def ggufs(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     for kind in ("F32", "Q8_0", "Q4_1"):
         model = tiny_gguf(folder / f"{kind}.gguf").add_weights(WEIGHTS, kind)
         put(model, "tokenizer.chat_template", TEMPLATE)
+        put(model, "general.description", "Nobody minds what stands here. " * 60)
         put(model, "llama.attention.sliding_window", 64)
         put(model, "llama.rope.scaling.type", "linear")
         put(model, "llama.rope.scaling.factor", 2.0)

@@ -91,8 +91,10 @@ void merge(const Sums& into, const Sums& from, int rows, int dim) {
 
 void finish(const Heads& heads, const Work& work, const Sums& sums, float* out) {
     for (int r = 0; r < rows_of(heads, work); r++) {
-        float* to = out + place_of(heads, work, r);
-        const f32x16 inverse = splat(1.0f / sums.total[r]);
+        const int64_t place = place_of(heads, work, r);
+        float *to = out + place, total = sums.total[r];
+        if (heads.sinks) total += std::exp2(heads.sinks[place / heads.dim % heads.query] * kLog2E - sums.maximum[r]);
+        const f32x16 inverse = splat(1.0f / total);
         for (int d = 0; d < heads.dim; d += 16)
             store(to + d, load<f32x16>(sums.values + (int64_t)r * heads.dim + d) * inverse);
     }

@@ -28,6 +28,7 @@ struct Heads {
     int32_t window;      // how many tokens a query sees, itself included; 0 is all
     float scale;
     float softcap;  // scores s become softcap * tanh(s / softcap); 0: they stay
+    const float* sinks;  // [query], or null: scores of nothing, that take their share of the weights
 
     int tiles_per_block() const { return (block_size + kTile - 1) / kTile; }
     int64_t tile_size() const { return (int64_t)dim * kTile; }  // of the keys or the values of one head, in elements

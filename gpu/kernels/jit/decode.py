@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-from gpu.kernels.jit.online import accumulate, capped
+from gpu.kernels.jit.online import accumulate, beginning, capped
 
 MERGED_TOGETHER = 16
 
@@ -29,6 +29,7 @@ def paged_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Of the requests that `parts` names: the query of each is that of the same number."""
     _, num_heads, head_dim = query.shape
@@ -48,6 +49,7 @@ def paged_decode(
         parts,
         scale * math.log2(math.e),
         (softcap or 0.0) * math.log2(math.e),
+        query if sinks is None else sinks,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -61,6 +63,7 @@ def paged_decode(
         BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         WINDOW=window or 0,
         HAS_CAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         TILE=64 if block_dim * query.element_size() <= 256 else 32,
         **sizes,
         num_warps=4,
@@ -93,6 +96,7 @@ def _decode(
     parts_ptr,  # int32 [parts, 4]: request or -1, number of the part, of how many, length of the request
     scale,  # times log2(e)
     softcap,  # likewise
+    sinks_ptr,  # float32 [heads]
     out_stride,
     out_head_stride,
     query_stride,
@@ -106,6 +110,7 @@ def _decode(
     BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     TILE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,8 +143,8 @@ def _decode(
     )
     keys_ptr = cache_ptr + kv_head * cache_head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # Only the first part of a request has the sinks, so that what is merged has them once.
+    highest, total = beginning(sinks_ptr + head, member < tl.where(part == 0, GROUP, 0), HAS_SINKS)
     for index in range(start, stop):
         token = index * TILE + tl.arange(0, TILE)
         visible = (token >= first) & (token < length)

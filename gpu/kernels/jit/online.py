@@ -11,6 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
+def beginning(sink_ptrs, is_taken, HAS_SINKS: tl.constexpr):
+    """The maximum and the sum of weights of M rows that have seen no key: with a sink, of that alone, where it
+    `is_taken`."""
+    highest = tl.full(sink_ptrs.shape, float("-inf"), tl.float32)
+    total = tl.zeros(sink_ptrs.shape, tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sink_ptrs, mask=is_taken, other=float("-inf")) * 1.4426950409  # log2(e)
+        total = tl.where(is_taken, 1.0, 0.0)
+    return highest, total
+
+
+@triton.jit
 def accumulate(acc, highest, total, scores, value):
     """Take float32 `scores` [M, TILE], -inf where hidden, and `value` [TILE, D] into the running state of M rows:
     weighted sum [M, D], maximum [M] and sum of weights [M], all float32."""

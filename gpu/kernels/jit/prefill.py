@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.online import accumulate, capped
+from gpu.kernels.jit.online import accumulate, beginning, capped
 
 
 def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
@@ -38,6 +38,7 @@ def paged_prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Of the requests that `blocks` names."""
     _, num_heads, head_dim = query.shape
@@ -55,6 +56,7 @@ def paged_prefill(
         blocks,
         scale * math.log2(math.e),
         (softcap or 0.0) * math.log2(math.e),
+        query if sinks is None else sinks,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -65,6 +67,7 @@ def paged_prefill(
         block_table.stride(0),
         WINDOW=window or 0,
         HAS_CAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
@@ -88,6 +91,7 @@ def _prefill(
     blocks_ptr,  # int32 [blocks, 2]: request or -1, and the first query of the block, counted within the request
     scale,  # times log2(e)
     softcap,  # likewise
+    sinks_ptr,  # float32 [heads]
     out_stride,
     out_head_stride,
     query_stride,
@@ -98,6 +102,7 @@ def _prefill(
     table_stride,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -145,8 +150,7 @@ def _prefill(
     full_to = tl.maximum(full_to, full_from)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    highest, total = beginning(sinks_ptr + head, row >= 0, HAS_SINKS)
     keys_ptr = cache_ptr + kv_head * cache_head_stride
     values_ptr = keys_ptr + cache_kv_stride
     blocks_ptr = table_ptr + request.to(tl.int64) * table_stride

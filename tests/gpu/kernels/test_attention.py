@@ -29,6 +29,7 @@ class Case:
     window: int | None
     scale: float
     softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [heads]
 
     def oracle(self, index: int) -> torch.Tensor:
         query, (key, value) = self.queries[index].double(), self.kv[index].double()
@@ -41,7 +42,9 @@ class Case:
                 scores = key[head // group, start:stop] @ query[i, head] * self.scale
                 if self.softcap is not None:
                     scores = (scores / self.softcap).tanh() * self.softcap
-                output[i, head] = scores.softmax(0) @ value[head // group, start:stop]
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks[head].double()[None]))
+                output[i, head] = scores.softmax(0)[: stop - start] @ value[head // group, start:stop]
         return output
 
     def assert_right(self, output: torch.Tensor) -> None:
@@ -60,6 +63,7 @@ def make_case(
     block_size: int = 16,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
     """`lengths` are (query_len, seq_len); blocks are dealt from a shuffled pool."""
@@ -69,6 +73,8 @@ def make_case(
     rng.shuffle(pool)
     cache = torch.full((len(pool), 2, num_kv_heads, block_size, head_dim), POISON, dtype=dtype)
     case = Case([], [], [], cache, block_size, window, rng.choice([head_dim**-0.5, 0.2]), softcap)
+    if sinks:
+        case.sinks = torch.randn(num_heads) * 3
     for query_len, seq_len in lengths:
         blocks = [pool.pop() for _ in range(-(-seq_len // block_size))]
         kv = torch.randn(2, num_kv_heads, seq_len, head_dim).to(dtype)
@@ -88,6 +94,7 @@ def random_shape(rng: random.Random) -> dict[str, Any]:
         "block_size": rng.choice([8, 16, 32, 48]),
         "window": rng.choice([None, None, 5, 40, 150]),
         "dtype": rng.choice(list(TOLERANCE)),
+        "sinks": rng.random() < 0.5,
     }
 
 
@@ -114,6 +121,7 @@ def attend(case: Case, out: torch.Tensor | None = None, *, known: bool = True) -
         scale=case.scale,
         window=case.window,
         softcap=case.softcap,
+        sinks=case.sinks,
         num_decodes=num_decodes,
         out=out,
     )
@@ -185,6 +193,29 @@ def test_rows_of_nobody_are_left_alone_and_so_are_requests_without_queries():
 def test_scores_are_capped_in_decodes_and_chunks(window):
     case = make_case(random.Random(3), [(1, 70), (1, 300), (20, 90)], heads=(4, 1), window=window, softcap=1.5)
     case.assert_right(attend(case))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_sink_takes_its_share_once_in_decodes_of_one_part_or_several_and_in_chunks(window):
+    lengths = [(1, 20), (1, 700), (1, 3), (20, 290)]
+    case = make_case(random.Random(5), lengths, heads=(6, 2), window=window, sinks=True)
+    assert case.sinks is not None
+    case.sinks[:3] = torch.tensor([-80.0, 4.0, 30.0])  # nothing, the most, and next to all
+    output = attend(case)
+    case.assert_right(output)
+    assert output[:3, 2].abs().max() < 1e-9
+    case.softcap = 1.5
+    case.assert_right(attend(case))
+
+
+def test_padding_of_a_graph_gets_zeros_with_sinks_too():
+    query, cache = torch.randn(2, 4, 64), torch.full((2, 2, 2, 16, 64), POISON)
+    lengths, starts = torch.zeros(2, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    work = list_attention_work(query, 2, lengths, starts, num_decodes=2)
+    table = torch.full((2, 4), 2**30, dtype=torch.int32)
+    where = (table, lengths, starts)
+    output = paged_attention(query, cache, *where, work, scale=1.0, sinks=torch.randn(4), num_decodes=2)
+    assert not output.any()
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -67,7 +67,7 @@ def logits_of(model: CausalLM, kernels_expected: bool) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def wanted():
+def wanted(sinks_family):
     """Logits on plain torch, made before any test has turned kernels on."""
     return {name: logits_of(build(config, TorchAttention), kernels_expected=False) for name, config in CONFIGS.items()}
 
@@ -88,6 +88,7 @@ CONFIGS = {
         numbers={"rope_local_base_freq": 100.0},
         qk_norm=True,
     ),
+    "sinks": config_of("SinksForCausalLM", sliding_window=7, layer_types=WINDOWS, attention_bias=True),
 }
 
 

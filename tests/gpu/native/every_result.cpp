@@ -102,7 +102,7 @@ constexpr int kHidden = 96, kInner = 128, kVocabulary = 112, kDim = 48, kQuery =
 void passes(void* engine, int window) {
     std::vector<float> norms = floats(1024), angles = floats(2 * 256 * kDim / 2);
     hr_layer layers[2];
-    const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f};
+    const Heads heads{kQuery, kKV, kDim, kBlockSize, window, 0.3f, window ? 2.0f : 0.0f, window ? norms.data() + 600 : nullptr};
     std::vector<uint16_t> caches[2];
     const int width = (kQuery + 2 * kKV) * kDim;
     for (int i = 0; i < 2; i++) {

@@ -1,0 +1,83 @@
+"""A tier's threads may hang in the file system: nobody waits for them for long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.kv_tiers.memory import HostMemory
+from gpu.kv_tiers.tier import NUM_BUFFERS, KVTier
+
+NAME = b"n" * 16
+
+
+class HangingStore:
+    """It has everything, and gives it when it is let go."""
+
+    name, num_bytes = "disk", 0
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.num_loads = 0
+        self.has_got_on = False  # by itself, after a minute
+
+    def find(self, name: bytes) -> bool:
+        return True
+
+    def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        self.num_loads += 1
+        self.has_got_on |= not self.go_on.wait(60)
+        return True
+
+    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+        self.has_got_on |= not self.go_on.wait(60)
+        return True
+
+    def discard(self, name: bytes) -> None: ...
+    def refresh(self) -> None: ...
+
+
+def hanging_tier() -> tuple[KVTier, HangingStore]:
+    store = HangingStore()
+    memory = HostMemory([np.zeros((32, 16), np.uint8)])
+    return KVTier(memory, b"k" * 32, 1, 16, lambda: [store]), store
+
+
+def test_an_end_does_not_wait_for_what_hangs() -> None:
+    tier, store = hanging_tier()
+    tier.load([NAME] * 20, [[block] for block in range(20)])
+    tier.store(NAME, [30], 1.0, is_living=False)
+    tier.close()
+    assert not store.has_got_on, "everything was still hanging when the end was over"
+    store.go_on.set()
+
+
+def test_a_process_ends_though_a_load_hangs() -> None:
+    code = """
+        from tests.gpu.test_kv_tier_threads import NAME, hanging_tier
+
+        tier, store = hanging_tier()
+        tier.load([NAME], [[0]])
+        while not store.num_loads: ...
+        print("loading", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout == "loading\n"
+
+
+def test_what_was_cancelled_is_not_read() -> None:
+    tier, store = hanging_tier()
+    tier.cancel(tier.load([NAME] * NUM_BUFFERS, [[block] for block in range(NUM_BUFFERS)]))
+    store.go_on.set()
+    ticket = tier.load([NAME], [[9]])
+    found: list[tuple[int, int, str | None]] = []
+    while not found:
+        found = tier.poll(0.1)
+    assert found == [(ticket, 0, "disk")]
+    assert store.num_loads <= 3, "what two threads had begun, and what is wanted"
+    tier.close()

@@ -19,7 +19,12 @@ from engine.snapshot import EngineSnapshot
 
 class GetSnapshot(msgspec.Struct, tag=True, array_like=True, gc=False):
     """What the engine has to do, holds and has done lately: an `EngineSnapshot`. It takes the engine about a
-    millisecond for a thousand requests or ten thousand blocks."""
+    millisecond for a thousand requests or ten thousand blocks.
+
+    Of steps it tells those that ended after `after`, of requests the first `most_requests` that run and that wait."""
+
+    after: float = 0.0
+    most_requests: int | None = None
 
 
 # --- commands

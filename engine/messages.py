@@ -260,6 +260,7 @@ class EngineCoreRequest(msgspec.Struct, kw_only=True, array_like=True, gc=False)
     cache_salt: str = ""  # salts it further: hits among requests of the same salt only
     pooling: Pooling | None = None
     keeps_prefix: bool = False  # its conversation may go on: what is cached of it outlives what is not so
+    is_private: bool = False  # nothing that is computed for it leaves the KV cache
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -349,6 +350,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prefix_cache_hits: int  # in tokens
     num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
     tiers: list[TierStats] | None = None  # None where nothing has happened in them
+    step_costs: bytes | None = None  # now and then, an `engine.scheduler.step_cost.StepCostTable` as JSON
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
@@ -390,3 +392,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=Fa
     block_size: int
     max_model_len: int
     compute_form: str = ""  # as `EngineConfig` has it
+    step_costs: bytes = b""  # a `StepCostTable` as JSON, if it is known what steps cost
+    prompt_form_differs: bool = False  # the next three too as `EngineConfig` has them
+    kv_windows: tuple[int | None, ...] = (None,)
+    pipeline_depth: int = 1

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
+
+import msgspec
 
 from engine.clock import Clock
 from engine.commands import (
@@ -31,12 +34,13 @@ from engine.core.config import EngineConfig
 from engine.core.executor import Executor, KeepsBlocks, Prepares, StepHandle
 from engine.core.heartbeat import Heartbeat
 from engine.core.quarantine import Quarantine
+from engine.core.step_costs import StepCosts
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_budget import StepBudget
+from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot, StepOutcome, StepSnapshot
 from engine.structured import GrammarCompiler, StructuredOutputManager
 
@@ -47,7 +51,9 @@ _STATUS_OF = {reason: status for status, reason in FINISH_REASONS.items()}
 # Steps of a single request that fail one after the other before the device itself is taken for broken.
 MAX_FAILURES_IN_A_ROW = 16
 
-NUM_STEPS_KEPT = 64  # for snapshots
+NUM_STEPS_KEPT = 128  # for snapshots
+MOST_TENANTS = 64  # that a snapshot tells of
+EVERYTHING = GetSnapshot()
 
 IsAbandoned = Callable[[Sequence[str]], bool]
 
@@ -88,9 +94,13 @@ class EngineCore:
         executor: Executor,
         grammars: GrammarCompiler | None = None,
         *,
+        costs: StepCostTable | None = None,
+        learns_costs: bool = True,
+        keep_costs: Callable[[StepCostTable], None] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Without `grammars`, requests for structured output fail."""
+        """Without `grammars`, requests for structured output fail. `costs`, `learns_costs` and `keep_costs` are as
+        `StepCosts` has them."""
         self.config = config
         self.grammars = grammars
         self.executor = executor
@@ -101,15 +111,22 @@ class EngineCore:
         self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
         self._clock = clock
-        self._budget = StepBudget(config.max_num_batched_tokens, config.target_inter_token_latency)
+        self._costs = StepCosts(config, costs, learns=learns_costs, keep=keep_costs)
+        self._costs.measure_on(executor, self.scheduler, clock)
         self._quarantine = Quarantine()
         self._structured = StructuredOutputManager(grammars) if grammars is not None else None
         self._failures_in_a_row = 0
         self._num_waiting_told = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
+        self._goes_on = False  # there was work when it was over
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self.is_closed = False  # it was told to end
+
+    @property
+    def costs(self) -> StepCostTable:
+        """What its steps cost, as far as it is known."""
+        return self._costs.table
 
     @property
     def has_work(self) -> bool:
@@ -141,6 +158,7 @@ class EngineCore:
         self.is_closed = True
 
     def add(self, request: EngineCoreRequest) -> None:
+        self._costs.end_measuring()
         restricted = request.sampling.restricts_tokens
         matcher = self._structured.start(request) if self._structured is not None and restricted else None
         self.scheduler.add(request, matcher)
@@ -160,18 +178,28 @@ class EngineCore:
         """End a request from outside. Unknown and finished ids are a no-op."""
         self.scheduler.finish_request(request_id, _STATUS_OF[reason])
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self, asked: GetSnapshot = EVERYTHING) -> EngineSnapshot:
         """What it looks like now."""
-        scheduler = self.scheduler
-        return EngineSnapshot(
-            time=self._clock(),
+        scheduler, now = self.scheduler, self._clock()
+        running = islice(scheduler.running.values(), asked.most_requests)
+        waiting = scheduler.waiting_for(asked.most_requests)
+        state = EngineSnapshot(
+            time=now,
+            seconds=0.0,
+            max_num_seqs=scheduler.config.max_num_seqs,
+            max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+            target_inter_token_latency=scheduler.config.target_inter_token_latency,
             num_steps=self.num_steps,
             num_steps_in_flight=len(self._in_flight),
-            running=tuple(request.snapshot() for request in scheduler.running.values()),
-            waiting=tuple(request.snapshot() for request in scheduler.waiting),
-            blocks=scheduler.kv.pool.snapshot(),
-            steps=tuple(self._past_steps),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            running=tuple(request.snapshot() for request in running),
+            waiting=tuple(request.snapshot(waits_for) for request, waits_for in waiting),
+            tenants=scheduler.shares.snapshot(MOST_TENANTS),
+            blocks=scheduler.kv.snapshot(scheduler.running.values()),
+            steps=tuple(step for step in self._past_steps if step.time + step.seconds > asked.after),
         )
+        return msgspec.structs.replace(state, seconds=self._clock() - now)
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
@@ -201,9 +229,11 @@ class EngineCore:
             ended = self._clock()
             if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
-            self._budget.observe(num_prefill_tokens, num_decode_tokens, ended - began)
+            # What the host does between two steps is a part of what they cost.
+            lasted = ended - (self._last_end if self._goes_on else began)
             self._last_end = ended
             outputs = self.scheduler.update(plan, output, ended)
+            self._costs.observe(self.scheduler, lasted)
             self._name_failed(outputs)
             if self._tiers is not None:
                 self._tiers.write_back(ended - began)
@@ -217,17 +247,24 @@ class EngineCore:
                 num_prefill_tokens=num_prefill_tokens,
                 num_decode_tokens=num_decode_tokens,
                 prefill_budget=step.prefill_budget,
+                request_ids=plan.request_ids,
+                num_scheduled_tokens=plan.num_scheduled_tokens,
+                num_sampled_tokens=plan.num_sampled_tokens,
+                left=self.scheduler.take_left(),
             )
         )
         self.num_steps += 1
+        self._goes_on = self.has_work
         self.heartbeat.beat()
         return self._told(outputs)
 
     @property
     def has_news(self) -> bool:
         """Whether the stats have changed since they were told, though there may be nothing to do: somebody who waited
-        alone, for a grammar, has left."""
-        return len(self.scheduler.waiting) != self._num_waiting_told
+        alone, for a grammar, has left, or blocks were stored, or what steps cost was measured."""
+        has_stored = self._tiers is not None and self._tiers.tier.has_news
+        has_left = len(self.scheduler.waiting) != self._num_waiting_told
+        return has_left or has_stored or self._costs.are_news(self.num_steps)
 
     def tell(self) -> EngineCoreOutputs:
         """The stats, outside of a step."""
@@ -236,17 +273,21 @@ class EngineCore:
     def _told(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
         stats = self.scheduler.take_stats()
         self._num_waiting_told = stats.num_waiting
+        if self._costs.are_news(self.num_steps):
+            stats.step_costs = self._costs.tell(self.num_steps)
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=self.heartbeat.last_progress)
 
     def prepare(self) -> bool:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there
         is more of it."""
         has_more = isinstance(self.executor, Prepares) and self.executor.prepare()
-        if self._tiers is not None and self._tiers.has_backlog:
+        if self._tiers is not None and self._tiers.is_storing:
             self._tiers.write_back(None)
-            if self._tiers.has_backlog:
-                self._tiers.tier.wait()
-                has_more = True
+            self._tiers.tier.wait()
+            has_more = True
+        if self._costs.is_measuring and not has_more:
+            self._costs.measure()
+            has_more = True  # at the end there is news
         self.heartbeat.beat()
         return has_more
 
@@ -257,11 +298,11 @@ class EngineCore:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
                 return  # what comes next depends on how the step in flight ends
-            planned_at, prefill_budget = self._clock(), self._budget.prefill_tokens()
+            planned_at, prefill_budget = self._clock(), self._costs.pace_prefill(self.scheduler)
             plan = self.scheduler.schedule(
                 planned_at,
                 max_prefill_tokens=prefill_budget,
-                seconds_per_prefill_token=self._budget.seconds_per_prefill_token,
+                seconds_per_prefill_token=self._costs.seconds_per_prefill_token,
                 only=self._quarantine.suspects,
             )
             if self._in_flight and not plan.request_ids:
@@ -315,9 +356,12 @@ class EngineCore:
                 logger.error("request %s failed: %s", output.request_id, output.error)
 
     def shutdown(self) -> None:
+        self._costs.keep()
         if self._structured is not None:
             self._structured.shutdown()
         if self._tiers is not None:
+            if self.is_closed:  # and not broken
+                self._tiers.store_rest(self._clock)
             self._tiers.tier.close()
         self.executor.shutdown()
 
@@ -330,5 +374,5 @@ _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
     Close: EngineCore._close,
 }
 _ANSWERS: dict[type, Callable[[EngineCore, Any], Answer]] = {
-    GetSnapshot: lambda core, question: core.snapshot(),
+    GetSnapshot: lambda core, question: core.snapshot(question),
 }

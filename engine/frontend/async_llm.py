@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -40,6 +40,7 @@ from engine.messages import (
     StructuredOutput,
     Unenforced,
 )
+from engine.scheduler.step_cost import StepCostTable
 from engine.structured import CompiledGrammar, GrammarCompiler, Owner
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
@@ -70,6 +71,7 @@ class AsyncLLM:
         self.ready: EngineReady | None = None
         self.error: BaseException | None = None
         self.last_stats: SchedulerStats | None = None
+        self.on_step_costs: Callable[[StepCostTable], None] = lambda table: None  # what an engine says of its steps
         self._client = client
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -245,6 +247,7 @@ class AsyncLLM:
     def _take(self, event: Event) -> None:
         if isinstance(event, EngineCoreOutputs):
             self.last_stats = event.stats
+            self._take_costs(event.stats.step_costs)
             stopped = self._outputs.process(event)
             if stopped:
                 self._client.send(FinishRequests(stopped, FinishReason.STOP))
@@ -256,6 +259,7 @@ class AsyncLLM:
                 seed=self._seed,
                 tokenizer=self._tokenizer,
             )
+            self._take_costs(event.step_costs)
             self._loaded.set()
         elif isinstance(event, EngineDied):
             self.error = event.error
@@ -264,3 +268,7 @@ class AsyncLLM:
             self._outputs.fail_all(dead)
             self._loaded.set()
             self._dead.set()
+
+    def _take_costs(self, costs: bytes | None) -> None:
+        if costs:
+            self.on_step_costs(StepCostTable.from_json(costs))

@@ -47,8 +47,16 @@ class Generation:
 class LLM:
     """Generates for lists of prompts on the calling thread. `app.offline` opens one by the name of a model."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, *, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer,
+        *,
+        seed: int | None = None,
+        default_sampling: SamplingParams | None = None,
+    ) -> None:
         self.core = core
+        self._default_sampling = default_sampling or SamplingParams()
         self.tokenizer = tokenizer
         self._inputs = InputProcessor(
             vocab_size=core.executor.vocab_size,
@@ -57,6 +65,10 @@ class LLM:
             tokenizer=tokenizer,
         )
         self._outputs = OutputProcessor(Vocabulary(tokenizer))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` samples with where it is given none: what the model's authors recommend, in `app.offline`."""
+        return self._default_sampling
 
     def generate(
         self,
@@ -113,12 +125,11 @@ class LLM:
             if on_step is not None:
                 on_step(sum(stream.num_unfinished == 0 for stream in streams), num_tokens)
 
-    @staticmethod
     def _per_prompt(
-        sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> Sequence[SamplingParams]:
         if sampling is None or isinstance(sampling, SamplingParams):
-            return [sampling or SamplingParams()] * num_prompts
+            return [sampling or self._default_sampling] * num_prompts
         if len(sampling) != num_prompts:
             raise ValueError(
                 f"{len(sampling)} sampling parameters for {num_prompts} prompts: give one, or one for each"

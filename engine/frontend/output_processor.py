@@ -222,6 +222,8 @@ class _Choice:
             if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp
+            if stream.on_end is not None:
+                stream.on_end(self.num_output_tokens)
         stream.push(
             RequestOutput(
                 request_id=stream.request_id,

@@ -49,6 +49,7 @@ class RequestStream:
         self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
         self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
+        self.on_end: Callable[[int], None] | None = None  # with how many tokens each choice has got when it ends
         self.unenforced: tuple[Unenforced, ...] = ()  # of the JSON Schemas that the answer has to fit
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None

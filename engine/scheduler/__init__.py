@@ -17,6 +17,8 @@ request_table     all living requests, and what changes when one starts, gives w
 preemption        who gives way when blocks or running slots run out
 admission         which waiting requests start
 deadlines         who is out of time
+step_cost         what a step costs, by what it computes
+cost_tracker      keeps that true, by the steps that are made
 step_budget       how much prefill a step can afford beside running streams
 scheduler         all of it together: `schedule` and `update`
 """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice
 
 from engine.scheduler.plan_draft import PlanDraft
 from engine.scheduler.preemption import who_makes_room
 from engine.scheduler.request import Request
 from engine.scheduler.request_table import RequestTable
+from engine.snapshot import WaitsFor
 
 
 class Admission:
@@ -16,7 +18,7 @@ class Admission:
     def __init__(self, table: RequestTable, max_num_seqs: int) -> None:
         self._table = table
         self._kv = table.kv
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
 
     def admit(
         self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
@@ -41,7 +43,7 @@ class Admission:
         if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
             candidates = [request for request in table.waiting if request.request_id in only]
         for request in candidates:
-            if plan.budget == 0 or passed_over == self._max_num_seqs:
+            if plan.budget == 0 or passed_over == self.max_num_seqs:
                 break
             if request.grammar is not None and not request.grammar.is_ready:
                 if request.grammar.error is not None:
@@ -62,7 +64,7 @@ class Admission:
                 in_vain.append(request)
                 continue
             while not (fits := self._fits(request, prefix)):
-                victim = who_makes_room(table, request, self._max_num_seqs, admitted, only)
+                victim = who_makes_room(table, request, self.max_num_seqs, admitted, only)
                 if victim is None:
                     break
                 plan.drop(victim)
@@ -86,8 +88,44 @@ class Admission:
             table.waiting.push_front(request)
         return in_vain
 
+    def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
+        """The first `most` of those that wait, in order, and why each does: as `admit` would find it, between steps."""
+        table, kv = self._table, self._kv
+        being_computed: set[bytes] | None = None
+        is_full, lacks_blocks = len(table.running) >= self.max_num_seqs, False
+        for request in islice(table.waiting, most):
+            if table.shares.is_at_its_limit(request.tenant):
+                yield request, WaitsFor.LIMIT
+            elif request.grammar is not None and not request.grammar.is_ready:
+                yield request, WaitsFor.GRAMMAR
+            elif request.load is not None:
+                yield request, WaitsFor.LOADED
+            elif is_full:
+                is_below = table.shares.is_below_its_share(request.tenant, self.max_num_seqs)
+                yield request, WaitsFor.SLOT if is_below or len(table.shares.num_living) == 1 else WaitsFor.SHARE
+            elif lacks_blocks:
+                yield request, WaitsFor.BLOCKS
+            else:
+                if being_computed is None:
+                    being_computed = self._to_be_computed()
+                prefix = kv.find_prefix(request)
+                if self._is_being_computed(request, len(prefix) // kv.num_groups, being_computed):
+                    yield request, WaitsFor.COMPUTED
+                else:
+                    lacks_blocks = not kv.can_admit(request, prefix)
+                    yield request, WaitsFor.BLOCKS if lacks_blocks else WaitsFor.STEP
+
+    def _to_be_computed(self) -> set[bytes]:
+        """Hashes of the blocks that the prefills which run may complete in the next step."""
+        return {
+            self._kv.block_hash(request, index)
+            for request in self._table.running.values()
+            if request.num_tokens > request.num_computed_tokens + 1
+            for index in self._blocks_completed(request, self._kv.max_step_tokens)
+        }
+
     def _fits(self, request: Request, prefix: list[int]) -> bool:
-        return len(self._table.running) < self._max_num_seqs and self._kv.can_admit(request, prefix)
+        return len(self._table.running) < self.max_num_seqs and self._kv.can_admit(request, prefix)
 
     def _being_computed(self, plan: PlanDraft) -> set[bytes]:
         """Hashes of the blocks that prefills in this step and in the one in flight will complete."""

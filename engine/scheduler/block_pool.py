@@ -7,16 +7,18 @@ A block is in exactly one of three states:
     free    ref_count = 0, in the free list, content worthless
 
 An owned block may be findable too (a running request shares its prefix). Allocation takes the head of the free list:
-worthless blocks first, then cached ones from the least recently used on. Those that are kept (`keep`) are passed over
-once. All operations are O(1) per block.
+worthless blocks and unlikely ones first, then cached ones from the least recently used on. Those that are kept (`keep`)
+are passed over once. All operations are O(1) per block, amortised.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.snapshot import BlocksSnapshot
+
+MOST_CELLS = 1024  # of the map in a snapshot
 
 
 class BlockPool:
@@ -95,21 +97,23 @@ class BlockPool:
                 del self._by_hash[content]
                 self._hashes[block_id] = None
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
         """Give one reference back for each block of a request's table, in table order.
 
         The tail of a sequence is the least likely to be shared, so it is evicted first: the free list gets the blocks
-        in reverse.
+        in reverse. What is unlikely to be found by anybody is evicted before all that is there.
         """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
-                if self._hashes[block_id] is None:
+                if self._hashes[block_id] is None or is_unlikely:
                     self._free.move_to_end(block_id, last=False)
 
-    def snapshot(self) -> BlocksSnapshot:
-        """How many blocks are in which state. O(number of blocks), at about 50 ns each."""
+    def snapshot(self, groups: Mapping[int, int]) -> BlocksSnapshot:
+        """How many blocks are in which state, and where. O(number of blocks), at about 50 ns each. `groups` has the KV
+        group of those that are not in the first."""
+        stride = -(-self.num_blocks // MOST_CELLS)
         by_ref_count = Counter(self._ref_counts)
         num_cached = list(map(self._ref_counts.__getitem__, self._by_hash.values())).count(0)
         return BlocksSnapshot(
@@ -117,7 +121,15 @@ class BlockPool:
             num_cached=num_cached,
             num_free=self.num_free - num_cached,
             by_ref_count={count: number for count, number in sorted(by_ref_count.items()) if count},
+            map="".join(self._cell(block_id, groups) for block_id in range(0, self.num_blocks, stride)),
+            map_stride=stride,
         )
+
+    def _cell(self, block_id: int, groups: Mapping[int, int]) -> str:
+        count = self._ref_counts[block_id]
+        if count == 0:
+            return "." if self._hashes[block_id] is None else "-"
+        return chr((97 if count == 1 else 65) + min(groups.get(block_id, 0), 25))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless the accounts balance with the block tables of all living requests."""

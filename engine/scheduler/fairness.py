@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
+from engine.snapshot import TenantSnapshot
+
 OUTPUT_TOKEN_COST = 2.0  # the paper's choice: an output token costs about as much as two prompt tokens
 _MAX_REMEMBERED = 4096  # idle tenants whose counters are kept
 
@@ -86,6 +88,19 @@ class TenantShares:
     def above_their_share(self, num_slots: int) -> set[str]:
         """Tenants that hold more than their share of the running slots."""
         return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_slots)}
+
+    def snapshot(self, most: int) -> tuple[TenantSnapshot, ...]:
+        """The `most` tenants that have most requests."""
+        return tuple(
+            TenantSnapshot(
+                tenant=tenant,
+                num_running=self.num_running[tenant],
+                num_waiting=num_living - self.num_running[tenant],
+                max_running=self._limits[tenant],
+                served=self._served[tenant],
+            )
+            for tenant, num_living in self.num_living.most_common(most)
+        )
 
     def _share(self, tenant: str, num_slots: int) -> float:
         # One running slot is everybody's due, however many tenants there are and however little weight this one has.

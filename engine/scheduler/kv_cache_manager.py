@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import cycle
 
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.kv_groups import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.request import Request
 from engine.scheduler.tiers import BlockTier, Tiers
+from engine.snapshot import BlocksSnapshot
 
 _DIGEST_SIZE = 16
 
@@ -46,7 +49,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.num_groups = len(windows)
         self._windows = windows
-        self._max_step_tokens = max_step_tokens
+        self.max_step_tokens = max_step_tokens
         self._has_windows = any(window is not None for window in windows)
         # What tells a group's content from another's of the same tokens: nothing for the first.
         self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
@@ -63,7 +66,7 @@ class KVCacheManager:
 
     def most_blocks(self, num_tokens: int) -> int:
         """As many blocks a request of so many tokens may come to own at a time, over all groups."""
-        return most_blocks(self._windows, self.block_size, num_tokens, self._max_step_tokens)
+        return most_blocks(self._windows, self.block_size, num_tokens, self.max_step_tokens)
 
     def find_prefix(self, request: Request) -> list[int]:
         """The block table of the longest prefix of the request's tokens whose blocks are cached. Takes no references.
@@ -162,17 +165,28 @@ class KVCacheManager:
             self._leave_windows(request)
 
     def _leave_windows(self, request: Request) -> None:
-        """Give back the blocks of which no token from the next one on sees anything. They stay findable for a while."""
+        """Give back the blocks of which no token from the next one on sees anything. They stay findable for a while.
+
+        Prompts may begin like this one, but hardly a prompt ends within its answer: what that leaves is evicted first,
+        else it would push out what others need. Not where a tier is to store it before.
+        """
+        end = len(request.block_ids)  # of what others may need
+        if self.tiers is None or self._prompt_form_differs:
+            end = request.num_prompt_tokens // self.block_size * self.num_groups
         for group, window in enumerate(self._windows):
             if window is not None:
                 left: list[int] = []
+                answer: list[int] = []
                 first = max(0, request.num_computed_tokens + 1 - window) // self.block_size
                 for place in range((first - 1) * self.num_groups + group, -1, -self.num_groups):
                     if request.block_ids[place] == NO_BLOCK:
                         break
-                    left.append(request.block_ids[place])
+                    (left if place < end else answer).append(request.block_ids[place])
                     request.block_ids[place] = NO_BLOCK
-                self.pool.release(left[::-1])
+                if left:
+                    self.pool.release(left[::-1])
+                if answer:
+                    self.pool.release(answer[::-1], is_unlikely=True)
 
     def withdraw(self, request: Request) -> None:
         """Make nothing of the request findable any more: what it computed cannot be trusted."""
@@ -200,6 +214,14 @@ class KVCacheManager:
         request.room = 0
         request.num_committed_blocks = 0
         request.num_computed_tokens = 0
+
+    def snapshot(self, requests: Iterable[Request]) -> BlocksSnapshot:
+        """The state of all blocks; `requests` are those that own some, which tell whose group each block serves."""
+        groups: dict[int, int] = {}
+        if self.num_groups > 1:
+            for request in requests:
+                groups.update(zip(request.block_ids, cycle(range(self.num_groups))))
+        return self.pool.snapshot(groups)
 
     def block_hash(self, request: Request, index: int) -> bytes:
         """Hash of the request's full block `index`, computed when first asked for."""

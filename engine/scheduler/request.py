@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
 from engine.scheduler.kv_groups import NO_BLOCK
 from engine.scheduler.plan import NewRequestData
-from engine.snapshot import RequestSnapshot
+from engine.snapshot import RequestSnapshot, WaitsFor
 from engine.structured import TokenMatcher
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Request:
         "generates",
         "grammar",
         "is_complete",
+        "is_private",
         "keeps_prefix",
         "load",
         "max_num_tokens",
@@ -138,6 +139,7 @@ class Request:
         self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
         self.events: list[RequestEvent] = []  # not yet reported
         self.keeps_prefix = message.keeps_prefix
+        self.is_private = message.is_private
         self.asked_tiers = False  # whether what lies beyond its cached prefix has been looked for
         self.load: Load | None = None  # that it waits for
 
@@ -246,7 +248,7 @@ class Request:
             pooling=self.pooling,
         )
 
-    def snapshot(self) -> RequestSnapshot:
+    def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:
         """What it looks like now."""
         return RequestSnapshot(
             request_id=self.request_id,
@@ -260,6 +262,7 @@ class Request:
             num_output_tokens=self.num_output_tokens,
             num_blocks=len(self.block_ids) - self.block_ids.count(NO_BLOCK),
             num_preemptions=self.num_preemptions,
+            waits_for=waits_for,
         )
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from engine.scheduler.fairness import TenantShares
 from engine.scheduler.in_flight import StepsInFlight
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.kv_groups import owned
-from engine.scheduler.request import Request, RequestStatus
+from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.waiting_queue import WaitingQueue
 
 
@@ -28,6 +28,7 @@ class RequestTable:
         self.waiting = WaitingQueue(self.shares)
         self.in_flight = StepsInFlight()
         self.removed: list[str] = []
+        self.left: list[tuple[str, str]] = []  # who lost its running slot or ended, and why, until somebody takes it
         self.num_grammars = 0  # living requests that have, or had, one
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
@@ -50,7 +51,7 @@ class RequestTable:
         request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self.prefix_cache_queries += request.num_prompt_tokens
+            self.prefix_cache_queries += request.num_prompt_tokens * request.reads_prefix_cache
             self.prefix_cache_hits += request.num_cached_tokens
             self.num_changed_prefixes += self._changing_prefixes.is_one(request)
 
@@ -65,6 +66,7 @@ class RequestTable:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self.left.append((request.request_id, "preempted"))
 
     def put_back(self, request: Request, now: float) -> None:
         """Preempt it, and let it wait for its next turn."""
@@ -72,7 +74,8 @@ class RequestTable:
         self.waiting.push_front(request)
 
     def remove(self, request: Request) -> None:
-        """It has ended, for whatever reason, and nothing here is its own any more."""
+        """It has ended, for the reason that its status says, and nothing here is its own any more."""
+        self.left.append((request.request_id, FINISH_REASONS[request.status]))
         self.in_flight.void(request.request_id)
         del self.requests[request.request_id]
         self.num_grammars -= request.sampling.restricts_tokens

@@ -24,8 +24,10 @@ Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no ran
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from engine.core.config import EngineConfig
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
@@ -38,7 +40,9 @@ from engine.scheduler.plan_draft import PlanDraft
 from engine.scheduler.preemption import bystander, worst_ranked
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
+from engine.scheduler.step_cost import StepLoad, chunk_keys
 from engine.scheduler.tiers import BlockTier
+from engine.snapshot import WaitsFor
 from engine.structured import TokenMatcher
 
 
@@ -71,11 +75,23 @@ class Scheduler:
         self._step = 0
         self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
         self._prompt_tokens = 0
+        self.latest_load = StepLoad()  # of the step that was accounted for last
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell of an end or let the runner drop a row."""
         return bool(self.running or self.waiting or self._table.removed or self._ended)
+
+    def reconfigure(self, **limits: Any) -> None:
+        """Go on with another `max_num_seqs`, `max_num_batched_tokens` or `max_sampled_tokens`. Who runs goes on."""
+        self.config = replace(self.config, **limits)
+        self._admission.max_num_seqs = self.config.max_num_seqs
+
+    @property
+    def prefill_start(self) -> int:
+        """How far the running request is that is the first to get a chunk of its prompt; 0 if none is behind."""
+        behind = (each for each in self.running.values() if each.num_tokens > each.num_computed_tokens + 1)
+        return next((each.num_computed_tokens for each in behind), 0)
 
     # --- arrivals and departures
 
@@ -105,8 +121,8 @@ class Scheduler:
         """End a request for a reason from outside. Unknown ids (finished, never arrived) are a no-op: returns None."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._table.remove(request)
             request.status = status
+            self._table.remove(request)
         return request
 
     def fail(self, request_id: str, error: str) -> None:
@@ -155,7 +171,6 @@ class Scheduler:
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         if self.kv.tiers is not None:
-            self.kv.tiers.seconds_per_token = seconds_per_prefill_token
             self.kv.tiers.poll(now, is_busy=bool(self.running))
         plan = PlanDraft(self.config.max_num_batched_tokens)
         in_flight = self._in_flight.latest.num_tokens
@@ -270,6 +285,7 @@ class Scheduler:
         gained = self.take_ended()
         num_sampled_of: defaultdict[str, int] = defaultdict(int)  # by tenant
         ended: list[Request] = []
+        decode_keys = num_prefills = num_prefill_tokens = prefill_keys = 0
         block_size = self.kv.block_size
         logprobs = output.logprobs
         prompt_logprobs, embeddings = output.prompt_logprobs, output.embeddings
@@ -292,8 +308,15 @@ class Scheduler:
             has_ended = bool(token_ids) and request.append_output_tokens(token_ids)
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
-            if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
+            if num_scheduled > num_sampled:
+                num_prefills += 1
+                num_prefill_tokens += num_scheduled
+                prefill_keys += chunk_keys(computed_before, num_scheduled)
                 self._account_prefill(request, computed_before, num_scheduled, now)
+            else:
+                decode_keys += computed_before
+                if computed_before < request.num_prompt_tokens:
+                    self._account_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.commit(request)
             if token_ids:
@@ -317,6 +340,10 @@ class Scheduler:
                 gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
             if embeddings and index in embeddings:
                 gain.embedding = embeddings[index]
+        num_decodes = plan.total_num_scheduled_tokens - num_prefill_tokens
+        self.latest_load = StepLoad(
+            num_decodes, decode_keys + num_decodes, num_prefills, num_prefill_tokens, prefill_keys
+        )
         for tenant, num_tokens in num_sampled_of.items():
             self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
         for request in ended:
@@ -343,6 +370,17 @@ class Scheduler:
         """Ends that did not come from a sampled token: deadlines and failures."""
         ended, self._ended = self._ended, []
         return ended
+
+    def take_left(self) -> tuple[tuple[str, str], ...]:
+        """Who lost its running slot or ended since this was asked before, and why."""
+        if not self._table.left:  # as after most steps
+            return ()
+        left, self._table.left = self._table.left, []
+        return tuple(left)
+
+    def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
+        """The first of those that wait, and why each does."""
+        return self._admission.waiting_for(most)
 
     def take_stats(self) -> SchedulerStats:
         """The stats after a step; the counters start again from zero."""

@@ -126,6 +126,10 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
                     block_size=core.executor.block_size,
                     max_model_len=core.config.max_model_len,
                     compute_form=core.config.compute_form,
+                    step_costs=core.costs.to_json() if core.costs.is_known else b"",
+                    prompt_form_differs=core.config.prompt_form_differs,
+                    kv_windows=core.config.kv_windows,
+                    pipeline_depth=core.config.pipeline_depth,
                 )
             )
             run_until_closed(core, channel)
@@ -140,7 +144,7 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
 def run_until_closed(core: EngineCore, channel: EngineChannel) -> None:
     """The engine's loop: take what has arrived, make a step, hand over what it gave; sleep when there is nothing."""
     while not core.is_closed:
-        idle = not core.has_work and not core.prepare()
+        idle = not (core.has_work or core.prepare() or core.has_news)
         if idle:
             core.heartbeat.sleep()
         commands = channel.receive(wait=idle)

@@ -193,12 +193,12 @@ class DataParallelClient:
 
     def _measures(self) -> EngineReady:
         engine_info = [replica.engine_info for replica in self.replicas if replica.engine_info is not None]
-        return EngineReady(
+        return msgspec.structs.replace(
+            engine_info[0],
             vocab_size=min(each.vocab_size for each in engine_info),
             num_blocks=sum(each.num_blocks for each in engine_info),
             block_size=min(each.block_size for each in engine_info),
             max_model_len=min(each.max_model_len for each in engine_info),
-            compute_form=engine_info[0].compute_form,
         )
 
     def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:

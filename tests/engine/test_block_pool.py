@@ -57,18 +57,18 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.contents.setdefault(content, block_id)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), keep=st.booleans())
-    def release(self, data: st.DataObject, keep: bool) -> None:
+    @rule(data=st.data(), keep=st.booleans(), is_unlikely=st.booleans())
+    def release(self, data: st.DataObject, keep: bool, is_unlikely: bool) -> None:
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         if keep:
             self.pool.keep(table)
             self.kept.update(table)
-        self.pool.release(table)
+        self.pool.release(table, is_unlikely=is_unlikely)
         still_owned = {i for other in self.tables for i in other}
         for block_id in reversed(table):
             if block_id not in still_owned:
-                findable = block_id in self.contents.values()
-                self.free.insert(len(self.free) if findable else 0, block_id)
+                stays = block_id in self.contents.values() and not is_unlikely
+                self.free.insert(len(self.free) if stays else 0, block_id)
 
     @invariant()
     def books_balance(self) -> None:

@@ -195,7 +195,7 @@ def without_times(event: Event | None) -> Event | None:
     if not isinstance(event, Answered) or event.answer is None:
         return event
     steps = tuple(msgspec.structs.replace(step, time=0.0, seconds=0.0) for step in event.answer.steps)
-    return Answered(event.number, msgspec.structs.replace(event.answer, time=0.0, steps=steps))
+    return Answered(event.number, msgspec.structs.replace(event.answer, time=0.0, seconds=0.0, steps=steps))
 
 
 names = st.sampled_from(NAMES)
@@ -217,7 +217,7 @@ def test_commands_in_any_order_do_the_same_as_msgpack_and_leave_nothing_behind(w
     here, there = cores = [make_core(max_num_seqs=4, num_blocks=40) for _ in range(2)]
     encode, decode = encoder().encode, decoder(Command).decode
     for core in cores:
-        core._budget = StepBudget(32, 1e9)  # so that nothing depends on the clock
+        core._costs._budget = StepBudget(core.costs, 32, 1e9)  # so that nothing depends on the clock
     steps: list[EngineCoreOutputs] = []
     for word in [*words, *[STEP] * 400]:
         if word != STEP:

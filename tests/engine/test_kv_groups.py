@@ -73,6 +73,17 @@ def test_a_prefix_is_hit_where_every_group_has_what_the_next_token_sees() -> Non
     assert cached(core, range(60)) == 48, "those from 9 to 11 are there this time"
 
 
+def test_what_an_answer_leaves_behind_its_window_pushes_nothing_else_out() -> None:
+    core = make_core(windows=(None, WINDOW), num_blocks=30 + 28 + 6, max_num_batched_tokens=16, max_model_len=128)
+    assert cached(core, range(60)) == 0  # fifteen blocks of each group, all of which can be found
+    answer = make_request(range(500, 508), max_tokens=100)  # of the full group 27 blocks, of the other five at a time
+    core.add(answer)
+    run_to_end(core)
+    for length in (60, 41, 17):
+        assert cached(core, [*range(length), 999]) == length // 4 * 4
+    assert cached(core, [*range(500, 508), 999]) == 8, "what the prompt left is no answer"
+
+
 def test_nothing_is_found_of_a_request_that_failed_not_even_what_left_its_window() -> None:
     core = make_core(windows=(WINDOW, None), max_num_batched_tokens=16)
     core.add(make_request(range(60), "request", max_tokens=30))

@@ -50,6 +50,16 @@ def test_a_string_is_one_prompt(core: EngineCore) -> None:
     assert TOKENIZER.decode(result.prompt_token_ids) == "two words"
 
 
+def test_without_sampling_parameters_a_prompt_gets_the_models(core: EngineCore) -> None:
+    models = SamplingParams(temperature=0.0, max_tokens=3)
+    llm = LLM(core, TOKENIZER, default_sampling=models)
+    assert llm.get_default_sampling_params() is models
+    (result,) = llm.generate("two words")
+    assert len(result.choices[0].token_ids) == 3
+    (result,) = llm.generate("two words", SamplingParams(temperature=0.0, max_tokens=5))
+    assert len(result.choices[0].token_ids) == 5
+
+
 def test_what_is_no_number_is_refused_by_name(core: EngineCore) -> None:
     with pytest.raises(InvalidRequest, match=r"^max_tokens must be a number, got '3'\.$"):
         LLM(core, TOKENIZER).generate(["fine"], SamplingParams(max_tokens="3"))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from engine.commands import GetSnapshot
-from engine.core.core import EngineCore
+from engine.core.core import EVERYTHING, EngineCore
 from engine.errors import EngineDead, RequestFailed, StepAbandoned
 from engine.scheduler.plan import SchedulerOutput
 from engine.snapshot import EngineSnapshot, StepOutcome
@@ -179,7 +179,7 @@ async def _ask_while_it_loads(alone: EngineClient) -> None:
 
 
 class Absent(EngineCore):
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self, asked: GetSnapshot = EVERYTHING) -> EngineSnapshot:
         raise ZeroDivisionError("a bug in what looks")
 
 
@@ -256,8 +256,8 @@ async def test_a_snapshot_tells_of_requests_blocks_and_steps_what_is_so() -> Non
     assert core.snapshot().blocks.num_cached == core.scheduler.kv.pool.num_cached > 0
 
     steps = core.snapshot().steps
-    plans = simulated(core).plans[-64:]
-    assert len(steps) == 64 < core.num_steps
+    plans = simulated(core).plans[-128:]
+    assert len(steps) == 128 < core.num_steps
     assert [step.step for step in steps] == [plan.step for plan in plans]
     for step, plan in zip(steps, plans, strict=True):
         assert step.num_requests == len(plan.request_ids)

@@ -188,6 +188,8 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_for_its_last_token() -> Non
         (8, 4, 4),
         (9, 8, 1),
     ]
+    core.add(make_request(range(8), max_tokens=1, prompt_logprobs=1))  # which looks for nothing
+    assert core.step().stats.prefix_cache_queries == 0
 
 
 def test_what_a_request_generated_is_found_by_the_next_turn_of_its_conversation() -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
+from engine.scheduler.cost_tracker import StepCostTracker
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.step_budget import MIN_PREFILL_TOKENS, StepBudget
+from engine.scheduler.step_cost import StepCostTable, StepLoad
 from engine.simulation.clock import VirtualClock
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import make_request, simulated
@@ -175,9 +177,11 @@ def test_one_step_that_was_held_up_is_forgotten_soon() -> None:
 
 def test_whatever_the_measures_are_a_prefill_gets_some_and_never_too_much() -> None:
     for seconds in ([0.0] * 9, [0.0, 50.0] * 5, [1e-9] * 9, [1e6, 0.0, 0.0, 1e-12], [0.08] * 9):
-        budget = StepBudget(MAX_TOKENS, TARGET)
+        table = StepCostTable.unknown(8, MAX_TOKENS)
+        tracker, budget = StepCostTracker(table), StepBudget(table, MAX_TOKENS, TARGET)
         for each in seconds:
             for num_prefill_tokens, num_decode_tokens in ((0, 2), (200, 2), (200, 0), (0, 0), (17, 1), (16, 0)):
-                budget.observe(num_prefill_tokens, num_decode_tokens, each)
-                assert MIN_PREFILL_TOKENS <= budget.prefill_tokens() <= MAX_TOKENS
-                assert budget.seconds_per_prefill_token >= 0.0
+                decodes = StepLoad(num_decode_tokens, 100 * num_decode_tokens)
+                tracker.observe(decodes._replace(num_prefills=1, num_prefill_tokens=num_prefill_tokens), each)
+                assert MIN_PREFILL_TOKENS <= budget.prefill_tokens(decodes, 100) <= MAX_TOKENS
+                assert table.seconds_per_prefill_token >= 0.0

@@ -1,0 +1,171 @@
+"""Measures what steps cost while nobody wants one: made-up steps on blocks that nobody owns.
+
+Each call makes one step, so whoever arrives waits for one at most. All together they take `MAX_SECONDS`: first those
+that tell most, three times each, and none that is likely to take more than what is left. What they leave behind is a
+`StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from engine.clock import Clock
+from engine.core.config import EngineConfig
+from engine.core.executor import Executor
+from engine.messages import SamplingParams
+from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.cost_tracker import StepCostTracker
+from engine.scheduler.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.step_cost import StepLoad, chunk_keys
+
+MADE_UP = "calibration-"  # begins the ids of requests that nobody made
+MAX_SECONDS = 2.0
+REPEATS = 3
+SHORT, LONG = 16, 512  # tokens of context
+_PROBED = 128  # tokens of the chunk by which keys and prompts are told apart
+_SAMPLING = SamplingParams(temperature=0.7, seed=0)
+
+
+class Shape(NamedTuple):
+    """A made-up step: streams, of so much context each, and prompts, of which so many tokens are computed from
+    `start` on."""
+
+    decodes: int = 0
+    context: int = SHORT
+    prompts: int = 0
+    tokens: int = 0
+    start: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        keys = self.prompts * chunk_keys(self.start, self.tokens)
+        return StepLoad(self.decodes, self.decodes * self.context, self.prompts, self.prompts * self.tokens, keys)
+
+
+class Calibration:
+    """The steps that are still to be made. `seconds` is what those that were made have taken."""
+
+    def __init__(
+        self, executor: Executor, config: EngineConfig, pool: BlockPool, tracker: StepCostTracker, clock: Clock
+    ) -> None:
+        self.seconds = 0.0
+        self._executor = executor
+        self._pool = pool
+        self._tracker = tracker
+        self._clock = clock
+        self._num_groups = len(config.kv_windows)
+        self._length = min(LONG, config.max_model_len - 1)
+        self._took: dict[Shape, float] = {}  # the least, by shape
+        self._rows = min(8, config.max_num_seqs)
+        self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
+        self._left = deque(self._shapes(config))
+
+    def _shapes(self, config: EngineConfig) -> list[Shape]:
+        rows, most = config.max_num_seqs, min(config.max_num_batched_tokens, self._length)
+        first = [Shape(1), Shape(prompts=1, tokens=min(64, most)), Shape(rows), Shape(prompts=1, tokens=most)]
+        first += [Shape(self._rows), Shape(self._rows, prompts=1, tokens=self._chunk), Shape(prompts=1, tokens=16)]
+        first += [Shape(prompts=1, tokens=self._chunk), self._with_keys, self._with_more_keys, self._with_prompts]
+        sizes = [2**power for power in range(1, 20)]
+        others = [Shape(size) for size in sizes if size < rows]
+        others += [Shape(prompts=1, tokens=size) for size in sizes if 16 < size < most]
+        others += [Shape(1, prompts=1, tokens=size) for size in sizes if 16 <= size < most]
+        shapes = [each for each in dict.fromkeys(first + others) if self._fits(each, config)]
+        return [shape for _ in range(REPEATS) for shape in shapes]
+
+    @staticmethod
+    def _fits(shape: Shape, config: EngineConfig) -> bool:
+        num_tokens = shape.decodes + shape.prompts * shape.tokens
+        return (
+            0 < num_tokens <= config.max_num_batched_tokens
+            and shape.decodes + shape.prompts <= config.max_num_seqs
+            and max(shape.context, shape.start + shape.tokens) < config.max_model_len
+        )
+
+    @property
+    def _with_keys(self) -> Shape:
+        return Shape(self._rows, context=self._length)
+
+    @property
+    def _with_more_keys(self) -> Shape:
+        return Shape(prompts=1, tokens=self._chunk, start=self._length - self._chunk)
+
+    @property
+    def _with_prompts(self) -> Shape:
+        return Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
+
+    def step(self) -> bool:
+        """Make one step. Returns whether there are more. Raises what the executor raises."""
+        while self._left:
+            shape = self._left.popleft()
+            if self.seconds + self._tracker.table.cost(shape.load) > MAX_SECONDS:
+                continue
+            took = self._measure(shape)
+            self.seconds += took
+            self._took[shape] = min(took, self._took.get(shape, took))
+            if shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
+                self._tracker.observe(shape.load, took)
+            return True
+        self._set_rates()
+        return False
+
+    def _measure(self, shape: Shape) -> float:
+        requests, names = [], []
+        prompt = shape.start + shape.tokens
+        longest = max(shape.context if shape.decodes else 0, prompt)
+        count = min(-(-longest // self._executor.block_size) * self._num_groups, self._pool.num_free)
+        scratch = self._pool.allocate(count)
+        try:
+            for number in range(shape.decodes + shape.prompts):
+                is_decode = number < shape.decodes
+                length, computed = (shape.context, shape.context - 1) if is_decode else (prompt, shape.start)
+                names.append(f"{MADE_UP}{number}")
+                requests.append(self._request(names[-1], length, computed, is_decode, scratch))
+            tokens = [1] * shape.decodes + [shape.tokens] * shape.prompts
+            plan = _plan([], requests, names, tokens)
+            began = self._clock()
+            try:
+                self._executor.submit(plan).result()
+                return self._clock() - began
+            finally:
+                self._executor.submit(_plan(names, [], [], [])).result()
+        finally:
+            self._pool.release(scratch)
+
+    def _request(self, name: str, length: int, computed: int, is_decode: bool, scratch: list[int]) -> NewRequestData:
+        places = -(-length // self._executor.block_size) * self._num_groups
+        return NewRequestData(
+            request_id=name,
+            token_ids=[(7919 * position + 1) % self._executor.vocab_size for position in range(length)],
+            num_prompt_tokens=computed if is_decode else length,
+            num_computed_tokens=computed,
+            block_ids=[scratch[place % len(scratch)] for place in range(places)],
+            sampling=_SAMPLING,
+            stop_token_ids=[],
+        )
+
+    def _set_rates(self) -> None:
+        """What keys and prompts cost, from steps that differ in nothing else."""
+        table, length, chunk = self._tracker.table, self._length, self._chunk
+        plain = Shape(prompts=1, tokens=chunk)
+        for more, less, number, rate in (
+            (self._with_keys, Shape(self._rows), self._rows * (length - SHORT), "decode_key"),
+            (self._with_more_keys, plain, chunk * (length - chunk), "prefill_key"),
+            (self._with_prompts, plain, self._rows - 1, "prefill_row"),
+        ):
+            if more in self._took and less in self._took and number > 0:
+                least = self._took[less] / 1000  # so that it can still be corrected
+                setattr(table, rate, max(self._took[more] - self._took[less], least) / number)
+
+
+def _plan(removed: list[str], new: list[NewRequestData], names: list[str], num_tokens: list[int]) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=0,
+        removed_request_ids=removed,
+        new_requests=new,
+        new_block_ids={},
+        request_ids=names,
+        num_scheduled_tokens=num_tokens,
+        num_sampled_tokens=[1] * len(names),
+        total_num_scheduled_tokens=sum(num_tokens),
+    )

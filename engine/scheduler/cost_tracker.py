@@ -1,0 +1,122 @@
+"""Keeps a `StepCostTable` true, by the steps that are made.
+
+One step says little: it may have been held up by whatever else the machine does. So what is told of a size moves only
+when its three latest steps were all slower than told, or all quicker, and by the smallest difference. A single step
+that took a hundred times as long moves nothing; a machine that has become slower is followed within some steps; and
+where steps vary, the table tells the middle of them. What was measured less than three times takes a quicker step at
+its word, because nothing makes a step quicker than it is.
+
+A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost is
+known from the steps without prefill; those with both only lower it, where it is more than they take.
+
+Owned by the EngineCore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from engine.scheduler.step_cost import KEYS_PER_TOKEN, Curve, StepCostTable, StepLoad
+
+_SETTLED = 3  # measures
+_MOST = 7.0  # of a natural logarithm: a thousandfold at once
+_LEAST = 0.005  # of the same: half a percent is not worth its own cost
+# Tokens are seen in every step, many keys only in some: so of what has grown with both, keys get this much more.
+_KEYS_BLAME = 4
+
+Part = tuple[float, float, Callable[[float], None]]  # seconds, blame, and what multiplies them by e to some power
+Rate = Literal["decode_key", "prefill_key", "prefill_row"]
+
+
+class StepCostTracker:
+    """`table` is what is known at the moment."""
+
+    def __init__(self, table: StepCostTable) -> None:
+        self.table = table
+        self._before: dict[tuple[int, int], tuple[float, float]] = {}  # by curve and size: logs of truth by told
+        rates: tuple[Rate, ...] = ("decode_key", "prefill_key", "prefill_row")
+        self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step of this load took so long, from its beginning to that of the next."""
+        table, seconds = self.table, max(seconds, 1e-9)
+        decodes, decode_keys, prefills, tokens, keys = load
+        if not tokens:
+            if decodes:
+                self._learn(table.decode, decodes, seconds, "decode_key", decode_keys)
+            return
+        prompts = max(prefills - 1, 0)
+        if not decodes:
+            self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
+            return
+        if table.prefill.is_known and seconds < table.prefill.at(tokens):
+            self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
+        alone = table.cost(StepLoad(decodes, decode_keys))
+        if seconds > alone or not table.mixed.is_known:
+            self._learn(table.mixed, tokens, max(seconds - alone, 0.1 * seconds), "prefill_key", keys, prompts)
+        else:  # quicker than the decodes are held to be without it, so it is this belief that is out of date
+            of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
+            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes)
+
+    def _learn(
+        self,
+        curve: Curve,
+        size: int,
+        seconds: float,
+        rate: Rate,
+        keys: int,
+        prompts: int = 0,
+        others: Sequence[Part] = (),
+    ) -> None:
+        """This part of a step, with the others, took so long."""
+        if not curve.is_known:
+            curve.begin(size, seconds)
+            if not getattr(self.table, rate):
+                self._set_rate(rate, seconds / size / KEYS_PER_TOKEN)
+            return
+        table = self.table
+        told = curve.at(size) + getattr(table, rate) * keys + table.prefill_row * prompts
+        for part, *_ in others:
+            told += part
+        log_ratio = max(-_MOST, min(math.log(seconds / told), _MOST))
+        if change := self._change(curve, curve.nearest(size), log_ratio):
+            parts = [*self._parts(curve, size, rate, keys, prompts), *others]
+            share = change * told / sum(part * blame for part, blame, _ in parts)
+            for _, blame, scale in parts:
+                if blame:
+                    scale(share * blame)
+
+    def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
+        table = self.table
+        own, of_keys = curve.at(size), getattr(table, rate) * keys
+        parts: list[Part] = [
+            (own, own, partial(curve.scale, size)),
+            (of_keys, _KEYS_BLAME * of_keys, self._scale[rate]),
+        ]
+        if prompts:
+            of_prompts = table.prefill_row * prompts
+            parts.append((of_prompts, of_prompts, self._scale["prefill_row"]))
+        return parts
+
+    def _scale_rate(self, rate: Rate, log_factor: float) -> None:
+        self._set_rate(rate, getattr(self.table, rate) * math.exp(log_factor))
+
+    def _set_rate(self, rate: Rate, seconds: float) -> None:
+        setattr(self.table, rate, seconds)
+
+    def _change(self, curve: Curve, index: int, log_ratio: float) -> float:
+        """By which logarithm what is told is to change."""
+        key, count = (id(curve), index), curve.counts[index]
+        curve.counts[index] = count + 1
+        older, old = self._before.get(key, (0.0, 0.0))
+        least, most = min(older, old, log_ratio), max(older, old, log_ratio)
+        change = max(least, 0.0) + min(most, 0.0)
+        if not count or (count < _SETTLED and log_ratio < 0.0):
+            change = log_ratio
+        elif -_LEAST <= change <= _LEAST:
+            change = 0.0
+        self._before[key] = (old - change, log_ratio - change)
+        return change

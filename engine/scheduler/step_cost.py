@@ -1,0 +1,243 @@
+"""What a step costs, in seconds: the one table that everything asks that has to know how long something will take.
+
+A step is told by its `StepLoad`. Its cost is one of three curves over numbers of tokens, each piecewise linear between
+powers of two, and what attention and sampling add:
+
+    decodes alone    decode(decodes)                 + decode_key * keys
+    prefill alone    prefill(tokens)                 + prefill_key * keys + prefill_row * (prompts - 1)
+    both             the decodes + mixed(tokens)     + prefill_key * keys + prefill_row * (prompts - 1),
+                     and no less than the prefill alone
+
+A curve of its own tells what prefill adds to decodes, because a device that reads its weights once for both pays less
+than the sum, and a processor that has two forms of a product about the sum. Keys count for decodes and prefill apart,
+because a chunk reads them once for many tokens.
+
+All parts are at least 0 and never fall with more tokens, so neither does the sum. They are scaled, never added to: what
+was never measured follows what was.
+
+Who keeps it: the EngineCore, from the steps it makes. Others have copies, as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from typing import NamedTuple, Self
+
+import msgspec
+
+MAX_SIZES = 64  # of a curve
+KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
+_FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
+_TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
+
+
+class StepLoad(NamedTuple):
+    """What a step computes. A key is one that one token attends to, itself included."""
+
+    num_decodes: int = 0  # tokens at positions that may all yield one: one for each request but where drafts are tried
+    num_decode_keys: int = 0  # of all of them together
+    num_prefills: int = 0  # requests with a chunk of their prompt
+    num_prefill_tokens: int = 0
+    num_prefill_keys: int = 0
+
+    @classmethod
+    def of(cls, decodes: int, prefills: int, tokens: int, keys: int) -> StepLoad:
+        """From sums over a step: keys are divided as if all tokens attended to as many."""
+        total = decodes + tokens
+        decode_keys = keys * decodes // total if total else 0
+        return cls(decodes, decode_keys, prefills, tokens, keys - decode_keys)
+
+
+def chunk_keys(start: int, num_tokens: int) -> int:
+    """The keys of a chunk of so many tokens, the first of which is at position `start`."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+class Curve(msgspec.Struct, forbid_unknown_fields=True):
+    """Seconds over numbers of tokens: ascending `sizes`, as many `seconds`, which never fall, and how often each was
+    measured. Nothing is known of a curve that was never measured; it has a shape all the same."""
+
+    sizes: list[int]
+    seconds: list[float]
+    counts: list[int] = []
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [1] * len(self.sizes)
+        if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) <= MAX_SIZES:
+            raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and seconds and a count for each")
+        if self.sizes[0] < 1 or any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError("the sizes of a curve ascend from 1")
+        if not all(map(_is_cost, self.seconds)) or self.seconds != sorted(self.seconds) or min(self.counts) < 0:
+            raise ValueError("the seconds of a curve are finite, at least 0, and never fall")
+
+    @classmethod
+    def unknown(cls, largest: int) -> Curve:
+        """Of no measure, up to this size at least."""
+        sizes = [2**power for power in range((max(largest, 1) - 1).bit_length() + 1)]
+        return cls(sizes, [float(_TOKENS_PER_STEP + size) for size in sizes], [0] * len(sizes))
+
+    @property
+    def is_known(self) -> bool:
+        return any(self.counts)
+
+    def at(self, size: int) -> float:
+        """Seconds for so many tokens; 0 for none, and where nothing is known."""
+        return self._at(size) if size > 0 and self.is_known else 0.0
+
+    def _at(self, size: int) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        upper = bisect_left(sizes, size)
+        if upper == len(sizes):
+            return seconds[-1] * size / sizes[-1]
+        if sizes[upper] == size or upper == 0:
+            return seconds[upper]
+        lower = upper - 1
+        share = (size - sizes[lower]) / (sizes[upper] - sizes[lower])
+        return seconds[lower] + share * (seconds[upper] - seconds[lower])
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a token adds, of the whole curve; infinity where nothing but a few tokens was measured."""
+        if len(self.sizes) < 2 or not any(self.counts[bisect_left(self.sizes, _FEW_TOKENS) :]):
+            return math.inf
+        return (self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
+
+    def nearest(self, size: int) -> int:
+        """The index of the size nearest to this one."""
+        upper = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        return upper - (upper > 0 and size - self.sizes[upper - 1] < self.sizes[upper] - size)
+
+    def begin(self, size: int, seconds: float) -> None:
+        """The first measure: all that is told is scaled by it."""
+        self.counts[self.nearest(size)] = 1
+        factor = seconds / self.at(size)
+        self.seconds = [each * factor for each in self.seconds]
+
+    def scale(self, size: int, log_factor: float) -> None:
+        """Multiply what is told for this size. What was never measured follows its neighbour."""
+        sizes, seconds, counts = self.sizes, self.seconds, self.counts
+        upper = min(bisect_left(sizes, size), len(sizes) - 1)
+        lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
+        above = below = math.exp(log_factor)
+        if lower != upper:
+            share = (size - sizes[lower]) / (sizes[upper] - sizes[lower])
+            norm = share * share + (1 - share) * (1 - share)
+            below = math.exp(log_factor * (1 - share) / norm)
+            above = math.exp(log_factor * share / norm)
+            seconds[upper] *= above
+        seconds[lower] *= below
+        if log_factor < 0.0:
+            seconds[lower] = min(seconds[lower], seconds[upper])
+        else:
+            seconds[upper] = max(seconds[lower], seconds[upper])
+        # What was measured gives way to what was measured now; between the two there are guesses.
+        measured = [index for index, count in enumerate(counts) if count]
+        before = max((index for index in measured if index < lower), default=-1)
+        after = min((index for index in measured if index > upper), default=len(sizes))
+        for index in range(lower):
+            seconds[index] = min(seconds[index] * (below if index > before else 1.0), seconds[lower])
+        most = max(seconds[after], seconds[upper]) if after < len(sizes) else math.inf
+        for index in range(upper + 1, after):
+            seconds[index] = min(seconds[index] * above, most)
+        for index in range(1, len(sizes)):
+            seconds[index] = max(seconds[index], seconds[index - 1])
+
+
+class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The costs of the steps of one engine. What is not known costs nothing."""
+
+    decode: Curve
+    prefill: Curve
+    mixed: Curve
+    decode_key: float = 0.0
+    prefill_key: float = 0.0
+    prefill_row: float = 0.0  # for each prompt after the first
+
+    def __post_init__(self) -> None:
+        if not all(map(_is_cost, (self.decode_key, self.prefill_key, self.prefill_row))):
+            raise ValueError("costs are finite and at least 0")
+
+    @classmethod
+    def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:
+        """Of an engine that has made no step."""
+        curves = (Curve.unknown(largest) for largest in (max_num_seqs, *(max_num_batched_tokens,) * 2))
+        decode, prefill, mixed = curves
+        return cls(decode=decode, prefill=prefill, mixed=mixed)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the usual step has been measured."""
+        return self.decode.is_known
+
+    @property
+    def summary(self) -> str:
+        """In a line of the log: steps of the smallest and the largest size."""
+        decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
+        told = [f"{decode.at(size) * 1e3:.3g} ms for {size} of decode" for size in (decode.sizes[0], decode.sizes[-1])]
+        told += [f"{prefill.at(size) * 1e3:.3g} ms for {size} of a prompt" for size in prefill.sizes[-1:]]
+        return f"{', '.join(told)}; {self.decode_key * 1e9:.3g} and {self.prefill_key * 1e9:.3g} ns for a key"
+
+    @property
+    def seconds_per_prefill_token(self) -> float:
+        """What a token of a long prompt takes at least, without what any step costs; 0 where nothing is known.
+
+        For judging what cannot be done in time, so it is no worse than it must be.
+        """
+        slope = min(self.prefill.slope, self.mixed.slope)
+        return 0.0 if slope == math.inf else slope
+
+    @property
+    def seconds_per_prompt_token(self) -> float:
+        """What a token of a long prompt takes, with its part of what the step costs; 0 where nothing is known."""
+        curve = self.prefill if self.prefill.is_known else self.mixed
+        measured = [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]
+        return curve.at(measured[-1]) / measured[-1] if measured else 0.0
+
+    def seconds(
+        self,
+        num_rows: int,
+        num_new_tokens: int,
+        num_context_tokens: int,
+        num_prefill_tokens: int | None = None,
+        num_prefill_context_tokens: int | None = None,
+    ) -> float:
+        """What a step costs in which `num_rows` requests compute `num_new_tokens`, each attending to some keys,
+        `num_context_tokens` all together. Of these, so many are of prompts; if that is not told, one request has all
+        tokens that are not its own decode, and all attend to as many keys."""
+        if num_prefill_tokens is None:
+            num_prefill_tokens = num_new_tokens - num_rows + 1 if num_new_tokens > num_rows else 0
+        decodes = num_new_tokens - num_prefill_tokens
+        prefills = max(num_rows - decodes, 0)
+        if num_prefill_context_tokens is None:
+            return self.cost(StepLoad.of(decodes, prefills, num_prefill_tokens, num_context_tokens))
+        keys = num_context_tokens - num_prefill_context_tokens
+        return self.cost(StepLoad(decodes, keys, prefills, num_prefill_tokens, num_prefill_context_tokens))
+
+    def cost(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        decodes, decode_keys, prefills, tokens, keys = load
+        seconds = self.decode.at(decodes) + self.decode_key * decode_keys
+        if not tokens:
+            return seconds
+        more = self.prefill_key * keys + self.prefill_row * max(prefills - 1, 0)
+        alone = self.prefill.at(tokens)
+        if not decodes and self.prefill.is_known:
+            return alone + more
+        added = self.mixed.at(tokens) if self.mixed.is_known else alone
+        return max(seconds + added, alone) + more
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Raises ValueError for what is no table."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a table of step costs: {error}") from None
+
+
+def _is_cost(seconds: float) -> bool:
+    return 0.0 <= seconds < math.inf

@@ -1,0 +1,109 @@
+"""An executor that only counts: for simulations of hours, where nobody reads what is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.clock import Clock
+from engine.core.executor import StepHandle
+from engine.scheduler.kv_groups import KVWindows
+from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.step_cost import StepLoad, chunk_keys
+from engine.simulation.executor import SimulatedStep
+
+StepCost = Callable[[StepLoad], float]
+"""Seconds of a step: `StepCostTable.cost`."""
+
+VOCAB_SIZE = 2**32  # what a block's hash takes; tokens are numbers here
+
+
+class CountingExecutor:
+    """An `engine.core.executor.Executor` whose n-th output token of a request is its `sampling.seed` + n.
+
+    So whoever gives each request numbers of its own knows its answer beforehand, and prefixes are found in the cache
+    where they would be found with real tokens.
+
+    Steps in a row that only decode can be one plan, which samples several tokens of each request: `foresee` says what
+    they take before it is made, and `ends` when each of them ends.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        cost: StepCost,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.vocab_size = VOCAB_SIZE
+        self.cost = cost
+        self.pipeline_depth = 1
+        self.prompt_form_differs = False
+        self.kv_windows: KVWindows = (None,)
+        self.busy_seconds = 0.0  # of all steps
+        self.row_seconds = 0.0  # the same, each step once for each request in it
+        self._clock = clock
+        self._sleep = sleep
+        self.num_steps = 0
+        self.ends: list[float] = []  # of the steps of the latest plan
+        self.latest_load = StepLoad()  # of the last of them
+        self._foreseen: list[float] = []
+        self._busy_until = 0.0
+        self._computed: dict[str, int] = {}  # tokens of each request that are computed
+        self._next: dict[str, int] = {}  # what each request says next
+
+    def foresee(self, num_rows: int, num_keys: int, most: int, horizon: float) -> int:
+        """How many steps, `most` at most, begin before the horizon if these rows decode from now on. The next plan has
+        to be just that."""
+        ends, end = self._foreseen, max(self._busy_until, self._clock())
+        while len(ends) < most and end < horizon:
+            self.latest_load = StepLoad(num_rows, num_keys)
+            end += self.cost(self.latest_load)
+            num_keys += num_rows
+            ends.append(end)
+        return len(ends)
+
+    def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
+        computed, following = self._computed, self._next
+        for request_id in plan.removed_request_ids:
+            computed.pop(request_id, None)
+            following.pop(request_id, None)
+        for new in plan.new_requests:
+            computed[new.request_id] = new.num_computed_tokens
+            following[new.request_id] = (new.sampling.seed or 0) + len(new.token_ids) - new.num_prompt_tokens
+        sampled: list[list[int]] = []
+        decodes = decode_keys = prefills = prefill_tokens = prefill_keys = 0
+        scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+        for request_id, num_tokens, num_sampled in scheduled:
+            start = computed[request_id]
+            computed[request_id] = start + num_tokens
+            if num_tokens == num_sampled == 1:  # mostly
+                decodes += 1
+                decode_keys += start + 1
+            elif num_tokens == num_sampled:
+                decodes += num_tokens
+                decode_keys += chunk_keys(start, num_tokens)
+            else:
+                prefills += 1
+                prefill_tokens += num_tokens
+                prefill_keys += chunk_keys(start, num_tokens)
+            token_id = following[request_id]
+            following[request_id] = token_id + num_sampled
+            sampled.append([token_id] if num_sampled == 1 else list(range(token_id, token_id + num_sampled)))
+        began = max(self._busy_until, self._clock())
+        self.ends, self._foreseen = self._foreseen, []
+        if not self.ends:
+            load = StepLoad(decodes, decode_keys, prefills, prefill_tokens, prefill_keys)
+            self.ends.append(began + self.cost(load) if sampled else began)
+        self._busy_until = end = self.ends[-1]
+        self.num_steps += len(self.ends)
+        self.busy_seconds += end - began
+        self.row_seconds += (end - began) * len(sampled)
+        output = ModelRunnerOutput(sampled_token_ids=sampled, logprobs={})
+        return SimulatedStep(output, lambda: self._sleep(end - self._clock()))
+
+    def shutdown(self) -> None: ...

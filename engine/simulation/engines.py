@@ -1,0 +1,146 @@
+"""One engine or several behind their router, on virtual time: the cores themselves, and nothing around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.commands import AddRequests, Command, FinishRequests
+from engine.core.core import EngineCore
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from engine.simulation.clock import VirtualClock
+from engine.simulation.counting import CountingExecutor
+from engine.transport.router import Router, weights
+
+MakeCore = Callable[[VirtualClock], tuple[EngineCore, CountingExecutor]]
+
+MOST_AT_ONCE = 1000  # steps
+
+
+@dataclass(eq=False)
+class Replica:
+    """One engine, which has a clock of its own: its step takes it to the step's end at once."""
+
+    index: int
+    core: EngineCore
+    executor: CountingExecutor
+    clock: VirtualClock
+    inbox: list[Command] = field(default_factory=list)  # carried out between two steps
+    outputs: EngineCoreOutputs | None = None  # of the step it is in, told when that ends
+    leaps: bool = False
+
+    @property
+    def due(self) -> float:
+        """When its step ends; infinity while it makes none."""
+        return math.inf if self.outputs is None else self.clock.now
+
+    def begin(self, now: float, horizon: float) -> None:
+        """Take what has arrived and make a step, if there is anything to do. Nothing arrives before the horizon, so
+        steps that begin before it can be made as one where it comes to the same."""
+        self.clock.now = now
+        for command in self.inbox:
+            self.core.carry_out(command)
+        self.inbox.clear()
+        if self.core.has_work:
+            if self.leaps:
+                most, budget = self._num_steps_at_once(horizon), self.core.config.max_num_batched_tokens
+                self.core.scheduler.reconfigure(
+                    max_sampled_tokens=most,
+                    max_num_batched_tokens=max(budget, most * len(self.core.scheduler.running)),
+                )
+            self.outputs = self.core.step()
+            if len(self.executor.ends) > 1:
+                self.core.scheduler.latest_load = self.executor.latest_load
+
+    def _num_steps_at_once(self, horizon: float) -> int:
+        """For how many steps all that run decode, nobody starts, ends or is preempted before the last of them, and
+        nothing depends on the time."""
+        scheduler = self.core.scheduler
+        running, kv = scheduler.running, scheduler.kv
+        if not running or len(scheduler.shares.num_living) > 1:
+            return 1
+        if scheduler.waiting and len(running) < scheduler.config.max_num_seqs:
+            return 1
+        most, num_keys = MOST_AT_ONCE, 0
+        for request in running.values():
+            num_tokens = len(request.token_ids)
+            most = min(most, request.max_num_tokens - num_tokens)
+            num_keys += num_tokens
+            if num_tokens - request.num_computed_tokens != 1 or request.deadline < math.inf:
+                return 1
+        most = min(most, (kv.pool.num_free // (len(running) * kv.num_groups) - 1) * kv.block_size)
+        return self.executor.foresee(len(running), num_keys, most, horizon) if most > 1 else 1
+
+
+class Engines:
+    """As `engine.transport.data_parallel` has it, without threads and processes: `add` and `finish` are done at `now`,
+    `advance` ends the steps that are due next, `begin` begins the ones after them."""
+
+    def __init__(self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False) -> None:
+        """With `leaps`, one engine that makes a step at a time may make several at once where nothing can come between
+        them, which gives the same in a fraction of the time. Its core must not learn what steps cost."""
+        self.now = now
+        clocks = [VirtualClock(now) for _ in range(size)]
+        self.replicas = [Replica(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
+        for replica in self.replicas:
+            replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
+        self._router = Router(size) if size > 1 else None
+        self._owners: dict[str, tuple[Replica, float]] = {}  # of those that have not ended, with their weight
+
+    @property
+    def due(self) -> float:
+        """When the next step ends; infinity if none is being made."""
+        return min(replica.due for replica in self.replicas)
+
+    @property
+    def num_living(self) -> int:
+        """Requests that have not ended."""
+        return len(self._owners)
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Run a request."""
+        command = AddRequests.of([request])
+        index, weight = 0, 0.0
+        if self._router is not None:
+            index, weight = self._router.choose(command, range(len(self.replicas))), weights(command)[0]
+        self._owners[request.request_id] = self.replicas[index], weight
+        self.replicas[index].inbox.append(command)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request from outside."""
+        owner = self._forget(request_id)
+        if owner is not None:
+            owner.inbox.append(FinishRequests([request_id], reason))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were begun."""
+        return sum(replica.executor.num_steps for replica in self.replicas)
+
+    def advance(self, now: float) -> list[tuple[EngineCoreOutputs, list[float]]]:
+        """It is `now`, at most `due`: what the steps give that end now, and when each of them ended."""
+        self.now = now
+        ended: list[tuple[EngineCoreOutputs, list[float]]] = []
+        for replica in self.replicas:
+            if replica.outputs is not None and replica.clock.now <= now:
+                ended.append((replica.outputs, replica.executor.ends))
+                replica.outputs = None
+        for outputs, _ in ended:
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+        return ended
+
+    def begin(self, horizon: float) -> None:
+        """Begin a step wherever none is being made and there is something to do. Nobody asks for anything before the
+        horizon."""
+        for replica in self.replicas:
+            if replica.outputs is None and (replica.inbox or replica.core.has_work):
+                replica.begin(self.now, horizon)
+
+    def _forget(self, request_id: str) -> Replica | None:
+        replica, weight = self._owners.pop(request_id, (None, 0.0))
+        if replica is not None and self._router is not None:
+            self._router.ended(replica.index, weight)
+        return replica

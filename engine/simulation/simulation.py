@@ -1,0 +1,211 @@
+"""Clients, their requests and the engines, from event to event of a virtual clock. Deterministic."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, FinishReason
+from engine.simulation.engines import Engines
+
+
+class SimulatedRequest(msgspec.Struct, kw_only=True):
+    """What a client has seen of its request. Times are virtual seconds."""
+
+    request_id: str
+    number: int
+    start_time: float  # when it was sent
+    num_prompt_tokens: int
+    arrival_time: float = 0.0  # at the engine
+    scheduled_time: float | None = None  # when it got a running slot first
+    token_times: list[float] = []  # as the client sees them
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    end_time: float | None = None
+    error: str | None = None
+    is_refused: bool = False  # at the door
+
+
+class Load(Protocol):
+    """Who sends what, and when."""
+
+    @property
+    def due(self) -> float:
+        """When the next request is sent, as far as that is known now; infinity if none is."""
+        ...
+
+    def take(self) -> EngineCoreRequest:
+        """The next request. Its `arrival_time` is set here."""
+        ...
+
+    def ended(self, request: SimulatedRequest) -> None:
+        """A request that was taken has ended, as the client sees it: now others may become due."""
+        ...
+
+
+class Place(Protocol):
+    """A request's place in the front door's queue."""
+
+    def begin(self) -> None: ...
+
+    def leave(self, num_tokens: int) -> None: ...
+
+
+class Door(Protocol):
+    """Who may queue. Its clock is the simulation's."""
+
+    def enter(self, request: EngineCoreRequest) -> Place | str:
+        """A place for a request, or why there is none."""
+        ...
+
+
+class Simulation:
+    """`advance` is bounded and can go on at any time; between two calls everything may be looked at, and changed.
+
+    `inbound` is what passes between the sending of a prompt of so many tokens and its arrival at the engine, `outbound`
+    between a step's end and the client's knowing of it. Neither keeps the engine from its work.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        load: Load,
+        door: Callable[[Callable[[], float]], Door] | None = None,
+        *,
+        inbound: Callable[[int], float] = lambda num_tokens: 0.0,
+        outbound: float = 0.0,
+        keep: int | None = None,
+    ) -> None:
+        """`door` makes one of a clock. `keep` is how many ended requests are remembered, all if it is None."""
+        self.engines = engines
+        self.load = load
+        self.num_sent = self.num_ended = self.num_refused = 0
+        self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self.request_seconds = 0.0  # the integral of how many requests are in the engines
+        self.open: dict[str, SimulatedRequest] = {}
+        self.ended: deque[SimulatedRequest] = deque(maxlen=keep)
+        self._door = None if door is None else door(lambda: engines.now)
+        self._places: dict[str, Place] = {}
+        self._inbound = inbound
+        self._outbound = outbound
+        self._under_way: list[tuple[float, int, EngineCoreRequest]] = []
+        self._news: list[tuple[float, int, SimulatedRequest]] = []  # ends that clients do not know of yet
+
+    @property
+    def now(self) -> float:
+        return self.engines.now
+
+    @property
+    def num_steps(self) -> int:
+        return self.engines.num_steps
+
+    @property
+    def due(self) -> float:
+        """When something happens next; infinity if nothing ever does."""
+        return min(self._next_request, self.engines.due)
+
+    @property
+    def _next_request(self) -> float:
+        """When a client does something next, as far as that is known."""
+        due = self.load.due
+        for heap in (self._under_way, self._news):
+            if heap and heap[0][0] < due:
+                due = heap[0][0]
+        return due
+
+    def advance(self, until: float = math.inf, max_steps: int | None = None) -> bool:
+        """Go on to this time, or for so many steps. Returns whether anything will happen afterwards."""
+        last_step = math.inf if max_steps is None else self.num_steps + max_steps
+        while self.num_steps < last_step:
+            due = self.due
+            if due > until:
+                if until < math.inf:
+                    self._pass(until)
+                return due < math.inf
+            if due == math.inf:
+                return False
+            self._happen(due)
+        return self.due < math.inf
+
+    def _pass(self, now: float) -> None:
+        self.request_seconds += self.engines.num_living * (now - self.now)
+        self.engines.now = now
+
+    def _happen(self, now: float) -> None:
+        """Everything of this moment: steps end, then clients hear and send, then steps begin."""
+        self._pass(now)
+        for outputs, ends in self.engines.advance(now):
+            stats = outputs.stats
+            self.num_preemptions += stats.num_preemptions
+            self.prefix_cache_queries += stats.prefix_cache_queries
+            self.prefix_cache_hits += stats.prefix_cache_hits
+            for output in outputs.outputs:
+                self._receive(output, now, ends)
+        while self._news and self._news[0][0] <= now:
+            self.load.ended(heapq.heappop(self._news)[2])
+        while self.load.due <= now:
+            self._send(self.load.take())
+        while self._under_way and self._under_way[0][0] <= now:
+            self._arrive(heapq.heappop(self._under_way)[2])
+        self.engines.begin(self._next_request)
+
+    def _send(self, request: EngineCoreRequest) -> None:
+        record = SimulatedRequest(
+            request_id=request.request_id,
+            number=self.num_sent,
+            start_time=self.now,
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+        self.num_sent += 1
+        self.open[request.request_id] = record
+        request.arrival_time = record.arrival_time = self.now + self._inbound(record.num_prompt_tokens)
+        heapq.heappush(self._under_way, (record.arrival_time, record.number, request))
+
+    def _arrive(self, request: EngineCoreRequest) -> None:
+        if self._door is not None:
+            place = self._door.enter(request)
+            if isinstance(place, str):
+                record = self.open[request.request_id]
+                self.num_refused += 1
+                record.error, record.is_refused = place, True
+                self._end(record, self.now + self._outbound)
+                return
+            self._places[request.request_id] = place
+        self.engines.add(request)
+
+    def _receive(self, output: EngineCoreOutput, now: float, ends: list[float]) -> None:
+        record = self.open[output.request_id]
+        time = now + self._outbound
+        if not record.token_times and output.new_token_ids and output.request_id in self._places:
+            self._places[output.request_id].begin()
+        if len(output.new_token_ids) == 1:
+            record.token_times.append(time)
+        else:
+            record.token_times += [end + self._outbound for end in ends[: len(output.new_token_ids)]]
+        if output.events:
+            for event in output.events:
+                if event.kind is EventKind.SCHEDULED and record.scheduled_time is None:
+                    record.scheduled_time = event.time
+                record.num_preemptions += event.kind is EventKind.PREEMPTED
+        if output.finish_reason is not None:
+            record.num_cached_tokens = output.num_cached_tokens
+            record.finish_reason = output.finish_reason
+            if output.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+                record.error = output.error or str(output.finish_reason)
+            self._end(record, time)
+
+    def _end(self, record: SimulatedRequest, time: float) -> None:
+        place = self._places.pop(record.request_id, None)
+        if place is not None:
+            place.leave(len(record.token_times))
+        del self.open[record.request_id]
+        record.end_time = time
+        self.num_ended += 1
+        self.ended.append(record)
+        heapq.heappush(self._news, (time, record.number, record))

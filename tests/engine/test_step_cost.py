@@ -1,0 +1,117 @@
+"""The table of what steps cost: never negative, never less for more, the same after a trip through JSON."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.scheduler.step_cost import Curve, StepCostTable, StepLoad, chunk_keys
+
+MAX_SEQS, MAX_TOKENS = 32, 512
+
+costs = st.floats(min_value=0.0, max_value=100.0, allow_subnormal=False)
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    sizes = sorted(draw(st.sets(st.integers(1, 4096), min_size=1, max_size=8)))
+    seconds = sorted(draw(st.lists(costs, min_size=len(sizes), max_size=len(sizes))))
+    counts = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
+    return Curve(sizes, seconds, counts)
+
+
+tables = st.builds(
+    StepCostTable,
+    decode=curves(),
+    prefill=curves(),
+    mixed=curves(),
+    decode_key=costs,
+    prefill_key=costs,
+    prefill_row=costs,
+)
+loads = st.builds(StepLoad, *(st.integers(0, 5000) for _ in range(5)))
+
+
+@given(tables, loads, st.integers(0, 4), st.integers(0, 300))
+@settings(deadline=None)
+def test_more_work_never_costs_less_and_none_is_negative(
+    table: StepCostTable, load: StepLoad, field: int, more: int
+) -> None:
+    grown = load._replace(**{load._fields[field]: load[field] + more})
+    assert 0.0 <= table.cost(load) <= table.cost(grown) * (1 + 1e-12)
+    assert math.isfinite(table.cost(grown))
+
+
+@given(tables, loads)
+@settings(deadline=None)
+def test_a_table_is_the_same_after_a_trip_through_json(table: StepCostTable, load: StepLoad) -> None:
+    again = StepCostTable.from_json(table.to_json())
+    assert again == table
+    assert again.cost(load) == table.cost(load)
+
+
+def test_a_table_can_be_written_by_hand() -> None:
+    text = b"""{"decode": {"sizes": [1, 32], "seconds": [0.01, 0.041]}, "prefill": {"sizes": [512], "seconds": [0.1]},
+                "mixed": {"sizes": [1, 512], "seconds": [0.0, 0.0511]}, "decode_key": 1e-6}"""
+    table = StepCostTable.from_json(text)
+    assert table.seconds(1, 1, 0) == 0.01
+    assert table.seconds(3, 3, 600) == pytest.approx(0.012 + 0.0006)
+    assert table.seconds(1, 512, chunk_keys(0, 512)) == 0.1
+    assert table.seconds(1, 256, 0) == 0.1, "what is smaller than the smallest measured costs as much"
+    assert table.seconds(1, 1024, 0) == pytest.approx(0.2)
+    assert table.seconds(11, 266, 0, 256, 0) == pytest.approx(0.1), "no less than the prefill alone"
+    assert table.seconds(32, 287, 0, 256, 0) == pytest.approx(0.1)
+    assert table.seconds(65, 576, 0, 512, 0) == pytest.approx(2 * 0.041 + 0.0511)
+
+
+def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
+    table = StepCostTable.from_json(
+        b"""{"decode": {"sizes": [1, 8], "seconds": [1, 8]}, "prefill": {"sizes": [1], "seconds": [0.5]},
+             "mixed": {"sizes": [1], "seconds": [0.1]}, "decode_key": 0.001, "prefill_key": 0.0001}"""
+    )
+    assert table.seconds(4, 4, 100) == 4 + 0.1
+    assert table.seconds(1, 10, 55) == 5 + 55e-4
+    assert table.seconds(4, 13, 1300) == pytest.approx(max(3 + 300e-3 + 1.0, 5.0) + 1000e-4)
+    assert table.seconds(4, 13, 1300, 10, 55) == pytest.approx(max(3 + 1245e-3 + 1.0, 5.0) + 55e-4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"decode": {"sizes": [2, 1], "seconds": [1, 2]}}',
+        b'{"decode": {"sizes": [1, 2], "seconds": [2, 1]}}',
+        b'{"decode": {"sizes": [1, 2], "seconds": [1]}}',
+        b'{"decode": {"sizes": [], "seconds": []}}',
+        b'{"decode": {"sizes": [1], "seconds": [-1]}}',
+        b'{"decode": {"sizes": [1], "seconds": [1e999]}}',
+        b'{"decode": {"sizes": [1], "seconds": [1], "counts": [-1]}}',
+    ],
+)
+def test_what_is_no_table_is_refused(text: bytes) -> None:
+    known = StepCostTable.unknown(MAX_SEQS, MAX_TOKENS).to_json()
+    if b"decode" in text:  # all else of it is right
+        text = text[:-1] + b"," + known[known.index(b'"prefill"') :]
+    with pytest.raises(ValueError, match="not a table"):
+        StepCostTable.from_json(text)
+
+
+def test_of_an_engine_that_has_made_no_step_nothing_is_known() -> None:
+    table = StepCostTable.unknown(MAX_SEQS, MAX_TOKENS)
+    assert not table.is_known
+    assert table.decode.sizes == [1, 2, 4, 8, 16, 32]
+    assert table.prefill.sizes[-1] == MAX_TOKENS
+    assert table.seconds(32, 544, 10**6) == 0.0
+
+
+def test_a_token_of_a_prompt_costs_its_part_of_the_largest_step_that_was_measured() -> None:
+    table = StepCostTable.unknown(8, 64)
+    assert table.seconds_per_prompt_token == 0.0
+    flat = Curve([1, 16, 64], [0.4, 0.4, 9.0], [1, 1, 0])  # noise hides what a token adds
+    table.prefill = flat
+    assert table.seconds_per_prompt_token == pytest.approx(0.4 / 16)

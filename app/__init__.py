@@ -5,6 +5,7 @@ calls it, from the settings in the environment and the settings file; `headrace 
 
 In reading order:
 
+setting_types      paths, lists and secrets as settings have them
 settings           every setting, defined once: type, range, default and what it does
 setting_sources    where they come from, and what is said of one that is refused
 cli                the command line: `headrace serve`, `chat` and `pull`
@@ -21,11 +22,13 @@ routes             handlers, by what they answer
 dialects           handlers made from the records of the dialects
 generation         from a parsed body to tokens to an answer, for every wire format
 admission          who may queue, and the early no with a time to come back
+step_cost_file     where the table of step costs is kept between two starts
+expected_wait      how long a request would wait, by the queue and what steps cost
 queue_shares       how tenants share the queue
 prompts            what a client wrote, as token ids
 workload           what is short enough for the event loop, and what goes to a thread
 response_store     responses that can be asked for later, in bounded memory
-docs_page          the page at /docs: an OpenAPI description as plain HTML
+dashboard          the pages: /dashboard, what the engine does as it does it, and a chat; and the files of /docs
 server             the state of the server: what is loaded, how far loading is, the way to the engine
 loading            from settings to an engine: the only place that knows both the gpu room and the engine room
 engine_process     the main of the engine's own process
@@ -42,6 +45,12 @@ event_loop         who keeps the event loop from its other work, and for how lon
 timelines          what happened to each of the last requests, and how long it took
 tracing            a trace per request, by OpenTelemetry
 chat               `headrace chat`: a conversation in the terminal, over HTTP
+chat_commands      what can be typed there beside messages
+live_markdown      Markdown in a terminal while it is written
+top                `headrace top`: what a running server does, in the terminal
+server_client      what the commands that talk to a server ask it
+bench              `headrace bench`: how fast a server, or the model without one, really is
+simulate           `headrace simulate` and the interactive simulator
 offline            the library: a model by its name, without a server
 progress           what a terminal shows of slow work
 """

@@ -2,8 +2,8 @@
 
 A request takes places in the queue (one per choice) and tokens (its prompt, once per prompt) from its arrival, before
 anything is tokenized; each choice gives its part back with its first output. Tenants share both by `app.queue_shares`.
-What does not fit is refused with 429 and a Retry-After from the rate at which its tenant's requests have been starting.
-Belongs to the event loop.
+What does not fit is refused with 429 and a Retry-After from the rate at which its tenant's requests have been starting;
+what would wait too long (`app.expected_wait`), with the seconds after which it would not. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from app.expected_wait import ExpectedWait
 from app.queue_shares import SharedRoom, place_reserves, token_reserves
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
@@ -31,6 +32,7 @@ class Limit(enum.StrEnum):
     TOKENS = "max_queued_tokens"
     TENANT = "tenant_max_queued_requests"
     DEADLINE = "first_token_deadline"
+    TIME = "max_queue_time"
     BACKGROUND = "max_background_responses"
 
 
@@ -70,13 +72,22 @@ class Pace:
 
 
 class QueueTicket:
-    """A request's place in the queue. `begin` is called with the first output of each choice, `leave` when its scope is
-    left."""
+    """A request's place in the queue. `begin` is called with the first output of each choice, `end` when it has ended,
+    `leave` when its scope is left. `answer` is how much of a typical answer each choice is taken to get, `expected` the
+    seconds that it was expected to wait, None where nothing was known."""
 
-    def __init__(self, admission: Admission, tenant: Tenant, choices: int, tokens: int) -> None:
+    def __init__(
+        self, admission: Admission, tenant: Tenant, choices: int, tokens: int, answer: float, expected: float | None
+    ) -> None:
         self.tenant = tenant
         self.choices = choices  # that wait
         self.tokens = tokens
+        self.running = 0  # choices that have begun and not ended
+        self.answer = answer
+        self.expected = expected
+        self.since = admission.clock()
+        self.prompt_tokens = 0  # of each choice, once they are counted
+        self.generates = True
         self._admission = admission
 
     def count_tokens(self, tokens: int) -> None:
@@ -84,22 +95,34 @@ class QueueTicket:
         if self.choices:
             self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
             self.tokens = tokens
+            self.prompt_tokens = tokens // self.choices
 
     def begin(self) -> None:
         """A choice got its first output, and leaves the queue with its part of the tokens."""
         if self.choices:
             self._admission.release(self, 1, self.tokens // self.choices, started=True)
+            self.running += 1
+
+    def end(self, num_output_tokens: int) -> None:
+        """A choice that has begun has ended, with so many tokens."""
+        if self.running:
+            self.running -= 1
+            self._admission.ended(self, num_output_tokens)
 
     def leave(self) -> None:
         """Give back what is left. Idempotent."""
         if self.choices:
             self._admission.release(self, self.choices, self.tokens, started=False)
+        while self.running:
+            self.running -= 1
+            self._admission.wait.end(self.tenant.name)
 
 
 class Admission:
     """The queue's accounting. Limits count choices and prompt tokens that wait for their first output.
 
-    `tenants` are all there are. `on_refused` is told of every refusal that is answered with 429.
+    `tenants` are all there are. `on_refused` is told of every refusal that is answered with 429, `on_waited` of every
+    request that got its first token, how long it had waited and how long it was expected to.
     """
 
     def __init__(
@@ -108,7 +131,14 @@ class Admission:
         on_refused: Callable[[Limit], None] = lambda limit: None,
         tenants: Collection[Tenant] = (ANONYMOUS,),
         clock: Clock = time.monotonic,
+        on_waited: Callable[[float, float], None] = lambda waited, expected: None,
     ) -> None:
+        self.clock = clock
+        self.wait = ExpectedWait(settings, clock)
+        self._max_queue_time = settings.max_queue_time or math.inf
+        self._answers = 0.0  # typical ones that those who wait are taken to get, all together
+        self._waiting_weight = 0.0  # of the tenants that have somebody waiting
+        self._on_waited = on_waited
         self.places = SharedRoom(settings.max_queued_requests, place_reserves(settings.max_queued_requests, tenants))
         self.tokens = SharedRoom(settings.max_queued_tokens, token_reserves(settings.max_queued_tokens, tenants))
         self._num_tenants = len(tenants)
@@ -125,16 +155,23 @@ class Admission:
         return self.places.is_full or (everybody_waits and self.tokens.is_full)
 
     @contextmanager
-    def queue(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None) -> Iterator[QueueTicket]:
-        """Hold a place in the queue. `timeout` is how many seconds the request has to its first token.
+    def queue(
+        self, tenant: Tenant, choices: int, tokens: int, timeout: float | None, max_tokens: int | None = None
+    ) -> Iterator[QueueTicket]:
+        """Hold a place in the queue. `timeout` is how many seconds the request has to its first token, `max_tokens` how
+        many tokens a choice may get, None for as many as fit.
 
         Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
         could never be one.
         """
         self._advance(tenant)
-        self._check(tenant, choices, tokens, timeout)
-        ticket = QueueTicket(self, tenant, choices, tokens)
-        self._num_waiting_tenants += not self.places.taken_by(tenant.name)
+        answer = self.wait.part_of_answer(max_tokens)
+        expected = self._expected(tenant, 1, tokens, answer)
+        self._check(tenant, choices, tokens, timeout, expected)
+        ticket = QueueTicket(self, tenant, choices, tokens, answer, expected)
+        ticket.generates = max_tokens != 0
+        self._count_tenant(tenant, 1)
+        self._answers += choices * answer
         self.places.take(tenant.name, choices)
         self.tokens.take(tenant.name, tokens)
         try:
@@ -150,17 +187,62 @@ class Admission:
         ticket.tokens -= tokens
         self.places.take(name, -choices)
         self.tokens.take(name, -tokens)
-        self._num_waiting_tenants -= not self.places.taken_by(name)
+        self._answers = max(0.0, self._answers - choices * ticket.answer) if self.places.total else 0.0
+        self._count_tenant(ticket.tenant, -1)
         if started:
             self._pace.start(choices)
             self._paces[name].start(choices)
+            self.wait.begin(name)
+            if ticket.expected is not None:
+                waited, ticket_expected = self.clock() - ticket.since, ticket.expected
+                self._on_waited(waited, ticket_expected * self.wait.correction)
+                self.wait.learn_wait(waited, ticket_expected)
+                ticket.expected = None  # of the first choice only
+
+    def ended(self, ticket: QueueTicket, num_output_tokens: int) -> None:
+        """Called by a QueueTicket, for a choice that had begun."""
+        self.wait.end(ticket.tenant.name)
+        if num_output_tokens and ticket.generates:
+            self.wait.learn_answer(ticket.prompt_tokens, num_output_tokens)
+
+    def _count_tenant(self, tenant: Tenant, change: int) -> None:
+        """The tenant is about to have its first choice waiting, or has none any more."""
+        if not self.places.taken_by(tenant.name):
+            self._num_waiting_tenants += change
+            self._waiting_weight = max(0.0, self._waiting_weight + change * tenant.weight)
+
+    def _expected(self, tenant: Tenant, choices: int, tokens: int, answer: float) -> float | None:
+        """Seconds to the first token of the last of these choices, as the table of step costs has it."""
+        name = tenant.name
+        own, own_tokens = self.places.taken_by(name), self.tokens.taken_by(name)
+        others = self.places.total - own
+        return self.wait.seconds(
+            tenant,
+            own=own + choices,
+            own_tokens=own_tokens + tokens,
+            others=others,
+            others_tokens=self.tokens.total - own_tokens,
+            rival_weight=self._waiting_weight - (tenant.weight if own else 0.0),
+            part_of_answer=(self._answers + choices * answer) / (self.places.total + choices),
+        )
+
+    @property
+    def queued_seconds(self) -> float:
+        """What it takes, as far as is known, until all who wait now have begun."""
+        total = self.places.total
+        if not total:
+            return 0.0
+        seconds = self.wait.seconds(
+            ANONYMOUS, own=total, own_tokens=self.tokens.total, part_of_answer=self._answers / total
+        )
+        return self.wait.correction * (seconds or 0.0)
 
     def _advance(self, tenant: Tenant) -> None:
         self._pace.advance(waiting=self.places.total > 0)
         pace = self._paces.setdefault(tenant.name, Pace(self._clock))
         pace.advance(waiting=self.places.taken_by(tenant.name) > 0)
 
-    def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None) -> None:
+    def _check(self, tenant: Tenant, choices: int, tokens: int, timeout: float | None, expected: float | None) -> None:
         name = tenant.name
         own_limit = math.inf if tenant.max_queued_requests is None else tenant.max_queued_requests
         possible = min(own_limit, self.places.most_for(name))
@@ -176,12 +258,27 @@ class Admission:
         if own and not self.tokens.fits(name, tokens):
             raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
         rate = self._paces[name].per_second  # its own: by their shares, nobody waits for the queue of another
-        if timeout is not None and rate > 0 and own / rate > max(timeout, 0.0):
+        if expected is not None:
+            expected *= self.wait.correction
+        elif rate > 0:
+            expected = own / rate
+        if expected is None:
+            return
+        if timeout is not None and own and expected > max(timeout, 0.0):
             raise self._refusal(
                 tenant,
                 Limit.DEADLINE,
-                f"The queue is too long for a first token within {timeout:g} s: "
-                f"{own} wait and {rate:.2g} start per second.",
+                f"The queue is too long for a first token within {timeout:g} s: {own} wait, and it is expected to take "
+                f"{expected:.2g} s.",
+            )
+        if expected > self._max_queue_time:
+            again = expected - 0.9 * self._max_queue_time + (self._paces[name].refusals / rate if rate else 0.0)
+            raise self._refusal(
+                tenant,
+                Limit.TIME,
+                f"The queue is too long: {expected:.0f} s are expected to pass until the first token, and "
+                f"{self._max_queue_time:g} s may.",
+                again,
             )
 
     @staticmethod
@@ -190,7 +287,9 @@ class Admission:
         others = f", {room.taken_by(tenant)} of them yours, and {kept} are kept for other tenants" if kept else ""
         return f"The queue is full: {room.total} of {room.limit} {what}{others}."
 
-    def _refusal(self, tenant: Tenant, limit: Limit, message: str) -> ApiError:
+    def _refusal(self, tenant: Tenant, limit: Limit, message: str, again: float | None = None) -> ApiError:
+        """`again` is in how many seconds it would not be refused, if that is known."""
+        seconds = self.retry_after(tenant) if again is None else max(1, min(math.ceil(again), MAX_RETRY_AFTER))
         self._pace.refuse()
         self._paces[tenant.name].refuse()
         self._on_refused(limit)
@@ -198,7 +297,7 @@ class Admission:
             429,
             f"{message} Please try again later.",
             code="queue_full",
-            headers={"retry-after": str(self.retry_after(tenant))},
+            headers={"retry-after": str(seconds)},
         )
 
     def retry_after(self, tenant: Tenant = ANONYMOUS) -> int:

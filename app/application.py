@@ -21,6 +21,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from app.connections import ConnectionGuard
+from app.dashboard.feed import Feed
+from app.dashboard.simulator import Simulator
 from app.dialects import dialect_handlers
 from app.endpoint import Endpoint, refuse_with
 from app.event_loop import measure_lag
@@ -33,7 +35,7 @@ from app.hypercorn_patches import (
 )
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit, WithVersion
-from app.routes import administration, catalogue, documents, embeddings, probes, requests, responses, tokens
+from app.routes import administration, catalogue, dashboard, documents, embeddings, probes, requests, responses, tokens
 from app.server import Server, ServerHandler
 from app.settings import Settings, SettingsError
 from app.shutdown import Shutdown
@@ -126,6 +128,12 @@ def create_app(settings: Settings) -> Starlette:
             route("GET", "/metrics", probes.metrics, quiet=True),
             route("GET", "/openapi.json", documents.openapi, quiet=True),
             route("GET", "/docs", documents.docs, quiet=True),
+            route("GET", "/docs/files/{name}", documents.docs_file, quiet=True),
+            route("GET", "/", dashboard.home, quiet=True),
+            route("GET", "/dashboard", dashboard.page, quiet=True),
+            route("GET", "/dashboard/files/{name}", dashboard.file, quiet=True),
+            route("GET", "/dashboard/frames", partial(dashboard.frames, Feed(server))),
+            route("POST", "/dashboard/simulation", partial(dashboard.simulation, Simulator()), quiet=True),
             *(administration_routes if server.tenants.administered else ()),
         ],
         middleware=[

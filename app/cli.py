@@ -1,18 +1,20 @@
-"""The command line: `headrace serve`, `headrace chat`, `headrace pull`.
+"""The command line: `headrace serve`, `chat`, `pull`.
 
-The flags are the fields of `app.settings.Settings`. Parsing imports neither torch nor a web server, so `--help` and
-typing errors answer at once. What goes wrong on purpose ends in one last line on standard error and exit code 1
-(2 for what argparse refuses); a traceback is a bug.
+The flags of a command are its own, and where it runs a model the fields of `app.settings.Settings`. Parsing imports
+neither torch nor a web server, so `--help` and typing errors answer at once. What goes wrong on purpose ends in one
+last line on standard error and exit code 1 (2 for what argparse refuses); a traceback is a bug.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.progress import loading
 from app.setting_sources import (
@@ -22,7 +24,7 @@ from app.setting_sources import (
     flag_name,
     load_settings,
     shown,
-    unknown_setting,
+    unknown_flag,
 )
 from app.settings import Settings, SettingsError
 from engine.errors import HeadraceError
@@ -32,13 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     parsed, rest = _parser().parse_known_args(arguments)
     options = vars(parsed)
-    command = options.pop("command")
-    config_file = options.pop("config")
-    flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
+    command: Command = options.pop("command")
+    parser: _CommandParser = options.pop("parser")
     try:
         if rest:
-            raise SettingsError(unknown_setting(rest[0].partition("=")[0], map(flag_name, Settings.model_fields)))
-        return command(load_settings(flags, config_file), **options)
+            raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
+        if not command.takes_settings:
+            return command.run(**options)
+        config_file = options.pop("config")
+        flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
+        return command.run(load_settings(flags, config_file), **options)
     except HeadraceError as error:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
@@ -83,30 +88,113 @@ def chat(settings: Settings, *, url: str | None, system: str | None, temperature
     return chat_here(settings, system=system, temperature=temperature)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _add_chat_flags(parser: ArgumentParser) -> None:
+    talk = parser.add_argument_group("the conversation")
+    talk.add_argument("--url", help="Talk to a server that runs, such as http://127.0.0.1:8000. Default: run one here.")
+    talk.add_argument("--system", help="The system prompt.")
+    talk.add_argument("--temperature", type=float, help="0 is greedy. Default: the server's.")
+
+
+class Command(NamedTuple):
+    """What a word of the command line runs: `run(settings, **own)`, or `run(**own)` where it takes no settings."""
+
+    run: Callable[..., int]
+    summary: str
+    add_flags: Callable[[ArgumentParser], None] = lambda _: None  # those of its own
+    takes_settings: bool = True
+
+    @classmethod
+    def of(cls, run: Callable[..., int], add_flags: Callable[[ArgumentParser], None] = lambda _: None) -> Command:
+        """A function of this module, summed up by its docstring."""
+        return cls(run, (run.__doc__ or "").strip(), add_flags)
+
+    @classmethod
+    def at(cls, module: str, summary: str, *, takes_settings: bool = True) -> Command:
+        """A module's `run` and `add_flags`, imported when the command is asked for."""
+        return cls(
+            lambda *settings, **own: import_module(module).run(*settings, **own),
+            summary,
+            lambda parser: import_module(module).add_flags(parser),
+            takes_settings,
+        )
+
+
+class CommandGroup(NamedTuple):
+    """Commands behind a first word."""
+
+    summary: str
+    commands: Mapping[str, Command]
+
+
+COMMANDS: dict[str, Command | CommandGroup] = {
+    "serve": Command.of(serve),
+    "chat": Command.of(chat, _add_chat_flags),
+    "pull": Command.of(pull),
+    "top": Command.at("app.top", "Watch what a running server does, in the terminal."),
+    "simulate": Command.at("app.simulate.command", "Tell how a server would do under a load, without one."),
+    "bench": CommandGroup(
+        "Measure a server, or the model without one.",
+        {
+            "serve": Command.at("app.bench.serve", "Measure a server over HTTP.", takes_settings=False),
+            "latency": Command.at("app.bench.latency", "Time one batch, without a server."),
+            "throughput": Command.at("app.bench.throughput", "Generate for many prompts at once, without a server."),
+            "startup": Command.at("app.bench.startup", "Start servers, cold and warm."),
+        },
+    ),
+}
+
+
+class _CommandParser(ArgumentParser):
+    """Gets its flags when it is first asked to parse, so that no command pays for those of the others."""
+
+    def __init__(self, *, command: Command | None = None, **options: Any) -> None:
+        # A prefix that is unique today is ambiguous after the next release: no abbreviations.
+        super().__init__(allow_abbrev=False, **options)
+        self._command = command
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if (command := self._command) is not None:
+            self._command = None
+            self.set_defaults(command=command, parser=self)
+            command.add_flags(self)
+            if command.takes_settings:
+                _add_settings(self)
+        return super().parse_known_args(args, namespace)
+
+    @property
+    def flags(self) -> list[str]:
+        """All that it knows, as they are typed."""
+        return list(self._option_string_actions)
+
+
+def _parser() -> ArgumentParser:
+    parser = _CommandParser(
         prog="headrace",
         description="A server of the OpenAI and Anthropic APIs for large language models.",
     )
     parser.add_argument("--version", action="version", version=f"headrace {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,chat,pull}")
-    for function in (serve, chat, pull):
-        summary = (function.__doc__ or "").strip()
-        command = commands.add_parser(
-            function.__name__,
-            help=summary,
-            description=summary,
-            epilog=f"Each flag is also an environment variable ({flag_name('max_num_seqs')} is "
-            f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the environment, "
-            "the environment over the file.",
-            usage=f"headrace {function.__name__} [--config FILE] [--SETTING VALUE ...]",
-            allow_abbrev=False,  # a prefix that is unique today is ambiguous after the next release
-        )
-        command.set_defaults(command=function)
-        if function is chat:
-            _add_chat_flags(command)
-        _add_settings(command)
+    _add_commands(parser, COMMANDS)
     return parser
+
+
+def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | CommandGroup]) -> None:
+    children = parser.add_subparsers(
+        title="commands", required=True, metavar=f"{{{','.join(commands)}}}", parser_class=_CommandParser
+    )
+    for name, entry in commands.items():
+        about: dict[str, Any] = {"help": entry.summary, "description": entry.summary}
+        if isinstance(entry, CommandGroup):
+            _add_commands(children.add_parser(name, **about), entry.commands)
+            continue
+        about["usage"] = f"{parser.prog} {name} [--FLAG VALUE ...]"
+        if entry.takes_settings:
+            about["usage"] = f"{parser.prog} {name} [--config FILE] [--SETTING VALUE ...]"
+            about["epilog"] = (
+                f"Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
+                f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
+                "environment, the environment over the file."
+            )
+        children.add_parser(name, command=entry, **about)
 
 
 def _version() -> str:
@@ -116,14 +204,7 @@ def _version() -> str:
         return "(run from its sources, not installed)"
 
 
-def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    talk = parser.add_argument_group("the conversation")
-    talk.add_argument("--url", help="Talk to a server that runs, such as http://127.0.0.1:8000. Default: run one here.")
-    talk.add_argument("--system", help="The system prompt.")
-    talk.add_argument("--temperature", type=float, help="0 is greedy. Default: the server's.")
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: ArgumentParser) -> None:
     settings = parser.add_argument_group("settings")
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():

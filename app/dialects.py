@@ -76,11 +76,15 @@ async def _count(route: CountingRoute, server: Server, request: RequestScope) ->
 async def _translated(
     server: Server, request: RequestScope, model: type[RequestFields]
 ) -> tuple[RequestFields, GenerationRequest]:
+    defaults = server.model.default_sampling  # before anything is read for nothing
+
     def read() -> tuple[RequestFields, GenerationRequest, LeftOut]:
         given = parse_body(model, request.body)
-        return given, given.translate(), given.left_out
+        given.fill_in(defaults)
+        body = given.translate()
+        body.fill_in(defaults)
+        return given, body, given.left_out
 
-    _ = server.model  # before anything is read for nothing
     given, body, left_out = await server.workload.read(request, read)
     tell_left_out(server, request, left_out)
     return given, body

@@ -8,6 +8,7 @@ route.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ HEADERS_WITHIN = 0.1
 # Seconds that the reader of a stream may write at a stretch before others have their turn.
 WRITING_TURN = 0.005
 
+# Where a client says of its prompt that it is not to be written anywhere. Inside a JSON string its quotes are escaped.
+_IN_MEMORY = re.compile(rb'"prompt_cache_retention"\s*:\s*"in[-_]memory"')
 COUNTED_CONTEXTS = 4  # that a conversation whose tokens are counted may fill
 
 Tokenize = Callable[[ServedModel], Awaitable[list[list[int]]]]
@@ -149,6 +152,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         choices=body.n * work.num_prompts,
         tokens=work.num_characters // CHARACTERS_PER_TOKEN,
         timeout=None if math.isinf(timeout) else timeout,
+        max_tokens=0 if work.pooling is not None else sampling.max_tokens,
     ) as ticket:
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
@@ -164,7 +168,9 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             vocab_size=model.engine_info.vocab_size,
             max_model_len=model.engine_info.max_model_len,
         )
+        # Looked for once, not for each prompt: there may be many in a long body.
         keeps_prefix = work.keeps_prefix or _will_go_on(request.body)
+        is_private = _IN_MEMORY.search(request.body) is not None
         core_requests = [
             EngineCoreRequest(
                 request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",
@@ -181,12 +187,13 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 cache_salt=body.cache_salt or "",
                 pooling=work.pooling,
                 keeps_prefix=keeps_prefix,
+                is_private=is_private,
             )
             for number, prompt in enumerate(prompts)
         ]
         async with model.llm.stream(*core_requests) as outputs:
             request.attend(outputs)
-            outputs.on_begin = ticket.begin
+            outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
             message_format = body.message_format(model.prompts.syntax, prompt_end)
             answer = AnswerContext(
                 head=work.head,
@@ -206,7 +213,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
 
 def _will_go_on(body: bytes) -> bool:
     """Whether a client says of the body's prompt that it will be asked for again, by one of the fields for that. They
-    may stand in any block of a conversation, so they are looked for in the bytes; a text that has them as well only
+    may stand in any block of a conversation, so they are looked for in the bytes; a schema that names them as well only
     stays in the cache for longer."""
     return b'"cache_control"' in body or b'"prompt_cache_key"' in body or b'"prompt_cache_retention"' in body
 

@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from app.frozen_imports import frozen_imports
 from app.setting_sources import env_name
-from app.settings import Settings, is_secret
+from app.setting_types import is_secret
+from app.settings import Settings
+from app.step_cost_file import StepCostFile
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.errors import ConfigError
 from engine.frontend.detokenizer import Vocabulary
+from engine.messages import SamplingParams
 from engine.structured import GrammarCompiler
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from gpu.checkpoint import ModelError, ModelFiles, Progress, model_digest, open_model
+from gpu.checkpoint import SAMPLING_FIELDS, ModelError, ModelFiles, Progress, model_digest, open_model
 from gpu.host import cuda_devices, usable_cores
 
 if TYPE_CHECKING:
@@ -39,6 +42,17 @@ ENGINE_MODULE = "app.engine_process"  # tests put one with faults in its place
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     """Find or fetch the model and read all but its weights. Blocks; raises ModelError."""
     return open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress)
+
+
+def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float | None]:
+    """What a request gets that leaves its sampling open: every field that a model may recommend."""
+    neutral = SamplingParams()
+    sampling = {name: getattr(neutral, name) for name in SAMPLING_FIELDS}
+    if settings.sampling_defaults == "model" and files.sampling:
+        sampling |= files.sampling
+        told = ", ".join(f"{name} {value}" for name, value in files.sampling.items())
+        logger.info("Sampling that requests leave open is what the model's authors recommend: %s", told)
+    return sampling
 
 
 def fingerprint(files: ModelFiles, compute_form: str) -> str:
@@ -156,7 +170,10 @@ def core_factory(
             eos_token_ids=files.config.eos_token_ids,
             compute_form=executor.compute_form,
         )
-        return EngineCore(config, executor, grammars or make_grammar_compiler(files))
+        file = StepCostFile.of(settings, files, executor.machine)
+        return EngineCore(
+            config, executor, grammars or make_grammar_compiler(files), costs=file.read(), keep_costs=file.write
+        )
 
     return make_core
 

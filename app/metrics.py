@@ -13,7 +13,9 @@ What was computed for prompts, and computed again after a preemption, is `prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -53,6 +55,10 @@ REQUEST_BUCKETS: Final = (
 )
 TOKEN_BUCKETS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 LOOP_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+WAIT_ERROR_BUCKETS: Final = (
+    *(-60.0, -30.0, -20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1),
+    *(0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
+)
 STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 K = TypeVar("K", bound=str)
@@ -66,6 +72,8 @@ class Metrics:
     def __init__(self, model_name: str, *, prefix: str = "vllm:") -> None:
         disable_created_metrics()  # a second series per counter that nobody asked for
         self._registry = CollectorRegistry()
+        self._recent_first_tokens: deque[float] = deque(maxlen=1024)
+        self._recent_rejections: Tally[str] = Tally()
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -125,7 +133,12 @@ class Metrics:
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
-        text = "Prompts that repeat others, but for their first 256 tokens, so that nothing was found."
+        text = "Until all who wait now have their first token, as far as is known."
+        self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
+        text = "How much longer than expected a request waited for its first token; negative: how much less."
+        error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
+        self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
+        text = "Prompts of 512 tokens or more that repeat others but for their first 256, of which fewer were found."
         self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
@@ -136,7 +149,7 @@ class Metrics:
             "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
             "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, beside the steps."),
         }
-        text = "Bytes that a tier of the KV cache holds, by the engine that last wrote there."
+        text = "Bytes in a tier of the KV cache, as this server last looked."
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         text = "Tools that clients offered and nobody serves here, by the requests that did so."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
@@ -180,9 +193,27 @@ class Metrics:
     def on_rejection(self, limit: Limit) -> None:
         """A request was refused because a queue is full. It was never accepted and is in no other metric."""
         self._rejections[limit].inc()
+        self._recent_rejections[limit] += 1
+
+    def on_waited(self, waited: float, expected: float) -> None:
+        """A request got its first token after so many seconds, and had been expected to wait so many."""
+        self._wait_error.observe(waited - expected)
+
+    def show_queued_seconds(self, queued_seconds: Callable[[], float]) -> None:
+        """What tells how long the queue is, whenever somebody asks."""
+        self._queued_seconds.set_function(queued_seconds)
 
     def on_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
+        self._recent_first_tokens.append(seconds)
+
+    def take_recent(self) -> tuple[list[float], dict[str, int]]:
+        """What has happened since this was asked before: seconds to first tokens, of the latest 1,024, and how many
+        requests each limit has refused."""
+        recent = list(self._recent_first_tokens), dict(self._recent_rejections)
+        self._recent_first_tokens.clear()
+        self._recent_rejections.clear()
+        return recent
 
     def on_inter_token(self, seconds: float, count: int = 1) -> None:
         """`count` further tokens came, each `seconds` after the one before it in its choice."""

@@ -13,9 +13,11 @@ from protocol.errors import ApiError
 Refuse = Callable[[ApiError], ASGIApp]
 
 MAX_HEADERS = 128
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/dashboard", "/docs"})
+OPEN_FILES = ("/dashboard/files/", "/docs/files/")  # pages hold nothing; what they show needs a key
 WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
 ADMIN_PATHS = frozenset({"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"})
+DASHBOARD_PATHS = frozenset({"/dashboard/frames", "/dashboard/simulation"})
 
 
 class WithVersion:
@@ -49,8 +51,9 @@ class HeaderLimit:
 
 
 class Authentication:
-    """Asks for an API key on every path but the probes', unknown paths included, and names the tenant. Where there are
-    administrators, their paths take their keys and no others.
+    """Asks for an API key on every path but those of probes and pages, unknown paths included, and names the tenant.
+    Where there are administrators, their paths take their keys and no others. What the dashboard shows is everybody's
+    requests, so a client's key does not open it.
 
     A key comes as `Authorization: Bearer` or as `x-api-key`. The path is ASGI's `scope["path"]`: anything rebuilt from
     the Host header can be steered by the client (CVE-2026-48746).
@@ -60,16 +63,21 @@ class Authentication:
         self._app = app
         self._tenants = tenants
         self._no_key = refuse(_NO_KEY)
+        self._no_admins = refuse(_NO_ADMINS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(scope):
             await self._app(scope, receive, send)
             return
         key = _key_of(scope)
-        if self._tenants.administered and scope["path"] in ADMIN_PATHS:
+        is_dashboard = scope["path"] in DASHBOARD_PATHS
+        if self._tenants.administered and (is_dashboard or scope["path"] in ADMIN_PATHS):
             if key is None or not self._tenants.is_admin(key):
                 await self._no_key(scope, receive, send)
                 return
+        elif self._tenants.required and is_dashboard:
+            await self._no_admins(scope, receive, send)
+            return
         elif self._tenants.required:
             tenant = None if key is None else self._tenants.find(key)
             if tenant is None:
@@ -77,6 +85,16 @@ class Authentication:
                 return
             scope["headrace.tenant"] = tenant
         await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    return path in OPEN_PATHS or path.startswith(OPEN_FILES) or (path == "/" and wants_page(scope))
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether it is a browser that asks."""
+    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
 def _key_of(scope: Scope) -> bytes | None:
@@ -91,6 +109,13 @@ def _key_of(scope: Scope) -> bytes | None:
 _NO_KEY = ApiError(
     401,
     "A valid API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+    code="invalid_api_key",
+    headers={"www-authenticate": "Bearer"},
+)
+_NO_ADMINS = ApiError(
+    401,
+    "This shows the requests of all tenants, so it needs an administrator's key, and the server has none: give it one "
+    "with the setting admin_keys.",
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
 )

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import msgspec
+
 import engine.frontend.llm
-from app.loading import core_factory, open_files
+from app.loading import core_factory, default_sampling, open_files
 from app.progress import generating, loading
 from app.setting_sources import load_settings
 from engine.frontend.llm import Generation, OnStep
@@ -35,7 +37,8 @@ class LLM(engine.frontend.llm.LLM):
         with loading() if progress else nullcontext() as report:
             files = open_files(chosen, report)
             core = core_factory(chosen, files)()
-        super().__init__(core, files.tokenizer, seed=chosen.seed)
+            sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
+        super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
 
     def generate(
         self,

@@ -10,7 +10,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -76,6 +76,7 @@ class ServedModel:
     root: str  # the weights' own name
     embedding_size: int
     engine_info: EngineReady
+    default_sampling: Mapping[str, float | None]  # for requests that leave it open
     tokenizer_info: dict[str, Any]
     fingerprint: str  # of the model and of how it is computed
 
@@ -109,7 +110,10 @@ class Server:
         self.phase = Phase.STARTING
         self.start_up = StartUp()
         self.tenants = Tenants(settings)
-        self.admission = Admission(settings, self.metrics.on_rejection, self.tenants.all)
+        self.admission = Admission(
+            settings, self.metrics.on_rejection, self.tenants.all, on_waited=self.metrics.on_waited
+        )
+        self.metrics.show_queued_seconds(lambda: self.admission.queued_seconds)
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
@@ -311,12 +315,13 @@ class Server:
             await self._serve(files, prompts)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:
-        from app.loading import fingerprint, make_client, make_grammar_compiler, tokenizer_info
+        from app.loading import default_sampling, fingerprint, make_client, make_grammar_compiler, tokenizer_info
         from engine.frontend.async_llm import AsyncLLM
 
         grammars = make_grammar_compiler(files)
         client = make_client(self.settings, files, self.start_up.report, grammars)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
+        llm.on_step_costs = self.admission.wait.set_costs
         async with llm.running():
             try:
                 self._llm = llm
@@ -324,12 +329,14 @@ class Server:
                 await to_thread.run_sync(grammars.build_tokenizer)
                 await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
+                self.admission.wait.num_kv_tokens = engine_info.num_blocks * engine_info.block_size
                 self._model = ServedModel(
                     llm=llm,
                     prompts=prompts,
                     root=files.name,
                     embedding_size=files.config.hidden_size,
                     engine_info=engine_info,
+                    default_sampling=default_sampling(self.settings, files),
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
                 )

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
-from app.settings import ENV_PREFIX, Settings, SettingsError, is_secret, without_none
+from app.setting_types import is_secret, without_none
+from app.settings import ENV_PREFIX, Settings, SettingsError
 
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 
@@ -73,6 +74,9 @@ def allowed_values(field: FieldInfo) -> str:
         return f"a size such as 2GiB, {bounds if high is not None else f'at least {bounds}'}"
     if annotation in (int, float):
         kind = "a whole number" if annotation is int else "a number"
+        above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
+        if above is not None:
+            return f"{kind} above {above}, at most {high}"
         return f"{kind}, {low} to {high}" if high is not None else f"{kind}, at least {low}"
     pattern = next((m.pattern for m in field.metadata if getattr(m, "pattern", None)), None)
     if pattern:
@@ -142,9 +146,17 @@ def _from_environment() -> dict[str, _Given]:
 
 def unknown_setting(name: str, known: Iterable[str]) -> str:
     """What to say to whoever has given it."""
+    return f"there is no setting {name!r}. {_meant(name, known) or '`headrace serve --help` lists the settings.'}"
+
+
+def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
+    """What to say to whoever has typed it, where `program --help` lists those that are known."""
+    return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    hint = f"Did you mean {nearest[0]}?" if nearest else "`headrace serve --help` lists the settings."
-    return f"there is no setting {name!r}. {hint}"
+    return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
 def _explain(problem: Any, given: Mapping[str, _Given]) -> str:

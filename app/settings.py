@@ -8,14 +8,13 @@ so a test builds one with the fields it cares about. Secrets are never shown. No
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from app.setting_types import CommaSeparated, CommaSeparatedSecrets, UserPath, is_secret
 from engine.errors import HeadraceError
 from protocol.message_syntax import ReasoningParser, ToolParser
 
@@ -25,15 +24,6 @@ MIB = 2**20
 
 class SettingsError(HeadraceError):
     """The server cannot start as it was told to. One line per setting that is wrong."""
-
-
-def _split_commas(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-CommaSeparatedSecrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_commas)]
 
 
 class Settings(BaseSettings):
@@ -92,6 +82,12 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
     seed: int = Field(
         0, description="Seeds dummy weights and the draws of requests that bring no seed.", ge=0, le=2**63 - 1
+    )
+
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="Where the sampling that a request leaves open comes from. model: its authors' recommendation, of "
+        "generation_config.json or the GGUF file. openai: temperature 1, top_p 1, nothing else.",
     )
 
     # The engine.
@@ -234,6 +230,9 @@ class Settings(BaseSettings):
         ge=1,
         le=2**31,
     )
+    max_queue_time: float = Field(
+        30.0, description="Seconds of expected queueing beyond which a request is refused; 0: none.", ge=0, le=86400
+    )
     default_timeout: float | None = Field(
         None,
         description="Seconds that a request has to finish if it asks for none.",
@@ -365,6 +364,12 @@ class Settings(BaseSettings):
                 "kv_cache_dir and kv_cache_ram keep what the prefix cache finds, and enable_prefix_caching is false. "
                 "What works: enable_prefix_caching = true, or neither of them"
             )
+        default = Settings.model_fields["kv_cache_dir_size"].default
+        if self.kv_cache_dir is None and self.kv_cache_dir_size != default:
+            raise ValueError(
+                f"kv_cache_dir_size ({self.kv_cache_dir_size.human_readable()}) bounds what is in kv_cache_dir, which "
+                "is not set. What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -387,14 +392,3 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         # `load_settings` reads the sources, in the open and in order; constructing a Settings reads none.
         return (init_settings,)
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Whether a setting's value must never be shown."""
-    return SecretStr in get_args(without_none(field.annotation))
-
-
-def without_none(annotation: Any) -> Any:
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next(arg for arg in get_args(annotation) if arg is not type(None))
-    return annotation

@@ -125,6 +125,8 @@ class ChatUser(User):
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": options.max_tokens,
             "ignore_eos": True,
+            "temperature": 1.0,  # whatever the model's authors recommend
+            "top_p": 1.0,
         }
         leaves = _random.random() < options.leave_share
         leave_after = _random.randint(1, max(1, options.max_tokens // 2)) if leaves else None

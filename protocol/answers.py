@@ -107,6 +107,7 @@ class ServerInfo(OpenAnswer):
     max_model_len: int
     vocab_size: int
     embedding_size: int
+    default_sampling_params: dict[str, float | None]
 
 
 class EngineState(Answer):

@@ -37,8 +37,14 @@ OPERATIONS = (
     Operation("get", "/version", "The server's version.", answers.Version),
     Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
     Operation("get", "/openapi.json", "This description, for programs.", "application/json"),
-    Operation("get", "/docs", "This description, for people.", "text/html"),
+    Operation("get", "/docs", "This description, for people.", "text/html", is_open=True),
+    Operation("get", "/dashboard", "What the server does, and a chat, for people.", "text/html", is_open=True),
 )
+
+OF_PAGES = frozenset(
+    {"/", "/docs/files/{name}", "/dashboard/files/{name}", "/dashboard/frames", "/dashboard/simulation"}
+)
+"""Routes that are the pages' own: they change with them."""
 
 TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
 """Where the setting `enable_tokenizer_info_endpoint` is on."""

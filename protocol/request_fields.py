@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -69,6 +70,12 @@ class RequestFields(ClientModel):
     timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
     ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
+
+    def fill_in(self, defaults: Mapping[str, float | None]) -> None:
+        """Set fields of these names that the client has left open."""
+        for name, value in defaults.items():
+            if name not in self.model_fields_set and getattr(self, name, value) != value:
+                setattr(self, name, value)
 
     @property
     def left_out(self) -> LeftOut:

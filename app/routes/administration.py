@@ -23,8 +23,9 @@ ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it an
 SHOWN_SETTINGS = (
     *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
-    *("num_threads", "gpu_memory_utilization"),
+    *("num_threads", "gpu_memory_utilization", "sampling_defaults"),
     *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
+    *("max_queue_time",),
     *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
 )
 
@@ -38,10 +39,18 @@ async def server_info(server: Server, request: RequestScope) -> None:
         "max_model_len": model.engine_info.max_model_len,
         "vocab_size": model.engine_info.vocab_size,
         "embedding_size": model.embedding_size,
-        "kv_cache": {"num_blocks": model.engine_info.num_blocks, "block_size": model.engine_info.block_size},
+        "kv_cache": {
+            name: getattr(model.engine_info, name)
+            for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
+        },
+        "pipeline_depth": model.engine_info.pipeline_depth,
+        "default_sampling_params": model.default_sampling,
         "requests_in_flight": server.num_open_requests,
+        "queued_seconds": server.admission.queued_seconds,
         "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
     }
+    if server.admission.wait.costs is not None:
+        info["step_cost"] = msgspec.to_builtins(server.admission.wait.costs)
     await request.send_json(200, orjson.dumps(info))
 
 
@@ -56,7 +65,14 @@ async def engine_state(server: Server, request: RequestScope) -> None:
 
 
 async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
-    """POST /reset_prefix_cache, for measurements that must begin cold."""
+    """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 where more is asked for."""
+    if request.query().get("reset_external", ["false"])[-1].lower() not in ("false", "0"):
+        raise ApiError(
+            400,
+            "reset_external: what kv_cache_dir and kv_cache_ram keep cannot be forgotten by request; leave it out, or "
+            "start with an empty kv_cache_dir.",
+            param="reset_external",
+        )
     server.model.llm.send(ResetPrefixCache())
     await request.send_json(200, orjson.dumps({"success": True}))
 

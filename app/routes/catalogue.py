@@ -33,4 +33,10 @@ def _card(server: Server, request: RequestScope, name: str) -> dict[str, Any]:
     longest = model.engine_info.max_model_len
     if request.dialect is ANTHROPIC:
         return model_info(name, created=server.created, max_model_len=longest)
-    return model_card(name, root=model.root, created=server.created, max_model_len=longest)
+    return model_card(
+        name,
+        root=model.root,
+        created=server.created,
+        max_model_len=longest,
+        default_parameters=model.default_sampling,
+    )

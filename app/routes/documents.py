@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import orjson
 from anyio import to_thread
 
-from app.docs_page import render
+from app.dashboard.files import SAME_ORIGIN, PageFiles, read_folder
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Server
 from protocol.openapi import document
 from protocol.operations import ADMINISTRATION, OPERATIONS, TOKENIZER_INFO
 
-# A browser loads nothing for this page, from here or from elsewhere.
-_PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_OF_SWAGGER_UI = ("swagger-ui-bundle.js", "swagger-ui.css")
+
+
+def _files() -> dict[str, bytes]:
+    """The page's own files, and Swagger UI's out of its package, of which no Python is run."""
+    package = find_spec("swagger_ui")
+    assert package is not None
+    assert package.origin is not None
+    static = Path(package.origin).parent / "static"
+    return read_folder(Path(__file__).parents[1] / "dashboard" / "docs") | {
+        name: (static / name).read_bytes() for name in _OF_SWAGGER_UI
+    }
+
+
+_PAGE = PageFiles(_files, SAME_ORIGIN)
 
 
 async def openapi(server: Server, request: RequestScope) -> None:
@@ -25,9 +40,13 @@ async def openapi(server: Server, request: RequestScope) -> None:
 
 
 async def docs(server: Server, request: RequestScope) -> None:
-    """GET /docs: one page without scripts, pictures or anything from elsewhere."""
-    page = await to_thread.run_sync(_page, *_offered(server))
-    await request.send_body(200, page, "text/html; charset=utf-8", _PAGE_HEADERS)
+    """GET /docs: Swagger UI, with nothing from elsewhere."""
+    await _PAGE.send(request, "index.html")
+
+
+async def docs_file(server: Server, request: RequestScope) -> None:
+    """GET /docs/files/{name}: its scripts and styles."""
+    await _PAGE.send(request, request.path_params["name"])
 
 
 def _offered(server: Server) -> tuple[bool, bool]:
@@ -37,11 +56,6 @@ def _offered(server: Server) -> tuple[bool, bool]:
 @cache
 def _description(tokenizer_info: bool, administered: bool) -> bytes:
     return orjson.dumps(_document(tokenizer_info, administered))
-
-
-@cache
-def _page(tokenizer_info: bool, administered: bool) -> bytes:
-    return render(_document(tokenizer_info, administered)).encode()
 
 
 def _document(tokenizer_info: bool, administered: bool) -> dict[str, Any]:

@@ -40,11 +40,15 @@ async def create(server: Server, request: RequestScope) -> None:
     body = await parse(server, ResponsesRequest, request)
     stores = _stores(server, body)
     previous = _previous(server, request, body)
+    defaults = server.model.default_sampling
 
     def read() -> tuple[ResponsesChat, bytes, dict[str, Any], LeftOut]:
         items = _conversation(server, request, body, previous)
         context = orjson.dumps([item.listed() for item in items]) if stores else b""
-        return body.translate(items), context, body.echo(), body.left_out
+        body.fill_in(defaults)
+        chat = body.translate(items)
+        chat.fill_in(defaults)
+        return chat, context, body.echo(), body.left_out
 
     chat, context, echo, left_out = await server.workload.read(request, read, _num_stored_bytes(body, previous))
     tell_left_out(server, request, left_out)

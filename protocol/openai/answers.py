@@ -202,6 +202,7 @@ class ModelCard(Answer):
     root: str
     parent: str | None
     max_model_len: int
+    default_parameters: dict[str, float | None]
     permission: list[Any]
 
 

@@ -105,6 +105,9 @@ class CompletionRequest(GenerationRequest):
         prompt_list(self.prompt, "prompt")
         return self
 
+    def fill_in(self, defaults: Mapping[str, float | None]) -> None:
+        super().fill_in({name: value for name, value in defaults.items() if name != "max_tokens"})  # it is 16 here
+
     def prompts(self, vocab_size: int) -> Prompts:
         """The prompts, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
         prompts = prompt_list(self.prompt, "prompt")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -12,8 +12,11 @@ from protocol.errors import ApiError
 _MAX_SHOWN = 64  # characters of an unknown name that come back
 
 
-def model_card(name: str, *, root: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """One model. `root` is the weights' own name when `name` is an alias; `max_model_len` counts tokens."""
+def model_card(
+    name: str, *, root: str, created: int, max_model_len: int, default_parameters: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """One model. `root` is the weights' own name when `name` is an alias; `max_model_len` counts tokens.
+    `default_parameters`, as OpenRouter's cards have them, are for requests that leave their sampling open."""
     return {
         "id": name,
         "object": "model",
@@ -22,6 +25,7 @@ def model_card(name: str, *, root: str, created: int, max_model_len: int) -> dic
         "root": root,
         "parent": None,
         "max_model_len": max_model_len,
+        "default_parameters": default_parameters,
         "permission": [],
     }
 

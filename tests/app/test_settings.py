@@ -10,8 +10,9 @@ import pytest
 from pydantic import SecretStr
 
 import app
-from app.setting_sources import env_name, load_settings, working_value
-from app.settings import Settings, SettingsError, is_secret
+from app.setting_sources import env_name, flag_name, load_settings, working_value
+from app.setting_types import is_secret
+from app.settings import Settings, SettingsError
 
 MIB = 2**20
 
@@ -113,6 +114,19 @@ def test_what_is_kept_needs_the_prefix_cache() -> None:
     with pytest.raises(SettingsError, match="enable_prefix_caching is false"):
         load_settings({"kv_cache_dir": "/tmp/kv", "enable_prefix_caching": "false"})
     assert load_settings({"kv_cache_dir": "~/kv", "kv_cache_dir_size": "1GiB"}).kv_cache_dir == Path.home() / "kv"
+
+
+def test_a_size_needs_a_directory_and_a_directory_a_name() -> None:
+    with pytest.raises(SettingsError, match=r"kv_cache_dir_size \(1\.0GiB\) .* not set\. What works: kv_cache_dir = /"):
+        load_settings({"kv_cache_dir_size": "1GiB"})
+    for name in ("kv_cache_dir", "cache_dir", "api_keys_file"):
+        with pytest.raises(SettingsError, match=f"{flag_name(name)}: got ''; allowed: text that is not empty"):
+            load_settings({name: ""})
+
+
+def test_what_must_be_above_a_number_says_so() -> None:
+    with pytest.raises(SettingsError, match="allowed: a number above 0, at most 1. A value that works: 0.9"):
+        load_settings({"gpu_memory_utilization": "0"})
 
 
 def test_several_engines_need_processes() -> None:

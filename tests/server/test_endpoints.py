@@ -206,6 +206,9 @@ def test_the_prefix_cache_is_forgotten(governed: Server) -> None:
     assert (cached(), cached()) == (0, 48)
     assert ask(governed, "POST", "/reset_prefix_cache").json() == {"success": True}
     assert (cached(), cached()) == (0, 48)
+    assert ask(governed, "POST", "/reset_prefix_cache?reset_external=false").json() == {"success": True}
+    refused = ask(governed, "POST", "/reset_prefix_cache?reset_external=true")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reset_external")
 
 
 def test_the_engine_tells_what_it_does_between_two_steps(governed: Server) -> None:

@@ -171,6 +171,18 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"api_keys_file": "{}/tenants.toml"},
         ["api_keys_file", "tenants.a", "keys", "A file that works"],
     ),
+    "a directory for KV blocks that is a file": (
+        {"kv_cache_dir": "{}/notes.txt"},
+        ["kv_cache_dir is", "notes.txt", "cannot be used", "Name one that this user may make"],
+    ),
+    "a directory for KV blocks that cannot be made": (
+        {"kv_cache_dir": "/proc/nothing/kv", "engine": "process"},
+        ["kv_cache_dir is /proc/nothing/kv", "cannot be used", "Name one that this user may make"],
+    ),
+    "a size without its directory": (
+        {"kv_cache_dir_size": "1GiB"},
+        ["kv_cache_dir_size (1.0GiB)", "which is not set", "kv_cache_dir = /var/cache/headrace/kv"],
+    ),
     "a collector that is no address": (
         {"otlp_endpoint": "collector:4318"},
         ["HEADRACE_OTLP_ENDPOINT", "'collector:4318'", "https?", "A value that works: http://127.0.0.1:4318"],

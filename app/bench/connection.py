@@ -1,0 +1,363 @@
+"""HTTP/1.1 connections for a client that measures: next to nothing happens when bytes arrive, and not when it looks
+but when they came is written down.
+
+An `Exchange` is one request, and the reads that brought its answer with their times. The time of a read is when its
+last byte reached this machine: the kernel notes it (SO_TIMESTAMPNS), so a client that has to wait for a processor, or
+has 256 streams to look at, does not add its own lateness to what it measures. Behind TLS, where the kernel's note is
+lost, it is the time of the look. Whether an answer has ended is seen from its framing alone; what it says is read
+later (`app.bench.answers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import resource
+import socket
+import ssl
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from time import perf_counter, time_ns
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from app.settings import SettingsError
+
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+_CLOSES = re.compile(rb"^HTTP/1\.0|\r\nconnection: *close", re.IGNORECASE)
+CLOSED_EARLY, CLOSED_LATE = "connection closed before an answer", "connection closed in mid-answer"
+_SO_TIMESTAMPNS = 35  # of Linux; the module socket does not name it
+_CLOSE = 5e-6  # seconds between two looks at clocks that nothing has come between
+_TIMESPEC = struct.Struct("@ll")
+_LAST_CHUNK = b"\r\n0\r\n\r\n"
+
+
+class Exchange:
+    """One request and its answer as it came."""
+
+    __slots__ = ("body_at", "chunked", "done", "end_time", "error", "head", "reads", "start_time", "times")
+
+    def __init__(self) -> None:
+        self.start_time = 0.0  # just before the request was written, or its connection was opened
+        self.end_time = 0.0
+        self.head = b""  # status line and headers
+        self.body_at = 0  # where the body begins in the joined reads
+        self.chunked = False
+        self.reads: list[bytes] = []
+        self.times: list[float] = []  # of each read
+        self.error = ""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def body(self) -> Iterator[tuple[bytes, float]]:
+        """Its parts as they came, without the framing, and the time of each."""
+        skip = self.body_at
+        pending, left = b"", 0  # left: bytes of the chunk that are to come, with the line end after it
+        for data, time in zip(self.reads, self.times, strict=True):
+            if skip >= len(data):
+                skip -= len(data)
+                continue
+            data, skip = data[skip:], 0  # noqa: PLW2901
+            if not self.chunked:
+                yield data, time
+                continue
+            pending += data
+            while pending:
+                if not left:
+                    size, found, rest = pending.partition(b"\r\n")
+                    if not found:
+                        break
+                    try:
+                        left, pending = int(size.partition(b";")[0], 16) + 2, rest
+                    except ValueError:
+                        return  # what follows cannot be understood; the stream has broken off
+                    continue
+                part, pending = pending[:left], pending[left:]
+                left -= len(part)
+                # Of the line end after a chunk, two bytes or one may be in this part.
+                yield part[: len(part) - max(0, 2 - left)], time
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and the exchange that it is used for. A protocol where there is TLS."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._exchange: Exchange | None = None
+        self._bytes_left: int | None = None  # of a body of known length; None: until it closes
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's transports are no asyncio.Transport
+        self.transport: asyncio.Transport | StampedSocket = transport
+
+    def send(self, exchange: Exchange, request: bytes) -> None:
+        """Write a request whose answer goes to `exchange`."""
+        self._exchange = exchange
+        self.transport.write(request)
+
+    def data_received(self, data: bytes, time: float | None = None) -> None:
+        exchange = self._exchange
+        if exchange is None:  # nobody has asked
+            self.transport.abort()
+            return
+        exchange.times.append(perf_counter() if time is None else max(time, exchange.start_time))
+        exchange.reads.append(data)
+        if not exchange.head:
+            self._read_head(exchange)
+        elif exchange.chunked:
+            if data.endswith(_LAST_CHUNK) or (len(data) < len(_LAST_CHUNK) and _ends(exchange.reads)):
+                self._end()
+        elif self._bytes_left is not None:
+            self._bytes_left -= len(data)
+            if self._bytes_left <= 0:
+                self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.forget(self)
+        if (exchange := self._exchange) is not None:
+            to_its_end = exchange.head and not exchange.chunked and self._bytes_left is None and error is None
+            why = CLOSED_LATE if exchange.reads else CLOSED_EARLY
+            self._end("" if to_its_end else why, keep=False)
+
+    def give_up(self, exchange: Exchange, why: str) -> None:
+        """End the exchange from this side, if it still runs here."""
+        if self._exchange is exchange:
+            self._end(why, keep=False)
+
+    def _read_head(self, exchange: Exchange) -> None:
+        received = b"".join(exchange.reads)
+        end = received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        if received.startswith(b"HTTP/1.1 1"):  # 100 Continue, 103 Early Hints: the answer follows
+            exchange.reads[:], exchange.times[:] = [received[end + 4 :]], exchange.times[-1:]
+            self._read_head(exchange)
+            return
+        exchange.head, exchange.body_at = received[:end], end + 4
+        exchange.chunked = _CHUNKED.search(exchange.head) is not None
+        length = _LENGTH.search(exchange.head)
+        self._bytes_left = int(length[1]) - (len(received) - exchange.body_at) if length else None
+        if (
+            received.endswith(_LAST_CHUNK)
+            if exchange.chunked
+            else self._bytes_left is not None and self._bytes_left <= 0
+        ):
+            self._end()
+
+    def _end(self, error: str = "", *, keep: bool = True) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        self._exchange = None
+        exchange.end_time = exchange.times[-1] if exchange.times and not error else perf_counter()
+        exchange.error = error
+        if keep and not _CLOSES.search(exchange.head):
+            self._pool.free.append(self)
+        else:
+            self.transport.abort()
+        if not exchange.done.done():
+            exchange.done.set_result(None)
+
+
+class KernelClock:
+    """From the kernel's time, CLOCK_REALTIME, to that of `perf_counter`.
+
+    Whoever is kept from the processor between two looks at two clocks sees them apart by as much; the difference from
+    the last two looks that followed close upon each other is the better one.
+    """
+
+    def __init__(self) -> None:
+        self._difference: float | None = None
+
+    def time(self, seconds: int, nanoseconds: int) -> float:
+        before, real, after = perf_counter(), time_ns(), perf_counter()
+        if self._difference is None or after - before < _CLOSE:
+            self._difference = 1e-9 * real - (before + after) / 2
+        return min(seconds + 1e-9 * nanoseconds - self._difference, after)
+
+
+_kernel_clock = KernelClock()
+
+
+class StampedSocket:
+    """A plain connection. Its reads have the time, on the clock of `perf_counter`, at which the kernel got them."""
+
+    def __init__(self, sock: socket.socket, connection: Connection) -> None:
+        self._socket = sock
+        self._connection = connection
+        self._unsent = b""
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+        with suppress(OSError):  # another system: the time of the look is good enough
+            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._loop.add_reader(sock, self._read)
+
+    def write(self, data: bytes) -> None:
+        """All at once, or the rest when there is room."""
+        self._unsent += data
+        self._flush()
+
+    def abort(self) -> None:
+        """Close, and tell the connection soon."""
+        self._close(None)
+
+    def _flush(self) -> None:
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._close(error)
+            return
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            data, notes, _, _ = self._socket.recvmsg(65536, 64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._close(error)
+            return
+        if not data:
+            self._close(None)
+            return
+        time = None
+        if notes:
+            time = _kernel_clock.time(*_TIMESPEC.unpack(notes[0][2]))
+        self._connection.data_received(data, time)
+
+    def _close(self, error: Exception | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._loop.call_soon(self._connection.connection_lost, error)
+
+
+class ConnectionPool:
+    """Connections to one server. As many as there are exchanges at a time; who is done leaves its own for the next."""
+
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str], *, verify: bool = True, timeout: float = 3600.0
+    ) -> None:
+        """`headers` go with every request, which has `timeout` seconds. Raises SettingsError for a bad address."""
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(
+                f"--base-url: got {base_url!r}; allowed: an http or https address, such as http://127.0.0.1:8000"
+            )
+        self.free: list[Connection] = []
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._timeout = timeout
+        self._prefix = parts.path.rstrip("/")
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = ssl.create_default_context()
+            if not verify:
+                self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        self._headers = {"host": parts.netloc.rpartition("@")[2], "accept": "*/*"}
+        self._headers |= {name.lower(): value for name, value in headers.items()}
+
+    def message(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+        """A request as it is written. `headers`, in lower case, win over those of every request."""
+        sent = (
+            self._headers | dict(headers or {}) | {"content-type": "application/json", "content-length": str(len(body))}
+        )
+        lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{lines}\r\n"
+        return head.encode("latin-1") + body
+
+    async def open(self, number: int) -> None:
+        """Open connections ahead of their use. Raises SettingsError where nobody answers."""
+        try:
+            for _ in range(number):
+                self.free.append(await self._connect())
+        except OSError as error:
+            raise SettingsError(f"No answer from {self._host}:{self._port}: {error}. Is the server running?") from error
+
+    async def exchange(self, request: bytes) -> Exchange:
+        """Send a request and return when its answer has ended, come what may. Cancelled, it hangs up."""
+        exchange = Exchange()
+        exchange.start_time = perf_counter()
+        for again in (True, False):
+            try:
+                reused = again and bool(self.free)
+                connection = self.free.pop() if reused else await self._connect()
+            except OSError as error:
+                exchange.error, exchange.end_time = f"cannot connect: {error.strerror or error}", perf_counter()
+                return exchange
+            connection.send(exchange, request)
+            giving_up = asyncio.get_running_loop().call_later(self._timeout, connection.give_up, exchange, "timed out")
+            try:
+                await exchange.done
+            finally:
+                giving_up.cancel()
+                connection.give_up(exchange, "cancelled")
+            if not (reused and exchange.error == CLOSED_EARLY):
+                break
+            # The server closed a connection that had been idle for too long just as it was used again.
+            exchange.error, exchange.done = "", asyncio.get_running_loop().create_future()
+        return exchange
+
+    async def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
+        """The answer to a GET; None if it is no JSON or not 200."""
+        exchange = await self.exchange(self.message("GET", path, headers=headers))
+        if not exchange.head.startswith(b"HTTP/1.1 200") or exchange.error:
+            return None
+        try:
+            return orjson.loads(b"".join(part for part, _ in exchange.body()))
+        except ValueError:
+            return None
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is gone."""
+        if connection in self.free:
+            self.free.remove(connection)
+
+    def close(self) -> None:
+        """Close what is open and idle."""
+        for connection in self.free:
+            connection.transport.abort()
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection = Connection(self)
+        if self._tls:
+            await loop.create_connection(
+                lambda: connection, self._host, self._port, ssl=self._tls, server_hostname=self._host
+            )
+            return connection
+        error: OSError | None = None
+        for family, kind, protocol, _, address in await loop.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as refused:
+                sock.close()
+                error = refused
+                continue
+            connection.connection_made(StampedSocket(sock, connection))
+            return connection
+        raise error or OSError("no address")
+
+
+def _ends(reads: list[bytes]) -> bool:
+    """A last chunk that came in several reads."""
+    return b"".join(reads[-len(_LAST_CHUNK) :]).endswith(_LAST_CHUNK)
+
+
+def allow_open_files() -> None:
+    """As many connections as the system lets this process have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

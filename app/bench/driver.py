@@ -1,0 +1,175 @@
+"""Sends a workload to a server and records what came back, and how well it did so itself.
+
+A request is sent at its time (open loop), and where only so many may be under way, when a slot is free (closed loop). A
+turn of a conversation is sent its time to think after the answer before. Answers are read one at a time and a little at
+a time, because whoever keeps the event loop makes all clocks late; so bodies are made before, and nothing is collected
+as garbage meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from time import perf_counter
+from typing import Any
+
+import orjson
+
+from app.bench.answers import read_answer
+from app.bench.connection import ConnectionPool, Exchange
+from app.bench.report import RequestRecord, statistics
+from app.bench.workloads import WorkloadRequest, text_of
+
+LOOP_TICK = 0.01  # seconds between two looks at how late the event loop is
+MAX_SEND_LAG_MS, MAX_LOOP_LAG_MS, MAX_CPU_SHARE = 10.0, 10.0, 0.9  # of a client whose figures are the server's
+TIMER = 0.001  # seconds: the timers of uvloop know no less
+
+Turn = tuple[WorkloadRequest, RequestRecord]
+
+
+@dataclass
+class ClientFigures:
+    """How well the client itself did. Seconds."""
+
+    began: float = 0.0  # when the first request that comes at once was due
+    send_lags: list[float] = field(default_factory=list)  # of each request: how late it was sent
+    loop_lags: list[float] = field(default_factory=list)  # of each tick: how long the event loop kept it waiting
+    cpu_share: float = 0.0  # of one processor
+
+    def summary(self) -> dict[str, Any]:
+        """What the result says of it. `client_was_late`: its figures may tell more of it than of the server."""
+        figures = statistics("client_send_lag", self.send_lags) | statistics("client_loop_lag", self.loop_lags)
+        late = (
+            figures["p99_client_send_lag_ms"] > MAX_SEND_LAG_MS or figures["p99_client_loop_lag_ms"] > MAX_LOOP_LAG_MS
+        )
+        return figures | {"client_cpu_share": self.cpu_share, "client_was_late": late or self.cpu_share > MAX_CPU_SHARE}
+
+
+class Driver:
+    """One run: use it once. `fields` are of every request's body."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        path: str,
+        fields: dict[str, Any],
+        *,
+        max_concurrency: int | None = None,
+        id_prefix: str = "bench-",
+        on_answer: Callable[[RequestRecord], None] = lambda _: None,
+    ) -> None:
+        self.figures = ClientFigures()
+        self._pool = pool
+        self._path = path
+        self._fields = fields | {"stream": True, "stream_options": {"include_usage": True}}
+        self._is_chat = path.endswith("/chat/completions")
+        self._max_concurrency = max_concurrency
+        self._id_prefix = id_prefix
+        self._on_answer = on_answer
+        self._slots: asyncio.Queue[float] = asyncio.Queue()  # since when each free one is free
+        self._to_read: asyncio.Queue[tuple[Exchange, RequestRecord, asyncio.Future[None]]] = asyncio.Queue()
+
+    async def run(self, workload: Sequence[WorkloadRequest]) -> list[RequestRecord]:
+        """Send everything and return a record of each request, in the order of the workload.
+
+        Raises SettingsError if nobody listens there.
+        """
+        turns = [(request, self._record(number, request)) for number, request in enumerate(workload)]
+        talks = [list(talk) for _, talk in groupby(turns, key=_conversation)]
+        bodies = [self._message(talk[0], []) for talk in talks]
+        at_a_time = min(self._max_concurrency or len(talks), len(talks))
+        closed = self._max_concurrency is not None or not workload[-1].arrival
+        await self._pool.open(at_a_time if closed else 1)
+        with _no_garbage_collection():
+            cpu, began = time.process_time(), perf_counter()
+            self.figures.began = began
+            for _ in range(self._max_concurrency or 0):
+                self._slots.put_nowait(began)
+            async with asyncio.TaskGroup() as helpers:
+                own = [helpers.create_task(self._read_answers()), helpers.create_task(self._watch_loop())]
+                async with asyncio.TaskGroup() as group:
+                    for talk, body in zip(talks, bodies, strict=True):
+                        due = began + (talk[0][0].arrival or 0.0)
+                        # Also when it is late already: what has arrived goes before what is to be sent.
+                        await asyncio.sleep(max(0.0, due - perf_counter()))
+                        group.create_task(self._converse(talk, body, due))
+                for helper in own:
+                    helper.cancel()
+            self.figures.cpu_share = (time.process_time() - cpu) / (perf_counter() - began)
+        return [record for _, record in turns]
+
+    async def _converse(self, talk: list[Turn], body: bytes, due: float) -> None:
+        said: list[str] = []
+        for number, (request, record) in enumerate(talk):
+            if number:
+                due = talk[number - 1][1].end_time + request.think_time
+                body = self._message(talk[number], said)
+                await asyncio.sleep(max(0.0, due - perf_counter()))
+            record.scheduled_time = due
+            ready = max(due, await self._slots.get()) if self._max_concurrency else due
+            exchange = await self._pool.exchange(body)
+            if self._max_concurrency:
+                self._slots.put_nowait(exchange.end_time)
+            self.figures.send_lags.append(max(0.0, exchange.start_time - ready))
+            read = asyncio.get_running_loop().create_future()
+            self._to_read.put_nowait((exchange, record, read))
+            await read
+            self._on_answer(record)
+            said += [text_of(request), record.text]
+            if record.error:
+                for _, later in talk[number + 1 :]:
+                    later.scheduled_time = later.start_time = later.end_time = record.end_time
+                    later.error = "not sent: the turn before has failed"
+                    self._on_answer(later)
+                return
+
+    def _record(self, number: int, request: WorkloadRequest) -> RequestRecord:
+        return RequestRecord(0.0, request_id=f"{self._id_prefix}{number}", num_prompt_tokens=request.num_new_tokens)
+
+    def _message(self, turn: Turn, said: list[str]) -> bytes:
+        """The request of a turn after what was said before, questions and answers in turn."""
+        request, record = turn
+        texts = [*said, text_of(request)]
+        if self._is_chat:
+            roles = ("user", "assistant")
+            messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+            own: dict[str, Any] = {"messages": messages, "max_completion_tokens": request.num_output_tokens}
+        else:
+            own = {"prompt": "\n".join(texts), "max_tokens": request.num_output_tokens}
+        body = orjson.dumps(own | self._fields)
+        return self._pool.message("POST", self._path, body, {"x-request-id": record.request_id})
+
+    async def _read_answers(self) -> None:
+        while True:
+            exchange, record, read = await self._to_read.get()
+            for _ in read_answer(exchange, record):
+                await asyncio.sleep(0)
+            read.set_result(None)
+
+    async def _watch_loop(self) -> None:
+        while True:
+            due = perf_counter() + LOOP_TICK
+            await asyncio.sleep(LOOP_TICK)
+            self.figures.loop_lags.append(max(0.0, perf_counter() - due - TIMER))
+
+
+def _conversation(turn: Turn) -> int | str:
+    """Which it belongs to; a request without one is its own."""
+    request, record = turn
+    return record.request_id if request.conversation is None else request.conversation
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection stops all clocks for milliseconds, and there is little of it to collect here."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

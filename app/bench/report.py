@@ -1,0 +1,162 @@
+"""From what every request saw to the one result, with the keys of vLLM's benchmarks.
+
+A real run makes the records on the machine's clock, a simulated one on a virtual clock; what is made of them is the
+same. Times are seconds in records and milliseconds under keys that end in `_ms`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+SLO_METRICS = ("ttft", "tpot", "e2el")  # those that one request has one of
+PERCENTILES = (50.0, 90.0, 99.0)
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request as its client saw it."""
+
+    scheduled_time: float  # when it was to be sent
+    start_time: float = 0.0  # when its first byte was sent
+    token_times: list[float] = field(default_factory=list)  # when each piece of text came, most of them a token each
+    end_time: float = 0.0  # when the last byte of the answer came, or it failed
+    num_prompt_tokens: int = 0  # as the server counted
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    status: int = 0  # of HTTP; 0 where no answer came
+    retry_after: float | None = None  # seconds, of who was refused
+    error: str = ""  # why it failed; empty: it was answered to the end
+    request_id: str = ""
+    text: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token; 0 if there was none."""
+        return self.token_times[0] - self.start_time if self.token_times else 0.0
+
+    @property
+    def itls(self) -> list[float]:
+        """Inter-token latencies: the gaps between pieces of text."""
+        return [later - earlier for earlier, later in pairwise(self.token_times)]
+
+    @property
+    def e2el(self) -> float:
+        """End-to-end latency: until the last piece of text."""
+        return self.token_times[-1] - self.start_time if self.token_times else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first; 0 for a single one."""
+        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else 0.0
+
+    @property
+    def refused(self) -> bool:
+        """The server had no room for it, and said so."""
+        return self.status in (429, 503)
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    *,
+    metrics: Sequence[str] = METRICS,
+    percentiles: Sequence[float] = PERCENTILES,
+    slo: Mapping[str, float] | None = None,
+    began: float | None = None,
+) -> dict[str, Any]:
+    """The result of a run. Latencies are of requests that were answered to the end; `slo` are milliseconds by metric,
+    and a request is good if it keeps all of them.
+
+    The duration is from `began`, or else from when the first request was to be sent, to the end of the last.
+    """
+    done = [record for record in records if not record.error]
+    failed = [record for record in records if record.error]
+    began = min((r.scheduled_time for r in records), default=0.0) if began is None else began
+    duration = max((r.end_time for r in records), default=began) - began
+    per_second = 1 / duration if duration else 0.0
+    num_input, num_output = sum(r.num_prompt_tokens for r in done), sum(r.num_output_tokens for r in done)
+    good = [r for r in done if slo and all(1e3 * getattr(r, name) <= limit for name, limit in slo.items())]
+    result: dict[str, Any] = {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(failed),
+        "refused": sum(r.refused for r in failed),
+        "failures": dict(Counter(r.error for r in failed).most_common(20)),
+        "retry_after": [r.retry_after for r in failed if r.retry_after is not None],
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "total_cached_tokens": sum(r.num_cached_tokens for r in done),
+        "request_throughput": len(done) * per_second,
+        "request_goodput": len(good) * per_second if slo else None,
+        "output_throughput": num_output * per_second,
+        "total_token_throughput": (num_input + num_output) * per_second,
+        "max_output_tokens_per_s": _peak_rate(done),
+        "max_concurrent_requests": peak_concurrency(records),
+    }
+    seconds = {
+        "ttft": [r.ttft for r in done],
+        "tpot": [r.tpot for r in done if r.num_output_tokens > 1],
+        "itl": [gap for r in done for gap in r.itls],
+        "e2el": [r.e2el for r in done],
+    }
+    for name in metrics:
+        result |= statistics(name, seconds[name], percentiles)
+    return result
+
+
+def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, float]:
+    """Mean, median, standard deviation and percentiles (linear between neighbours), in ms. Zeros of no values."""
+    values = 1e3 * np.asarray(seconds or (0.0,))
+    figures = {f"mean_{name}_ms": values.mean(), f"median_{name}_ms": np.median(values), f"std_{name}_ms": values.std()}
+    figures |= {f"p{p:g}_{name}_ms": np.percentile(values, p) for p in percentiles}
+    return {key: float(value) for key, value in figures.items()}
+
+
+def per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+    """What `--save-detailed` adds: lists with an entry for each request, in the order of the workload."""
+    return {
+        "input_lens": [r.num_prompt_tokens for r in records],
+        "output_lens": [r.num_output_tokens for r in records],
+        "ttfts": [r.ttft for r in records],
+        "itls": [r.itls for r in records],
+        "latencies": [r.e2el for r in records],
+        "start_times": [r.start_time for r in records],
+        "queue_times": [max(0.0, r.start_time - r.scheduled_time) for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error for r in records],
+        "scheduled_times": [r.scheduled_time for r in records],
+        "cached_lens": [r.num_cached_tokens for r in records],
+        "request_ids": [r.request_id for r in records],
+    }
+
+
+def concurrency(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
+    """How many requests were under way, from each moment on at which that changed."""
+    changes = sorted([(r.start_time, 1) for r in records] + [(r.end_time, -1) for r in records])
+    steps, now = [], 0
+    for time, change in changes:  # at one time those that end come first
+        now += change
+        steps.append((time, now))
+    return steps
+
+
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """The most requests that were under way at one time."""
+    return max((number for _, number in concurrency(records)), default=0)
+
+
+def _peak_rate(records: Sequence[RequestRecord]) -> float:
+    """Output tokens of the best second, counted in seconds since the first request. A piece of text counts its share
+    of the request's tokens, since one piece may be several tokens."""
+    began = min((r.start_time for r in records), default=0.0)
+    rates: defaultdict[int, float] = defaultdict(float)
+    for record in records:
+        for time in record.token_times:
+            rates[int(time - began)] += record.num_output_tokens / len(record.token_times)
+    return max(rates.values(), default=0.0)

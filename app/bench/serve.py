@@ -1,0 +1,233 @@
+"""`headrace bench serve`: a workload against a server, with the flags and the result of vLLM's `bench serve`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from app.bench.connection import ConnectionPool, allow_open_files
+from app.bench.driver import Driver
+from app.bench.report import METRICS, SLO_METRICS, RequestRecord, per_request, summarize
+from app.bench.timelines import compare_with_server
+from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
+from app.setting_sources import env_name
+from app.settings import SettingsError
+
+# What each backend of vLLM's asks. Both are OpenAI's API, which many servers speak.
+ENDPOINTS = {
+    **dict.fromkeys(("openai", "vllm", "sglang", "lmdeploy", "llama.cpp"), "/v1/completions"),
+    **dict.fromkeys(("openai-chat", "vllm-chat"), "/v1/chat/completions"),
+}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# Of vLLM's client, which needs a tokenizer. Scripts that give them go on working.
+IGNORED = ("--tokenizer", "--tokenizer-mode", "--ready-check-timeout-sec")
+IGNORED_SWITCHES = ("--trust-remote-code", "--skip-tokenizer-init")
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Those of vLLM's, and `--html` and `--request-timeout`."""
+    server = parser.add_argument_group("server")
+    add = partial(server.add_argument, default=None)
+    add("--backend", "--endpoint-type", choices=list(ENDPOINTS), default="openai", help="Which API. Default: openai.")
+    add("--base-url", metavar="URL", help="Where the server is, http or https. Default: --host and --port.")
+    add("--host", default="127.0.0.1", help="Default: 127.0.0.1.")
+    add("--port", type=int, default=8000, help="Default: 8000.")
+    add("--endpoint", metavar="PATH", help="Default: /v1/completions or /v1/chat/completions, by --backend.")
+    add("--header", metavar="KEY=VALUE", nargs="*", default=[], help="Sent with each request.")
+    add("--model", help="Default: the first that the server names.")
+    add("--served-model-name", metavar="NAME", help="What the API calls --model.")
+    add("--insecure", action="store_true", default=False, help="Do not verify the certificate.")
+    add_workload_flags(parser)
+    load = parser.add_argument_group("load")
+    add = partial(load.add_argument, default=None)
+    add("--max-concurrency", type=int, metavar="N", help="Requests under way at a time. Default: no limit.")
+    add("--num-warmups", type=int, default=0, metavar="N", help="Requests before the run that do not count.")
+    add("--request-timeout", type=float, default=3600.0, metavar="S", help="A request fails after it. Default: 3600.")
+    add("--seed", type=int, default=0, help="Of the workload. Default: 0.")
+    add("--request-id-prefix", metavar="TEXT", help="Of the x-request-id of each request. Default: drawn.")
+    body = parser.add_argument_group("request")
+    add = partial(body.add_argument, default=None)
+    add("--ignore-eos", action="store_true", default=False, help="Answers end at their length. So with random prompts.")
+    add("--logprobs", type=int, metavar="N", help="Log-probabilities per token.")
+    for name in SAMPLING:
+        kind = int if name == "top_k" else float
+        add(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="Default: the server's.")
+    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="More fields of each request.")
+    result = parser.add_argument_group("result")
+    add = partial(result.add_argument, default=None)
+    add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="LIST", help="Default: ttft,tpot,itl,e2el.")
+    add("--metric-percentiles", default="50,90,99", metavar="LIST", help="Default: 50,90,99.")
+    add("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Objectives, such as ttft:500 tpot:50 e2el:5000.")
+    add("--save-result", action="store_true", default=False, help="Write the result as JSON.")
+    add("--save-detailed", action="store_true", default=False, help="With lists of what each request saw.")
+    add("--append-result", action="store_true", default=False, help="Add to the file instead of replacing it.")
+    add("--result-dir", type=Path, default=Path(), metavar="DIR", help="Default: here.")
+    add("--result-filename", metavar="NAME", help="Default: made of backend, rate, model and time.")
+    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
+    add("--label", help="Begins the file's name. Default: the backend.")
+    add("--html", type=Path, metavar="FILE", help="Write a page with plots.")
+    add("--predict", nargs="?", const="", metavar="FILE",
+        help="Add what the simulator says of the same workload, from the step costs that the server tells at "
+        "/server_info to the key in HEADRACE_ADMIN_KEYS, or of a file with that.")  # fmt: skip
+    add("--disable-tqdm", action="store_true", default=False, help="Show no progress.")
+    ignored = parser.add_argument_group("accepted without effect")
+    for name in IGNORED:
+        ignored.add_argument(name, metavar="X", help="No tokenizer is needed here.")
+    for name in IGNORED_SWITCHES:
+        ignored.add_argument(name, action="store_true")
+
+
+def run(**given: Any) -> int:
+    """Exit code 0, or 1 if nothing was answered. Raises SettingsError for flags that make no sense together."""
+    import uvloop
+
+    from app.bench.display import print_result, progress
+
+    options = Namespace(**given)
+    check = _Checked(options)
+    requests = workload(options, seed=options.seed)
+    with progress(len(requests), shown=not options.disable_tqdm) as on_answer:
+        records, more, simulated = uvloop.run(_measure(options, check, requests, on_answer))
+    result = _conditions(options, check) | summarize(
+        records, metrics=check.metrics, percentiles=check.percentiles, slo=check.slo, began=more.pop("began")
+    )
+    result |= more
+    if simulated is not None:
+        from app.bench.predict import predict
+
+        machine, settings = simulated
+        result |= predict(requests, machine, settings, result, options.max_concurrency)
+    print_result(result)
+    if options.html:
+        from app.bench.html import page
+
+        options.html.write_text(page(result, records), encoding="utf-8")
+        print(f"Plots: {options.html}")
+    if options.save_result or options.append_result:
+        print(f"Result: {_save(options, result | (per_request(records) if options.save_detailed else {}))}")
+    return 0 if result["completed"] else 1
+
+
+class _Checked:
+    """What is written in one flag and means several things. Raises SettingsError."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.slo = {name: _number("--goodput", value) for name, value in _pairs("--goodput", options.goodput, ":")}
+        self.metrics = options.percentile_metrics.split(",")
+        self.percentiles = [_number("--metric-percentiles", part) for part in options.metric_percentiles.split(",")]
+        self.headers = dict(_pairs("--header", options.header, "="))
+        self.metadata = dict(_pairs("--metadata", options.metadata, "="))
+        for flag, given, known in (
+            ("--goodput", list(self.slo), SLO_METRICS),
+            ("--percentile-metrics", self.metrics, METRICS),
+        ):
+            if wrong := [name for name in given if name not in known]:
+                raise SettingsError(f"{flag}: got {wrong[0]!r}; allowed: {', '.join(known)}")
+        if not all(0 <= percent <= 100 for percent in self.percentiles):
+            raise SettingsError("--metric-percentiles: allowed: 0 to 100. A value that works: 50,90,99")
+        if options.max_concurrency is not None and options.max_concurrency < 1:
+            raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")
+        if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, self.headers):
+            self.headers["Authorization"] = f"Bearer {key}"
+
+
+async def _measure(
+    options: Namespace,
+    check: _Checked,
+    requests: Sequence[WorkloadRequest],
+    on_answer: Callable[[RequestRecord], None],
+) -> tuple[list[RequestRecord], dict[str, Any], Any]:
+    """The records, what else is to be said of the run, and what `--predict` simulates."""
+    allow_open_files()
+    url = options.base_url or f"http://{options.host}:{options.port}"
+    pool = ConnectionPool(url, check.headers, verify=not options.insecure, timeout=options.request_timeout)
+    await pool.open(1)
+    simulated = None
+    if options.predict is not None:
+        from app.bench.predict import machine_of
+
+        admin_key = os.environ.get(env_name("admin_keys"), "").partition(",")[0]
+        headers = {"authorization": f"Bearer {admin_key}"} if admin_key else None
+        simulated = machine_of(await pool.get_json("/server_info", headers), options.predict)
+    model = options.served_model_name or options.model or await _first_model(pool)
+    ignore_eos = options.ignore_eos or options.dataset_name in ("random", "prefix_repetition", "conversation")
+    fields = {name: value for name in (*SAMPLING, "logprobs") if (value := getattr(options, name)) is not None}
+    fields = {"model": model} | fields | ({"ignore_eos": True} if ignore_eos else {}) | options.extra_body
+    path = options.endpoint or ENDPOINTS[options.backend]
+    prefix = options.request_id_prefix or f"bench-{uuid.uuid4().hex[:8]}-"
+    if options.num_warmups > 0:
+        warmups = [replace(requests[0], arrival=0.0)] * options.num_warmups
+        await Driver(pool, path, fields, max_concurrency=options.max_concurrency).run(warmups)
+    driver = Driver(pool, path, fields, max_concurrency=options.max_concurrency, id_prefix=prefix, on_answer=on_answer)
+    records = await driver.run(requests)
+    more = (
+        {"model_id": model, "began": driver.figures.began}
+        | driver.figures.summary()
+        | await compare_with_server(pool, records)
+    )
+    pool.close()
+    return records, more, simulated
+
+
+async def _first_model(pool: ConnectionPool) -> str:
+    answer = await pool.get_json("/v1/models")
+    try:
+        return str(answer["data"][0]["id"])
+    except (TypeError, LookupError) as error:
+        raise SettingsError("--model: the server names none at /v1/models; say which") from error
+
+
+def _conditions(options: Namespace, check: _Checked) -> dict[str, Any]:
+    """Under which the result was found."""
+    names = ["burstiness", "max_concurrency", "num_prompts", "dataset_name", "seed"]
+    if options.ramp_up_strategy is not None:
+        names += ["ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"]
+    return {
+        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
+        "endpoint_type": options.backend,
+        "backend": options.backend,
+        "label": options.label,
+        "tokenizer_id": options.tokenizer,
+        **check.metadata,
+        "request_rate": options.request_rate if options.request_rate < math.inf else "inf",
+        **{name: getattr(options, name) for name in names},
+    }
+
+
+def _save(options: Namespace, result: dict[str, Any]) -> Path:
+    """JSON on one line, in the file whose name vLLM's client would choose."""
+    load = f"{options.request_rate}qps"
+    if options.ramp_up_strategy is not None:
+        load = f"ramp-up-{options.ramp_up_strategy}-{options.ramp_up_start_rps}qps-{options.ramp_up_end_rps}qps"
+    if options.max_concurrency is not None:
+        load += f"-concurrency{options.max_concurrency}"
+    model = result["model_id"].rpartition("/")[2]
+    name = options.result_filename or f"{options.label or options.backend}-{load}-{model}-{result['date']}.json"
+    path: Path = options.result_dir / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
+        file.write("\n" * (file.tell() > 0) + json.dumps(result))
+    return path
+
+
+def _pairs(flag: str, given: Sequence[str], separator: str) -> list[tuple[str, str]]:
+    parts = [text.partition(separator) for text in given]
+    if wrong := [text for text, (_, found, _) in zip(given, parts, strict=True) if not found]:
+        raise SettingsError(f"{flag}: got {wrong[0]!r}; allowed: KEY{separator}VALUE")
+    return [(key.strip(), value.strip()) for key, _, value in parts]
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingsError(f"{flag}: got {text!r}; allowed: a number") from None

@@ -1,0 +1,144 @@
+"""`headrace bench startup`: from exec of `headrace serve` to its first answer, to ready, to the first token.
+
+Cold: nothing of Python or of kernels is compiled yet, and the files of the weights are not in memory, as far as a user
+may put them out of it. Warm: as after the start before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pydantic import SecretStr
+
+from app.bench.offline import percentiles_of, write_json
+from app.setting_sources import env_name, shown
+from app.settings import Settings, SettingsError
+from gpu.checkpoint import open_model
+
+POLL_SECONDS = 0.01
+LONGEST_START = 600.0  # seconds
+PHASES = {"answer": "first answer", "startup": "ready", "first_token": "first token"}
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Those of vLLM's `bench startup`."""
+    group = parser.add_argument_group("starts")
+    group.add_argument("--num-iters-cold", type=int, default=3, metavar="N", help="Default: 3.")
+    group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="Do not count. Default: 1.")
+    group.add_argument("--num-iters-warm", type=int, default=3, metavar="N", help="Default: 3.")
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result.")
+
+
+def run(
+    settings: Settings, *, num_iters_cold: int, num_iters_warmup: int, num_iters_warm: int, output_json: Path | None
+) -> int:
+    """Fetches the model first where it is missing: that is not what is measured."""
+    weights = _weights_of(settings)
+    taken: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    for _ in range(num_iters_cold):
+        with TemporaryDirectory() as empty:
+            _put_out_of_memory(weights)
+            caches = ("PYTHONPYCACHEPREFIX", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+            taken["cold"].append(_start(settings, dict.fromkeys(caches, empty)))
+    for _ in range(num_iters_warmup):
+        _start(settings, {})
+    taken["warm"] = [_start(settings, {}) for _ in range(num_iters_warm)]
+    result: dict[str, Any] = {}
+    for kind, starts in taken.items():
+        for phase, title in PHASES.items():
+            if times := [start[phase] for start in starts]:
+                result[f"avg_{kind}_{phase}_time"] = statistics.fmean(times)
+                result[f"{kind}_{phase}_times"] = times
+                result[f"{kind}_{phase}_percentiles"] = percentiles_of(times)
+                print(
+                    f"{kind}, exec to {title}: {statistics.fmean(times):.2f} s ({min(times):.2f} to {max(times):.2f})"
+                )
+    write_json(output_json, {"model_id": settings.model, **result})
+    return 0
+
+
+def _start(settings: Settings, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds from exec to each phase. Raises SettingsError if the server ends before."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {env_name(name): _text(getattr(settings, name)) for name in settings.model_fields_set}
+    given |= {env_name("host"): "127.0.0.1", env_name("port"): str(port), env_name("log_level"): "error"}
+    given["PYTHONDONTWRITEBYTECODE"] = ""  # a server that is installed has its compiled files
+    reached: dict[str, float] = {}
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "app.cli", "serve"]
+    with subprocess.Popen(command, env=os.environ | given | environment, stdout=subprocess.DEVNULL) as server:  # noqa: S603
+        try:
+            while "startup" not in reached:
+                status = _status(port)
+                now = time.perf_counter() - began
+                if status:
+                    reached.setdefault("answer", now)
+                if status == 200:
+                    reached["startup"] = now
+                elif server.poll() is not None or now > LONGEST_START:
+                    raise SettingsError("The server did not become ready; what it said last is above.")
+                else:
+                    time.sleep(POLL_SECONDS)
+            _first_token(port, settings)
+            reached["first_token"] = time.perf_counter() - began
+        finally:
+            server.terminate()
+    return reached
+
+
+def _status(port: int) -> int:
+    """Of /readyz; 0 if nobody answers."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_START)
+    with suppress(OSError):
+        connection.request("GET", "/readyz")
+        return connection.getresponse().status
+    return 0
+
+
+def _first_token(port: int, settings: Settings) -> None:
+    headers = {"content-type": "application/json"}
+    if settings.api_keys:
+        headers["authorization"] = f"Bearer {settings.api_keys[0].get_secret_value()}"
+    body = {"model": settings.model_names[0], "prompt": "Once upon a time", "max_tokens": 1}
+    connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST_START)
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise SettingsError(f"The server refused a prompt of four words: {answer.read().decode()}")
+    answer.read()
+
+
+def _weights_of(settings: Settings) -> Sequence[Path]:
+    files = open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format)
+    if files.tensors is None:
+        return ()
+    return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)
+
+
+def _put_out_of_memory(files: Sequence[Path]) -> None:
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _text(value: object) -> str:
+    """A setting as its variable takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return json.dumps(value) if isinstance(value, dict) else shown(value)

@@ -1,0 +1,89 @@
+"""The live feed: the engine's snapshots as frames, a few times a second, for all pages that are open.
+
+One task asks the engine, however many pages look, and none does when nobody looks. It asks the next time when the last
+look has become less than a hundredth of the time, so that looking takes no more than that of the engine. A page that
+does not keep up misses frames; one that leaves is gone at once, because its request is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import msgspec
+from anyio import WouldBlock
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from app.dashboard.frames import MOST_REQUESTS, Service, make_frame
+from app.server import Phase, Server
+from engine.commands import GetSnapshot
+from engine.errors import HeadraceError
+from protocol.errors import ApiError
+
+MAX_PAGES = 16
+INTERVAL = 0.125  # seconds between two frames
+SHARE = 0.01  # of the engine's time that may go into looking
+MAX_BEHIND = 16  # frames that wait for a page
+
+
+class Feed:
+    """Owned by the server's event loop."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._pages: set[MemoryObjectSendStream[bytes]] = set()
+        self._is_looking = False
+
+    @contextmanager
+    def page(self) -> Iterator[MemoryObjectReceiveStream[bytes]]:
+        """Server-sent events, each a frame of one engine, until the server stops. Raises ApiError 429, and 503 while
+        there is no engine."""
+        _ = self._server.model
+        if len(self._pages) == MAX_PAGES:
+            raise ApiError(429, f"{MAX_PAGES} pages look at this server already; close one.", code="too_many_pages")
+        send, receive = anyio.create_memory_object_stream[bytes](MAX_BEHIND)
+        self._pages.add(send)
+        if not self._is_looking:
+            self._is_looking = True
+            self._server.start_soon(self._look)
+        try:
+            yield receive
+        finally:
+            self._pages.discard(send)
+            send.close()
+            receive.close()
+
+    async def _look(self) -> None:
+        """While there are pages."""
+        from sse_starlette.event import ServerSentEvent  # no start has to wait for it
+
+        latest: dict[int, int] = {}  # of each engine: the number of the last step that was told
+        after = 0.0
+        self._server.metrics.take_recent()  # what was before is nobody's news
+        while self._pages and self._server.phase is Phase.READY:
+            try:
+                snapshots = await self._server.model.llm.query(GetSnapshot(after, MOST_REQUESTS))
+            except (HeadraceError, ApiError):
+                break
+            first_tokens, refused = self._server.metrics.take_recent()
+            service: Service | None = {"first_tokens": first_tokens, "refused": refused}
+            for engine, state in snapshots.items():
+                # An engine that was started again counts from the beginning.
+                told = latest.get(engine, 0) if latest.get(engine, 0) <= state.num_steps + 2 else 0
+                frame = make_frame(state, engine=engine, after_step=told, service=service)
+                latest[engine] = state.steps[-1].step if state.steps else told
+                service = None
+                self._send(ServerSentEvent(msgspec.json.encode(frame).decode(), event="frame", sep="\n").encode())
+            after = min((state.time for state in snapshots.values()), default=0.0)
+            await anyio.sleep(max(INTERVAL, max((each.seconds for each in snapshots.values()), default=0.0) / SHARE))
+        self._is_looking = False
+        for page in self._pages:
+            page.close()
+
+    def _send(self, data: bytes) -> None:
+        for page in self._pages:
+            try:
+                page.send_nowait(data)
+            except WouldBlock:
+                continue

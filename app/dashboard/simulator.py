@@ -1,0 +1,136 @@
+"""The page's simulator: the server's scheduler on a virtual clock, a short piece with each request.
+
+A request says everything: parameters, their changes with the times at which they were made, and which piece it wants.
+So the same request has the same answer, whoever asks. What was simulated for the piece before is kept for a while, and
+made again where it is not. The work is on one thread, in slices, so that nobody's tokens wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import msgspec
+from anyio import to_thread
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from app.dashboard.frames import MOST_REQUESTS, make_frame
+from engine.commands import GetSnapshot
+from protocol.errors import ApiError, to_api_error
+
+if TYPE_CHECKING:
+    from app.simulate.session import Session
+
+MAX_KEPT = 8  # simulations
+MAX_OPEN = 8  # requests
+MAX_STEPS = 100  # with one request, and in a slice
+MAX_AGAIN = 5000  # steps that are made again
+MAX_TOLD = 256  # requests that have come and gone, with one answer
+
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class Change(BaseModel):
+    """Other values of some parameters, from a virtual time on."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    at: Seconds
+    parameters: dict[str, Any]
+
+
+class Piece(BaseModel):
+    """What is simulated, and from when to when it is told. Times are virtual seconds."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    parameters: dict[str, Any] = {}
+    changes: list[Change] = Field(default=[], max_length=256)
+    since: Seconds = 0.0
+    until: Seconds
+    max_steps: int = Field(default=MAX_STEPS, ge=1, le=MAX_STEPS)
+
+
+class Simulator:
+    """Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, Session] = OrderedDict()
+        self._thread = anyio.CapacityLimiter(1)
+        self._num_open = 0
+
+    async def answer(self, body: bytes) -> bytes:
+        """JSON with `time`, the `frame` then, `kpis`, and who was `sent` and who has `ended` since. Raises ApiError."""
+        if self._num_open == MAX_OPEN:
+            raise ApiError(429, f"{MAX_OPEN} simulations are waited for already; try again.", code="too_many_pages")
+        self._num_open += 1
+        try:
+            piece = Piece.model_validate_json(body)
+            session = self._kept.pop(_name(piece, piece.since), None) or await self._again(piece)
+            answer = await to_thread.run_sync(_tell, session, piece, limiter=self._thread)
+        except ValidationError as error:
+            raise to_api_error(error) from None
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        finally:
+            self._num_open -= 1
+        self._kept[_name(piece, session.now)] = session
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        return answer
+
+    async def _again(self, piece: Piece) -> Session:
+        """Everything up to where the piece begins."""
+        session = await to_thread.run_sync(_begin, piece, limiter=self._thread)
+        changes = sorted((change for change in piece.changes if change.at < piece.since), key=lambda each: each.at)
+        for until, change in [*((each.at, each) for each in changes), (piece.since, None)]:
+            while session.now < until:
+                if session.simulation.num_steps >= MAX_AGAIN:
+                    raise ValueError(f"since: what came before has more than {MAX_AGAIN} steps; begin a new simulation")
+                await to_thread.run_sync(session.advance, until, MAX_STEPS, limiter=self._thread)
+            if change is not None:
+                session.change(**change.parameters)
+        return session
+
+
+def _begin(piece: Piece) -> Session:
+    from app.simulate.session import Parameters, Session  # what serves needs nothing of it
+
+    return Session(Parameters.model_validate(piece.parameters))
+
+
+def _name(piece: Piece, now: float) -> bytes:
+    """Of the simulation of this piece at this time. Changes at that very time have not been made yet."""
+    return msgspec.json.encode((piece.parameters, [(c.at, c.parameters) for c in piece.changes if c.at < now], now))
+
+
+def _tell(session: Session, piece: Piece) -> bytes:
+    from app.simulate.session import PRESETS
+
+    since = session.now
+    before = session.simulation.num_steps
+    for change in piece.changes:
+        if change.at == since:
+            session.change(**change.parameters)
+    session.advance(piece.until, piece.max_steps)
+    simulation = session.simulation
+    ended = [each for each in list(simulation.ended)[-MAX_TOLD:] if (each.end_time or 0.0) > since]
+    sent = [each for each in [*ended, *simulation.open.values()] if each.start_time > since][-MAX_TOLD:]
+    snapshot = session.core.snapshot(GetSnapshot(since, MOST_REQUESTS))
+    first = [each.token_times[0] - each.start_time for each in ended if each.token_times]
+    refused = {"admission": sum(each.is_refused for each in ended)} if any(each.is_refused for each in ended) else {}
+    return msgspec.json.encode(
+        {
+            "time": session.now,
+            "frame": make_frame(snapshot, after_step=before, service={"first_tokens": first, "refused": refused}),
+            "kpis": session.kpis(),
+            "sent": [(each.request_id, each.start_time, each.num_prompt_tokens) for each in sent],
+            "ended": [
+                (each.request_id, each.start_time, each.token_times[:1], each.end_time, len(each.token_times))
+                for each in ended
+            ],
+            "parameters": session.parameters.model_dump(),
+            "presets": {name: preset.model_dump() for name, preset in PRESETS.items()} if not piece.since else None,
+        }
+    )

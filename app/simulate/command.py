@@ -1,0 +1,205 @@
+"""`headrace simulate`: what a server would do with a load, told by its own scheduler in a fraction of the time."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from app.bench.report import per_request
+from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
+from app.settings import Settings, SettingsError
+from app.simulate.machine import read_machine, with_settings
+from app.simulate.run import Outcome, simulate
+from app.simulate.search import find_rate, parse_slo, parse_sweeps
+from app.simulate.traces import read_trace, scaled
+
+SHOWN = {  # of a sweep, by the title of the column
+    "requests/s": "request_throughput",
+    "tokens/s": "output_throughput",
+    "TTFT p50": "p50_ttft_ms",
+    "TTFT p99": "p99_ttft_ms",
+    "ITL p50": "p50_itl_ms",
+    "ITL p99": "p99_itl_ms",
+    "failed": "failed",
+    "preempted": "num_preemptions",
+    "cached": "total_cached_tokens",
+}
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Besides the settings, which are the server's own."""
+    group = parser.add_argument_group("what is simulated")
+    group.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="JSON of step costs: what a server answers to GET /server_info, what loadtest.gpu_bench wrote, or a "
+        "table alone. Settings that the server tells there hold where none is given.",
+    )
+    group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
+    add_workload_flags(parser)
+    group = parser.add_argument_group("load")
+    group.add_argument("--trace", type=Path, metavar="FILE", help="A recorded load instead: see docs/simulator.md.")
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="Requests under way at a time.")
+    group = parser.add_argument_group("what if")
+    group.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V,V",
+        help="A run for each value of a setting, num_blocks, max_concurrency or a flag of the workload; several: for "
+        "each combination.",
+    )
+    group.add_argument("--find", choices=("rate",), help="The highest request rate that keeps --slo.")
+    group.add_argument("--slo", metavar="LIST", help="In seconds, such as ttft_p99=0.5,itl_p99=0.05.")
+    group = parser.add_argument_group("result")
+    group.add_argument("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Such as ttft:500 tpot:50.")
+    group.add_argument("--json", type=Path, metavar="FILE", help="Write the result, with what each request saw.")
+    group.add_argument("--html", type=Path, metavar="FILE", help="Write a page with plots.")
+    group.add_argument("--record", type=Path, metavar="FILE", help="Write frames that the dashboard plays.")
+
+
+class Case:
+    """One set of flags: what `simulate` needs of it. Raises SettingsError."""
+
+    def __init__(self, settings: Settings, options: Namespace, changes: Mapping[str, str] | None = None) -> None:
+        self.options = Namespace(**vars(options))
+        own = {name: text for name, text in (changes or {}).items() if name not in Settings.model_fields}
+        for name, text in own.items():
+            self._set(name, text)
+        self.machine, self.settings = read_machine(options.table, settings, self.options.num_blocks)
+        for name in ("num_blocks", "max_concurrency"):
+            if (value := getattr(self.options, name)) is not None and not 1 <= value <= 2**31:
+                raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {2**31}")
+        self.settings = with_settings(
+            self.settings, {name: text for name, text in (changes or {}).items() if name not in own}
+        )
+
+    def _set(self, name: str, text: str) -> None:
+        known = [each for each in vars(self.options) if each not in _NOT_SWEPT]
+        if name not in known:
+            raise SettingsError(f"--sweep: got {name}; allowed: settings, and {', '.join(sorted(known))}")
+        before = getattr(self.options, name)
+        kind = float if isinstance(before, float) else str if isinstance(before, str) else int
+        try:
+            setattr(self.options, name, kind(text))
+        except ValueError:
+            raise SettingsError(f"--sweep: {name}: got {text!r}; allowed: a number") from None
+
+    def requests(self, rate: float | None = None, seed: int | None = None) -> list[WorkloadRequest]:
+        """What is sent, at this rate if one is given."""
+        if self.options.trace is not None:
+            recorded = read_trace(self.options.trace)
+            return recorded if rate is None else scaled(recorded, rate)
+        options = Namespace(**vars(self.options))
+        if rate is not None:
+            options.request_rate, options.ramp_up_strategy = rate, None
+        return workload(options, seed=self.settings.seed if seed is None else seed)
+
+    def run(self, requests: Sequence[WorkloadRequest], watch: Any = None) -> Outcome:
+        """The outcome of these requests."""
+        concurrency = self.options.max_concurrency
+        return simulate(requests, self.machine, self.settings, max_concurrency=concurrency, watch=watch)
+
+
+_NOT_SWEPT = frozenset(
+    ("table", "trace", "sweep", "find", "slo", "goodput", "json", "html", "record", "dataset_path", "dataset_name")
+)
+
+
+def run(settings: Settings, **given: Any) -> int:
+    """Exit code 0, or 1 if nothing was answered. Raises SettingsError."""
+    options = Namespace(**given)
+    if (options.find is None) != (options.slo is None):
+        raise SettingsError("--find and --slo go together. What works: --find rate --slo ttft_p99=0.5,itl_p99=0.05")
+    if options.find is not None:
+        return _find(Case(settings, options))
+    if options.sweep:
+        return _sweep(settings, options)
+    from app.bench.display import print_result
+
+    slo = _objectives(options.goodput)
+    case = Case(settings, options)
+    requests = case.requests()
+    with ExitStack() as scope:
+        watch = None
+        if options.record is not None:
+            from app.simulate.recording import Recording
+
+            watch = Recording(scope.enter_context(options.record.open("wb"))).watch
+        outcome = case.run(requests, watch)
+    result = _conditions(case) | outcome.result(slo=slo)
+    print_result(result)
+    print(
+        f"{result['simulated_seconds']:,.1f} simulated seconds, {result['simulation_speed']:,.0f} a second; "
+        f"{result['num_steps']:,} steps, {result['num_preemptions']:,} preemptions, "
+        f"{100 * result['slot_utilization']:.0f} % of the slots and {100 * result['device_utilization']:.0f} % of the "
+        "time in use"
+    )
+    if options.html is not None:
+        from app.bench.html import page
+
+        options.html.write_text(page(result, outcome.records), encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result | per_request(outcome.records)), encoding="utf-8")
+    return 0 if result["completed"] else 1
+
+
+def _conditions(case: Case) -> dict[str, Any]:
+    rate = case.options.request_rate
+    return {
+        "label": "simulated",
+        "model_id": case.settings.model_names[0],
+        "backend": "simulate",
+        "request_rate": rate if rate < math.inf else "inf",
+        "burstiness": case.options.burstiness,
+        "max_concurrency": case.options.max_concurrency,
+        "num_prompts": case.options.num_prompts,
+        "client_was_late": False,
+    }
+
+
+def _objectives(given: Sequence[str]) -> dict[str, float]:
+    limits = {}
+    for text in given:
+        name, _, value = text.partition(":")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el"):
+            raise SettingsError(f"--goodput: got {text!r}; allowed: ttft, tpot or e2el, a colon, milliseconds")
+    return limits
+
+
+def _find(case: Case) -> int:
+    limits = parse_slo(case.options.slo)
+
+    def result(rate: float, seed: int) -> Mapping[str, Any]:
+        return case.run(case.requests(rate, seed)).result()
+
+    print(find_rate(result, limits, case.settings.seed))
+    return 0
+
+
+def _sweep(settings: Settings, options: Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    sweeps = parse_sweeps(options.sweep)
+    cases = [Case(settings, options, changes) for changes in sweeps]  # all are checked before any runs
+    table = Table(*sweeps[0], *SHOWN, box=None, padding=(0, 2), header_style="bold")
+    for changes, case in zip(sweeps, cases, strict=True):
+        result = case.run(case.requests()).result()
+        shown = (
+            f"{result[key]:,.2f}" if isinstance(result[key], float) else f"{result[key]:,}" for key in SHOWN.values()
+        )
+        table.add_row(*changes.values(), *shown)
+    Console(width=max(Console().width, 20 * len(sweeps[0]) + 120)).print(table)
+    return 0

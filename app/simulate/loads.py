@@ -1,0 +1,185 @@
+"""Who sends what, and when: `engine.simulation.simulation.Load`s."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from random import Random
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.bench.report import RequestRecord
+from app.bench.workloads import Piece, WorkloadRequest
+from app.settings import Settings
+from engine.messages import EngineCoreRequest, SamplingParams
+from engine.simulation.counting import VOCAB_SIZE
+from engine.simulation.simulation import SimulatedRequest
+
+Spread = Literal["fixed", "uniform", "exponential"]
+
+
+def draw_length(mean: float, spread: Spread, share: float) -> int:
+    """A length in tokens, at least 1: the one below which this share of all lengths lie."""
+    if spread == "fixed" or mean <= 1:
+        return max(1, round(mean))
+    if spread == "uniform":
+        return 1 + int(share * (2 * mean - 1))
+    return 1 + int(math.log1p(-share) / math.log1p(-1 / mean))  # geometric
+
+
+class LoadShape(BaseModel):
+    """What an open load asks for anew with each request. Lengths are means in tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rate: float = Field(default=3.0, ge=0.01, le=1000)  # requests per second
+    burstiness: float = Field(default=1.0, ge=0.05, le=100)  # 1: Poisson; less: in bursts; more: evenly
+    input_len: float = Field(default=64, ge=1, le=8192)
+    output_len: float = Field(default=32, ge=1, le=4096)
+    length_spread: Spread = "exponential"
+    shared_prefix_len: int = Field(default=0, ge=0, le=8192)  # tokens that all prompts begin with, besides `input_len`
+
+
+class OpenLoad:
+    """Requests that come at a rate, whatever becomes of those before. The shape may change at any time.
+
+    Each request draws the same numbers at any rate and of any lengths, so that two simulations differ by what was
+    changed and not by chance.
+    """
+
+    def __init__(self, shape: Callable[[], LoadShape], longest: int, seed: int, now: float = 0.0) -> None:
+        """Lengths are cut so that prompt and answer have `longest` tokens at most."""
+        self._shape = shape
+        self._longest = longest
+        self._gaps, self._lengths = Random(f"{seed} gaps"), Random(f"{seed} lengths")
+        self._burstiness = 0.0
+        self._since = now  # when `_gap` was last looked at
+        self._gap = self._draw_gap()  # until the next request, in mean gaps
+        self._number = 0
+        self._next_token_id = 2**20  # below are those of the shared prefix
+
+    def _draw_gap(self) -> float:
+        burstiness = self._shape().burstiness
+        return self._gaps.gammavariate(burstiness, 1 / burstiness)
+
+    @property
+    def due(self) -> float:
+        return self._since + self._gap / self._shape().rate
+
+    def change(self, now: float, change: Callable[[], None]) -> None:
+        """Have the shape changed at this time: what is left of the gap lasts as long as it does at the new rate."""
+        self._gap -= (now - self._since) * self._shape().rate
+        self._since = now
+        change()
+
+    def take(self) -> EngineCoreRequest:
+        shape = self._shape()
+        self._since = self.due
+        self._gap = self._draw_gap()
+        num_inputs = draw_length(shape.input_len, shape.length_spread, self._lengths.random())
+        num_outputs = draw_length(shape.output_len, shape.length_spread, self._lengths.random())
+        num_shared = min(shape.shared_prefix_len, self._longest // 4)
+        num_outputs = min(num_outputs, self._longest // 2)
+        num_inputs = min(num_inputs, self._longest - num_shared - num_outputs)
+        first = self._next_token_id
+        answer = first + num_inputs
+        self._next_token_id = (answer + num_outputs) % 2**31
+        self._number += 1
+        return EngineCoreRequest(
+            request_id=f"request-{self._number}",
+            prompt_token_ids=[*range(num_shared), *range(first, answer)],
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_outputs, seed=answer),
+            arrival_time=self._since,
+        )
+
+    def ended(self, request: SimulatedRequest) -> None: ...
+
+
+class WorkloadLoad:
+    """The requests of a workload, as `app.bench` would send them: at their time, when a slot is free where only so many
+    may be under way, and in a conversation after the answer before. `records` is what their clients saw."""
+
+    def __init__(
+        self, requests: Sequence[WorkloadRequest], *, max_concurrency: int | None = None, settings: Settings
+    ) -> None:
+        self.records = [RequestRecord(0.0, request_id=str(number)) for number in range(len(requests))]
+        self._requests = requests
+        self._settings = settings
+        self._free = max_concurrency or len(requests)
+        self._lengths: dict[str, int] = {}
+        for key, length in (piece for request in requests for piece in request.pieces):
+            self._lengths[key] = max(length, self._lengths.get(key, 0))
+        self._numbers: dict[str, int] = {}  # the first token of each piece
+        self._next_token_id = 0
+        self._said: dict[int, list[int]] = {}  # in each conversation
+        self._later: defaultdict[int, deque[int]] = defaultdict(deque)  # turns of each that have not come yet
+        self._line: list[tuple[float, int]] = []
+        for number, request in enumerate(requests):
+            if request.arrival is not None:
+                heappush(self._line, (request.arrival, number))
+            if request.conversation is not None:
+                self._later[request.conversation].append(number)
+
+    @property
+    def due(self) -> float:
+        return self._line[0][0] if self._free and self._line else math.inf
+
+    def take(self) -> EngineCoreRequest:
+        time, number = heappop(self._line)
+        self._free -= 1
+        request, record = self._requests[number], self.records[number]
+        record.scheduled_time = time
+        prompt = [token for piece in request.pieces for token in self._tokens_of(piece)]
+        if request.conversation is not None:
+            prompt = self._said.pop(request.conversation, []) + prompt
+            self._later[request.conversation].popleft()
+        answer = self._take_numbers(request.num_output_tokens)
+        if request.conversation is not None and self._later[request.conversation]:
+            self._said[request.conversation] = [*prompt, *answer]
+        timeouts = (self._settings.default_timeout, self._settings.default_ttft_timeout)
+        deadline, first_token_deadline = (None if each is None else time + each for each in timeouts)
+        return EngineCoreRequest(
+            request_id=record.request_id,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=request.num_output_tokens, seed=answer.start),
+            arrival_time=time,
+            deadline=deadline,
+            first_token_deadline=first_token_deadline,
+        )
+
+    def _tokens_of(self, piece: Piece) -> range:
+        first = self._numbers.get(piece.key)
+        if first is None:
+            first = self._numbers[piece.key] = self._take_numbers(self._lengths[piece.key]).start
+        return range(first, first + piece.num_tokens)
+
+    def _take_numbers(self, count: int) -> range:
+        if self._next_token_id + count > VOCAB_SIZE:
+            self._next_token_id = 0  # whoever had these has been gone for four thousand million tokens
+        self._next_token_id += count
+        return range(self._next_token_id - count, self._next_token_id)
+
+    def ended(self, request: SimulatedRequest) -> None:
+        number = int(request.request_id)
+        record = self.records[number]
+        record.start_time, record.end_time = request.start_time, request.end_time or request.start_time
+        record.token_times = request.token_times
+        record.num_prompt_tokens = request.num_prompt_tokens
+        record.num_output_tokens = len(request.token_times)
+        record.num_cached_tokens = request.num_cached_tokens
+        record.error, record.status = request.error or "", 429 if request.is_refused else 200
+        self._free += 1
+        conversation = self._requests[number].conversation
+        if conversation is None or not self._later[conversation]:
+            return
+        if record.error:
+            for later in self._later.pop(conversation):
+                failed = self.records[later]
+                failed.scheduled_time = failed.start_time = failed.end_time = record.end_time
+                failed.error = "not sent: the turn before has failed"
+            return
+        following = self._later[conversation][0]
+        heappush(self._line, (record.end_time + self._requests[following].think_time, following))

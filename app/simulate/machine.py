@@ -1,0 +1,143 @@
+"""What is simulated: the step costs of a model on a machine, its KV cache, and the server's settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from app.setting_sources import load_settings
+from app.settings import Settings, SettingsError
+from engine.core.config import EngineConfig
+from engine.scheduler.step_cost import StepCostTable
+from engine.simulation.clock import VirtualClock
+from engine.simulation.counting import CountingExecutor
+
+MAX_FILE_BYTES = 64 * 2**20
+UNKNOWN_NUM_BLOCKS = 2**16  # where nobody says how much room there is: a million tokens
+# What a request takes beside the engine's steps, in seconds: HTTP, JSON, tokenizing and admission before, detokenizing
+# and sending after. A third of the medians on two cores that other work kept busy threefold: 1.0 ms in for a text of 64
+# tokens and 18 ms for 1,500, 2.8 ms out. An estimate until it is measured on a machine with nothing else to do.
+INBOUND, INBOUND_PER_TOKEN, OUTBOUND = 0.2e-3, 4e-6, 0.9e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """An engine, as far as its timing goes."""
+
+    table: StepCostTable
+    num_blocks: int = UNKNOWN_NUM_BLOCKS
+    block_size: int = 16
+    max_model_len: int = 2**15
+    pipeline_depth: int = 1
+    prompt_form_differs: bool = False
+    kv_windows: tuple[int | None, ...] = (None,)
+
+    def inbound(self, num_tokens: int) -> float:
+        """Seconds from a client's sending of a prompt to its arrival at the engine."""
+        return INBOUND + INBOUND_PER_TOKEN * num_tokens
+
+    @property
+    def outbound(self) -> float:
+        """Seconds from a step's end to the client's knowing of it."""
+        return OUTBOUND
+
+    def config(self, settings: Settings) -> EngineConfig:
+        """As `app.loading` makes it of the same settings."""
+        return EngineConfig(
+            max_model_len=min(
+                self.max_model_len, settings.max_model_len or self.max_model_len, self.num_blocks * self.block_size
+            ),
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            target_inter_token_latency=settings.target_inter_token_latency,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            kv_windows=self.kv_windows,
+            prompt_form_differs=self.prompt_form_differs,
+            pipeline_depth=settings.pipeline_depth or self.pipeline_depth,
+        )
+
+    def executor(self, clock: VirtualClock) -> CountingExecutor:
+        """What makes its steps, on this clock."""
+        return CountingExecutor(self.num_blocks, self.block_size, self.table.cost, clock=clock, sleep=clock.sleep)
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Self:
+        """Of what /server_info answers, or of a table alone. Raises ValueError."""
+        if "step_cost" not in info:
+            return cls(table=StepCostTable.from_json(json.dumps(info).encode()))
+        kv_cache, told = (
+            {**each} if isinstance(each := info.get(name), dict) else {} for name in ("kv_cache", "settings")
+        )
+        size = told.get("data_parallel_size") or 1
+        given = {
+            "num_blocks": kv_cache.get("num_blocks"),
+            "block_size": kv_cache.get("block_size"),
+            "max_model_len": info.get("max_model_len"),
+            "pipeline_depth": info.get("pipeline_depth"),
+            "data_parallel_size": size,
+        }
+        if wrong := [name for name, value in given.items() if not (value is None or _is_count(value))]:
+            raise ValueError(f"{wrong[0]}: got {given[wrong[0]]!r}; allowed: a whole number, at least 1")
+        table = StepCostTable.from_json(json.dumps(info["step_cost"]).encode())
+        windows = kv_cache.get("kv_windows") or [None]
+        if not isinstance(windows, list) or not all(each is None or _is_count(each) for each in windows):
+            raise ValueError(f"kv_windows: got {windows!r}; allowed: a list of nulls and whole numbers")
+        del given["data_parallel_size"]
+        if given["num_blocks"]:  # of all engines together
+            given["num_blocks"] = max(1, given["num_blocks"] // size)
+        return cls(
+            table=table,
+            prompt_form_differs=bool(kv_cache.get("prompt_form_differs")),
+            kv_windows=tuple(windows),
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+def _one_engine(info: dict[str, Any], model: str) -> dict[str, Any]:
+    """Of the GPU benchmark's result the engine of this model, or the only one there is. Raises ValueError."""
+    engines = info.get("engines")
+    if not isinstance(engines, dict):
+        return info
+    engine = engines.get(model) or (next(iter(engines.values())) if len(engines) == 1 else None)
+    if not isinstance(engine, dict):
+        raise ValueError(f"engines: has none for --model {model}; allowed: {', '.join(engines)}")
+    return engine
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**31
+
+
+def read_machine(path: Path, settings: Settings, num_blocks: int | None) -> tuple[Machine, Settings]:
+    """The machine of a file, and the settings of the server that wrote it, but for those that are given here.
+
+    Raises SettingsError.
+    """
+    works = "A file that works: what a server answers to GET /server_info"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+        info = json.loads(path.read_bytes())
+        if not isinstance(info, dict):
+            raise ValueError("not a JSON object")
+        info = _one_engine(info, settings.model)
+        machine = Machine.of(info)
+    except OSError as error:
+        raise SettingsError(f"--table: cannot read {path}: {error.strerror}. {works}") from None
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"--table: {path} is wrong: {error}. {works}") from None
+    if num_blocks is not None:
+        machine = replace(machine, num_blocks=num_blocks)
+    told = info.get("settings")
+    theirs = told if isinstance(told, dict) else {}
+    theirs = {name: value for name, value in theirs.items() if name in Settings.model_fields and value is not None}
+    return machine, with_settings(settings, theirs, but_given=True)
+
+
+def with_settings(settings: Settings, changes: Mapping[str, Any], *, but_given: bool = False) -> Settings:
+    """These settings with changes, checked as flags are. Raises SettingsError."""
+    given = {name: getattr(settings, name) for name in settings.model_fields_set}
+    return load_settings({**changes, **given} if but_given else {**given, **changes})

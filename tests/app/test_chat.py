@@ -1,0 +1,123 @@
+"""What can be typed in a conversation, and what an answer's figures say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from app.chat import Figures
+from app.chat_commands import HELP, SETTABLE, Commands, Conversation
+from app.settings import SettingsError
+
+DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
+
+
+@pytest.fixture
+def conversation() -> Conversation:
+    return Conversation("smol", DEFAULTS, system="Be brief.")
+
+
+def typed(conversation: Conversation, line: str) -> str:
+    said = Commands(conversation).take(line)
+    assert said is not None
+    return said
+
+
+@pytest.mark.parametrize("line", ["Hello", "/etc/passwd is what?", " /help", "1/2", "//", "/path-like thing"])
+def test_messages_are_no_commands(conversation, line):
+    assert Commands(conversation).take(line) is None
+
+
+def test_help_names_every_command_and_an_unknown_one_gets_a_hint(conversation):
+    assert typed(conversation, "/help") == HELP
+    for word in Commands(conversation)._commands.keys() - {"/quit", "/help"}:
+        assert word in HELP
+    assert typed(conversation, "/hepl me") == "There is no /hepl. Did you mean /help?"
+    assert typed(conversation, "/") == "There is no /. /help tells what there is."
+
+
+def test_any_sampling_field_is_set_checked_and_left_open_again(conversation):
+    assert typed(conversation, "/set temperature 0.5") == "temperature 0.5"
+    typed(conversation, "/set stop the END")
+    typed(conversation, "/set seed 7")
+    assert conversation.body() == {
+        "model": "smol",
+        "messages": [{"role": "system", "content": "Be brief."}],
+        "temperature": 0.5,
+        "stop": "the END",
+        "seed": 7,
+    }
+    assert typed(conversation, "/set").splitlines() == [
+        "temperature 0.5",
+        "top_p 0.9 (default)",
+        "seed 7",
+        "stop the END",
+    ]
+    assert typed(conversation, "/set temperature") == "temperature 0.2 (default)"
+    assert "temperature" not in conversation.body()
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("temperature 5", "temperature must be in [0.0, 2.0], got 5.0."),
+        ("temperature hot", "temperature: got 'hot', which is no number."),
+        ("top_k 1.5", "top_k must be an integer, got 1.5."),
+        ("max_tokens -7", "max_tokens must be at least 1"),
+        ("reasoning_effort enormous", "reasoning_effort"),
+        ("temprature 1", "There is no 'temprature' to set. Did you mean temperature?"),
+        ("n 4", "There is no 'n' to set."),
+    ],
+)
+def test_a_wrong_value_is_told_and_changes_nothing(conversation, line, complaint):
+    assert complaint in typed(conversation, f"/set {line}")
+    assert conversation.fields == {}
+
+
+def test_every_field_that_can_be_set_is_one_of_a_request(conversation):
+    from protocol.openai.chat import ChatCompletionRequest
+
+    assert set(SETTABLE) <= ChatCompletionRequest.model_fields.keys()
+    with pytest.raises(SettingsError):
+        conversation.set("model", "other")
+
+
+def test_the_system_prompt_changes_and_goes(conversation):
+    typed(conversation, "/system You are a pirate.")
+    assert conversation.body()["messages"] == [{"role": "system", "content": "You are a pirate."}]
+    typed(conversation, "/system")
+    assert conversation.body()["messages"] == []
+
+
+def test_a_conversation_is_saved_as_a_request_and_over_nothing(conversation, tmp_path):
+    conversation.messages += [{"role": "user", "content": "Grüße"}, {"role": "assistant", "content": "Hi"}]
+    conversation.set("top_k", "5")
+    path = tmp_path / "talk.json"
+    assert typed(conversation, f"/save {path}") == f"2 messages are in {path}."
+    assert json.loads(path.read_text()) == conversation.body()
+    assert "File exists" in typed(conversation, f"/save {path}")
+    assert "cannot be written" in typed(conversation, f"/save {tmp_path}/no/such/folder")
+    assert "/save conversation.json" in typed(conversation, "/save")
+
+
+def test_figures_tell_speed_cache_and_why_it_ended(monkeypatch):
+    now = iter([10.0, 10.5, 12.5])
+    monkeypatch.setattr("app.chat.time.monotonic", lambda: next(now))
+    figures = Figures()
+    usage = {"completion_tokens": 21, "prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
+    assert figures.read({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) == ("", "")
+    assert figures.read({"choices": [{"delta": {"reasoning": "hm"}}]}) == ("hm", "")
+    assert figures.read({"choices": [{"delta": {"content": "yes"}, "finish_reason": "length"}]}) == ("", "yes")
+    assert figures.read({"choices": [], "usage": usage}) == ("", "")
+    assert str(figures) == (
+        "21 tokens, 10.0 tok/s; first token after 0.50 s; 32 of 40 prompt tokens cached; "
+        "cut off: no more tokens were allowed"
+    )
+
+
+def test_figures_of_a_server_that_tells_nothing():
+    figures = Figures()
+    assert str(figures) == ""
+    figures.read({"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}], "usage": None})
+    assert str(figures).startswith("first token after ")

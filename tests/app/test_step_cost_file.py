@@ -1,0 +1,56 @@
+"""What is kept of step costs is read back whole, or not at all; nothing about it ever ends a start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from app.step_cost_file import MAX_BYTES, MAX_FILES, StepCostFile
+from engine.scheduler.step_cost import StepCostTable
+
+
+@pytest.fixture
+def table() -> StepCostTable:
+    return StepCostTable.unknown(8, 64)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path, table: StepCostTable) -> None:
+    file = StepCostFile(tmp_path / "costs" / "a.json")
+    assert file.read() is None
+    file.write(table)
+    assert file.read() == table
+    table.decode.begin(4, 0.1)
+    file.write(table)
+    assert file.read() == table
+    assert [each.name for each in file.path.parent.iterdir()] == ["a.json"], "no part is left"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"decode": 3}', "\0" * 100, " " * (MAX_BYTES + 1)])
+def test_a_torn_or_foreign_file_is_told_of_and_replaced(
+    tmp_path: Path, table: StepCostTable, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = StepCostFile(tmp_path / "a.json")
+    file.path.write_text(table.to_json().decode()[:-9] if content == "{" else content)
+    with caplog.at_level(logging.WARNING):
+        assert file.read() is None
+    assert "a.json are measured anew" in caplog.text
+    file.write(table)
+    assert file.read() == table
+
+
+def test_a_folder_that_cannot_be_written_to_costs_nothing_but_a_measurement(
+    tmp_path: Path, table: StepCostTable
+) -> None:
+    (tmp_path / "costs").write_text("not a folder")
+    file = StepCostFile(tmp_path / "costs" / "a.json")
+    file.write(table)
+    assert file.read() is None
+
+
+def test_of_too_many_files_the_oldest_go(tmp_path: Path, table: StepCostTable) -> None:
+    for number in range(MAX_FILES + 5):
+        StepCostFile(tmp_path / f"{number}.json").write(table)
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
+    assert StepCostFile(tmp_path / f"{MAX_FILES + 4}.json").read() == table

@@ -1,0 +1,157 @@
+"""The page of `headrace top`, of looks that were made by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from app.dashboard.frames import Frame, make_frame
+from app.server_client import ServerError
+from app.top import Look, Watcher, _counted, page
+from engine.snapshot import (
+    BlocksSnapshot,
+    EngineSnapshot,
+    RequestSnapshot,
+    StepOutcome,
+    StepSnapshot,
+    TenantSnapshot,
+    WaitsFor,
+)
+
+
+def request(request_id: str, **fields: Any) -> RequestSnapshot:
+    usual: dict[str, Any] = {
+        "tenant": "acme",
+        "status": "running",
+        "priority": 0,
+        "arrival_time": 90.0,
+        "num_prompt_tokens": 100,
+    }
+    usual |= {"num_cached_tokens": 32, "num_computed_tokens": 110, "num_output_tokens": 11, "num_blocks": 7}
+    return RequestSnapshot(request_id=request_id, **(usual | {"num_preemptions": 0} | fields))
+
+
+def step(number: int, seconds: float) -> StepSnapshot:
+    return StepSnapshot(
+        step=number,
+        time=99.0,
+        seconds=seconds,
+        outcome=StepOutcome.DONE,
+        num_requests=2,
+        num_prefill_tokens=30,
+        num_decode_tokens=1,
+        prefill_budget=64,
+        request_ids=["a", "b"],
+        num_scheduled_tokens=[1, 30],
+        num_sampled_tokens=[1, 0],
+        left=(),
+    )
+
+
+def snapshot(**fields: Any) -> EngineSnapshot:
+    usual: dict[str, Any] = {
+        "time": 100.0,
+        "seconds": 0.0,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "target_inter_token_latency": 0.08,
+        "num_steps": 2,
+        "num_steps_in_flight": 0,
+        "num_running": 2,
+        "num_waiting": 1,
+        "running": (request("a", num_preemptions=2), request("b", num_computed_tokens=40, num_output_tokens=0)),
+        "waiting": (request("c", status="waiting", waits_for=WaitsFor.SLOT, arrival_time=98.5),),
+        "tenants": (TenantSnapshot(tenant="acme", num_running=2, num_waiting=1, max_running=0, served=5.0),),
+        "blocks": BlocksSnapshot(
+            num_owned=10, num_cached=10, num_free=20, by_ref_count={1: 7, 2: 3}, map="", map_stride=1
+        ),
+        "steps": (step(1, 0.01), step(2, 0.09)),
+    }
+    return EngineSnapshot(**(usual | fields))
+
+
+def counted(**values: float) -> defaultdict[str, float]:
+    return defaultdict(float, values)
+
+
+def text_of(look: Look, before: Look, most_requests: int = 20, width: int = 120) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(page("http://here", look, before, most_requests=most_requests))
+    return capture.get()
+
+
+def look_of(*frames: Frame, time: float = 1.0, trouble: str = "", **values: Any) -> Look:
+    return Look(time=time, counted=counted(**values), frames=frames, trouble=trouble)
+
+
+def test_a_look_shows_batch_queue_blocks_and_steps():
+    shown = text_of(look_of(make_frame(snapshot())), look_of())
+    assert "10 owned (3 shared), 10 cached, 20 free" in shown
+    assert "50.0 ms each, 90.0 at most, of 80\n" in shown.replace("  ", "")
+    assert "2.0 of 4 requests and 30.0 of 64 prefill tokens in a step" in shown
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line.split()}
+    assert rows["a"][1:] == ["acme", "decode,", "preempted", "2", "100", "32", "11", "7", "10.0"]
+    assert rows["b"][1:5] == ["acme", "prefill", "40", "%"]
+    assert rows["c"][1:4] == ["acme", "no", "slot"]
+    assert rows["c"][-1] == "1.5"
+    assert rows["acme"] == ["acme", "2", "1"]
+
+
+def test_names_give_way_where_there_is_too_little_room():
+    long = request("cmpl-" + "0123456789" * 4, tenant="key-948fe603f61dc036")
+    shown = text_of(look_of(make_frame(snapshot(running=(long,)))), look_of(), width=70)
+    (row,) = (line for line in shown.splitlines() if line.startswith("cmpl-0"))
+    assert row.split()[-6:] == ["decode", "100", "32", "11", "7", "10.0"]
+    assert "KV blocks" in shown
+
+
+def test_several_engines_are_shown_one_by_one_and_no_more_requests_than_there_is_room():
+    frames = [make_frame(snapshot(), engine=number) for number in range(2)]
+    shown = text_of(look_of(*frames), look_of(), most_requests=3)
+    assert "KV blocks 0" in shown
+    assert "KV blocks 1" in shown
+    assert sum("acme" in line for line in shown.splitlines()) == 3 + 1  # and the tenant
+
+
+def test_rates_are_of_what_came_since_the_look_before_also_of_a_server_that_began_anew():
+    before = look_of(generation_tokens_total=100.0, inter_token_latency_seconds_sum=1.0)
+    values: dict[str, Any] = {"inter_token_latency_seconds_sum": 1.2, "inter_token_latency_seconds_count": 10.0}
+    now = look_of(time=3.0, generation_tokens_total=150.0, **values)
+    assert "25.0 generated/s" in text_of(now, before)
+    assert "20.0 ms between tokens" in text_of(now, before)
+    assert "– ms" not in text_of(now, before)
+    assert "0.0 generated/s" in text_of(look_of(time=5.0, generation_tokens_total=1.0), now)
+    assert "– generated/s" in text_of(now, now)
+
+
+def test_refusals_are_told_by_reason():
+    text = """\
+# TYPE vllm:admission_rejections counter
+vllm:admission_rejections_total{model_name="a",reason="queue_full"} 3.0
+vllm:admission_rejections_total{model_name="a",reason="tokens"} 0.0
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a"} 2.0
+vllm:num_requests_running{engine="1",model_name="a"} 3.0
+"""
+    shown = text_of(Look(time=1.0, counted=_counted(text)), look_of(time=0.0))
+    assert "3.0/s; since its start 3 queue_full" in shown
+    assert "5 running, 0 waiting" in shown
+
+
+def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
+    frame = make_frame(snapshot(running=(request("[red]x[/red]\x1b[2J", tenant="[/]"),)))
+    shown = text_of(look_of(frame, trouble="it [bold]hurts"), look_of())
+    assert "[red]x[/red]" in shown
+    assert "it [bold]hurts" in shown
+    assert "\x1b[2J" not in shown
+
+
+def test_a_server_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch):
+    answers = {"/metrics": b"", "/engine_state": b'{"engines": {"0": {"object": "engine_snapshot"}}}'}
+    monkeypatch.setattr("app.top.ServerClient.get", lambda self, path: answers[path])
+    with pytest.raises(ServerError, match="another version"):
+        Watcher("http://here", None, None).look()

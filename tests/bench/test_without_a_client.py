@@ -1,0 +1,74 @@
+"""latency, throughput and startup: the keys of vLLM's results, and figures that belong together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from tests.server.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+def bench(directory: Path, command: str, *flags: str) -> dict[str, Any]:
+    model = write_tiny_model(directory / "tiny", vocab_size=2048)
+    file = directory / "result.json"
+    settings = ("--model", str(model), "--load-format", "dummy", "--kv-cache-memory", "16MiB", "--max-model-len", "512")
+    assert main(["bench", command, *settings, *flags, "--output-json", str(file)]) == 0
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_latency_of_a_batch(tmp_path: Path) -> None:
+    sizes = (
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+        "--batch-size",
+        "3",
+        "--num-iters-warmup",
+        "1",
+        "--num-iters",
+        "5",
+    )
+    result = bench(tmp_path, "latency", *sizes)
+    assert result.keys() >= {"avg_latency", "latencies", "percentiles"}
+    assert len(result["latencies"]) == 5
+    assert min(result["latencies"]) <= result["percentiles"]["50"] <= max(result["latencies"])
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+
+
+def test_throughput_of_many_prompts(tmp_path: Path) -> None:
+    result = bench(tmp_path, "throughput", "--num-prompts", "12", "--input-len", "16", "--output-len", "5")
+    assert (result["num_requests"], result["total_num_tokens"], result["total_output_tokens"]) == (12, 252, 60)
+    assert result["requests_per_second"] == pytest.approx(12 / result["elapsed_time"])
+    assert result["tokens_per_second"] == pytest.approx(252 / result["elapsed_time"])
+
+
+def test_starts_cold_and_warm(tmp_path: Path) -> None:
+    starts = ("--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1")
+    result = bench(tmp_path, "startup", *starts)
+    for kind in ("cold", "warm"):
+        assert result[f"{kind}_startup_times"] == [result[f"avg_{kind}_startup_time"]]
+        first, ready, token = (result[f"avg_{kind}_{phase}_time"] for phase in ("answer", "startup", "first_token"))
+        assert 0 < first <= ready < token
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("latency", ["--batch-size", "0"], "--batch-size: got 0"),
+        ("throughput", ["--dataset-name", "conversation"], "conversations need a server"),
+        ("throughput", ["--n", "0"], "--n: got 0"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    command: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", command, *flags]) == 1
+    assert said in capsys.readouterr().err

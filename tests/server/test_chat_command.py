@@ -1,0 +1,80 @@
+"""`headrace chat` as a person has it, in a terminal, and as a script has it, in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.server.harness import REPOSITORY, TIMEOUT, Server
+from tests.server.terminal import ESCAPES, Terminal
+
+PROMPT = r"\n> $"
+
+
+def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
+    with Terminal("chat", "--url", server.base_url, "--temperature", "0") as terminal:
+        assert "/help tells" in terminal.wait_for(PROMPT)
+        before = server.metrics()
+        for line, answer in (("/help", "/set NAME VALUE"), ("/hlep", "Did you mean /help?")):
+            terminal.type(f"{line}\n")
+            assert answer in terminal.wait_for(PROMPT)
+        assert server.metrics().prompt_tokens == before.prompt_tokens  # the model was told nothing of it
+        terminal.type("/set max_tokens 3\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("What is the capital of France?\n")
+        assert "3 tokens," in (answer := terminal.wait_for(PROMPT))
+        assert "The capital of" in answer
+        assert "tok/s; first token after" in answer
+        assert "cut off" in answer
+        terminal.type("/set max_tokens\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("What is the capital of France?\n")
+        assert "prompt tokens cached" in terminal.wait_for(PROMPT)
+        path = tmp_path / "talk.json"
+        terminal.type(f"/save {path}\n")
+        terminal.wait_for("messages are in")
+        terminal.type("/exit\n")
+        assert terminal.wait_exit() == 0
+    saved = json.loads(path.read_text())
+    assert saved["temperature"] == 0.0
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"] * 2
+    # What was saved can be sent again.
+    assert server.post("/v1/chat/completions", saved | {"max_tokens": 1}).status_code == 200
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation(server: Server) -> None:
+    aborted = server.wait_idle().aborted
+    with Terminal("chat", "--url", server.base_url) as terminal:
+        terminal.wait_for(PROMPT)
+        terminal.type("/set ignore_eos true\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("Tell me a long story.\n")
+        terminal.wait_for(r"story\.\n\S")
+        terminal.type("\x03")
+        assert "stopped by you" in terminal.wait_for(PROMPT)
+        server.wait_until(lambda now: now.aborted == aborted + 1)
+        terminal.type("\x04")
+        assert terminal.wait_exit() == 0
+    assert "Traceback" not in terminal.shown
+
+
+def test_in_a_pipe_an_answer_is_as_the_model_wrote_it(server: Server) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "app.cli", "chat", "--url", server.base_url, "--temperature", "0"],
+        input="/set max_tokens 12\nWrite a Python function that adds two numbers.\n",
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"TERM": "xterm-256color"},
+        timeout=TIMEOUT,
+        check=True,
+    )
+    content = server.chat("Write a Python function that adds two numbers.", max_tokens=12)["choices"][0]["message"]
+    assert content["content"] in done.stdout
+    assert "```python" in done.stdout
+    assert "tok/s" not in done.stdout
+    assert not ESCAPES.search(done.stdout)
+    assert done.stderr == ""

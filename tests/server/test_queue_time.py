@@ -1,0 +1,52 @@
+"""Who would wait too long is refused at once, and let in when it was told to come back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.server.harness import Server
+from tests.server.tiny_model import tiny_server
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "Wait", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tiny_server(max_num_seqs=1, max_queue_time=3) as running:
+        yield running.wait_ready()
+
+
+def test_who_would_wait_too_long_is_refused_and_let_in_when_told_to_come_back(server: Server) -> None:
+    began = time.monotonic()
+    for _ in range(3):
+        assert server.post(COMPLETIONS, LONG).status_code == 200
+    each = (time.monotonic() - began) / 3
+    with ExitStack() as stack:
+        clients = [stack.enter_context(server.connect()) for _ in range(4 + int(12.0 / each))]
+        for client in clients:
+            client.post(COMPLETIONS, LONG)
+        rejected = "vllm:admission_rejections_total{reason=max_queue_time}"
+        seen = server.poll(lambda: server.metrics().samples, lambda samples: samples[rejected] > 0)
+        assert seen["headrace:queued_seconds"] > 0.0
+        assert seen["vllm:num_requests_waiting"] > 0
+        head = clients[-1].read_head()
+        error = json.loads(clients[-1].read_body())["error"]
+        assert (head.status_code, error["code"]) == (429, "queue_full")
+        assert "expected to pass until the first token" in error["message"]
+        again = int(dict(head.headers)[b"retry-after"])
+        for _ in range(3):  # the machine may have become slower meanwhile
+            time.sleep(again)
+            answer = server.post(COMPLETIONS, LONG)
+            if answer.status_code == 200:
+                break
+            again = int(answer.headers["retry-after"])
+        assert answer.status_code == 200
+    samples = server.metrics().samples
+    assert samples["vllm:admission_rejections_total{reason=max_queue_time}"] >= 1
+    assert samples["headrace:queue_wait_error_seconds_bucket{le=+Inf}"] >= 1

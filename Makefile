@@ -22,7 +22,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm compiler emulator nginx npm lock clean
+.PHONY: help serve chat test check lint format storm chromium compiler emulator nginx npm lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: compiler emulator lint nginx npm
+test: chromium compiler emulator lint nginx npm
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
@@ -122,6 +122,10 @@ compiler:
 emulator:
 	$(call from_debian,aarch64-linux-gnu-g++,g++-aarch64-linux-gnu)
 	$(call from_debian,qemu-aarch64,qemu-user)
+
+# What the tests open the pages with.
+chromium:
+	$(call from_debian,chromium,chromium)
 
 # The clients from npm that the server's tests drive, and Node from the distribution, where they are missing.
 npm: tests/npm/node_modules/.installed

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PATIENCE, PAUSE = 5.0, 60.0  # seconds: for the next piece of a load, and until loading is tried again without one
-TRY_AGAIN = 64  # a load that would not pay is made all the same once in so many times, to measure again
 MAX_BACKLOG = (
     8192  # pieces that wait to be stored; what comes beyond that is not: nothing is found before its beginning
 )
@@ -92,7 +91,6 @@ class Tiers:
         self._loads: dict[int, Load] = {}
         self._backlog: OrderedDict[bytes, tuple[list[bytes], float, bool]] = OrderedDict()
         self._credit = 0.0
-        self._num_declined = 0
         self._hits: Counter[str] = Counter()  # tokens, by tier
         self._now = self._pause_until = float("-inf")
         self.piece_tokens = tier.blocks_per_piece * kv.block_size
@@ -121,12 +119,8 @@ class Tiers:
             kv.block_hash(request, (last + 1) * size - 1)
         ):
             last += 1
-        if last == first:
+        if last == first or not self.tier.is_cheaper(self._seconds_of_piece):
             return False
-        if not self.tier.is_cheaper(self._seconds_of_piece):
-            self._num_declined += 1
-            if self._num_declined % TRY_AGAIN:
-                return False
         hashes = request.block_hashes[first * size : last * size]
         contents = self._contents(hashes)
         for load in self._loads.values():

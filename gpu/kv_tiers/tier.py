@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.clock import Clock
 from engine.messages import TierStats
 from gpu.kv_tiers.memory import KVMemory, nothing_to_wait_for
 from gpu.kv_tiers.worth import LIVING
@@ -33,6 +35,7 @@ LOOK_AROUND = 1.0  # seconds between two looks for what other engines have store
 WAIT_SECONDS = 0.005  # that an engine with nothing else to do waits before it looks after its inbox again
 OPENING_SECONDS = 2.0  # that a start waits for what may be found: whoever comes first should find it
 MEASURES = 16  # that an average remembers, about
+MEASURE_AGAIN = 60.0  # seconds after which what loading took is not believed any more
 CLOSING_SECONDS = 2.0  # that the end waits for the threads: a file system that does not answer may keep them for ever
 
 
@@ -80,14 +83,18 @@ class KVTier:
         blocks_per_piece: int,
         payload_bytes: int,
         open_stores: Callable[[], Sequence[BlockStore]],
+        *,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`open_stores` is called on a thread, since it may take long; until it is done there is nothing."""
         self.key = key
         self.blocks_per_piece = blocks_per_piece
         self.payload_bytes = payload_bytes
         self.store_seconds = 0.0  # processor time that storing a piece takes from the steps, about
-        self._load_seconds = 0.0  # that loading one takes
+        self._load_seconds: deque[float] = deque(maxlen=MEASURES)  # that loading one took
+        self._measured_at = 0.0
         self._memory = memory
+        self._clock = clock
         self._stores: Sequence[BlockStore] = ()
         self._copy_seconds = 0.0
         self._num_tickets = 0
@@ -117,8 +124,14 @@ class KVTier:
         return any(store.find(name) for store in self._stores)
 
     def is_cheaper(self, seconds: float) -> bool:
-        """Whether loading a piece is cheaper than computing it in so many seconds, as far as either was measured."""
-        return seconds == 0.0 or self._load_seconds < seconds
+        """Whether loading a piece is cheaper than computing it in so many seconds, as far as either was measured.
+
+        A median, because a load that stood behind other work says nothing of the next; and it is forgotten, because
+        nothing is loaded, nor measured, while it says that this does not pay.
+        """
+        if seconds == 0.0 or not self._load_seconds:
+            return True
+        return self._clock() - self._measured_at > MEASURE_AGAIN or median(self._load_seconds) < seconds
 
     def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int:
         """Begin to load pieces into these blocks each, which are the caller's until all have been polled or the load
@@ -150,7 +163,8 @@ class KVTier:
                     began = time.perf_counter()
                     wait = self._memory.copy_in(read.wanted.block_ids, read.buffer)
                     took = time.perf_counter() - began
-                    self._load_seconds = _average(self._load_seconds, took + read.seconds / READERS)
+                    self._load_seconds.append(took + read.seconds / READERS)
+                    self._measured_at = self._clock()
                     self._count(read.store, loaded_bytes=len(read.buffer), load_seconds=took + read.seconds)
                 found.append((read.wanted.ticket, read.wanted.index, read.store))
             self._spare.append((read.buffer, wait))

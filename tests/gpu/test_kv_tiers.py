@@ -29,7 +29,7 @@ from gpu.kv_tiers.memory import HostMemory, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
 from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
 from gpu.kv_tiers.ram import RamStore
-from gpu.kv_tiers.tier import KVTier
+from gpu.kv_tiers.tier import MEASURE_AGAIN, KVTier
 from gpu.model_loader import WorkerOptions
 
 SIZE = 4096 + 24
@@ -493,13 +493,17 @@ def test_more_memory_of_the_host_than_there_is_is_refused() -> None:
         check_tiers(WorkerOptions(kv_cache_ram=2**50), "cuda")
 
 
-def test_a_load_that_would_not_pay_is_told() -> None:
-    tier = KVTier(host_memory(), SECRET, 1, 144, list)
+def test_a_load_that_stood_behind_other_work_does_not_end_storing() -> None:
+    now = 0.0
+    tier = KVTier(host_memory(), SECRET, 1, 144, list, clock=lambda: now)
     try:
-        assert tier.is_cheaper(0.0)
-        tier._load_seconds = 0.01
-        assert tier.is_cheaper(0.02)
-        assert not any(tier.is_cheaper(0.005) for _ in range(200))
+        assert tier.is_cheaper(0.001), "nothing was measured"
+        tier._load_seconds.extend([0.5, *[0.005] * 14])
+        assert tier.is_cheaper(0.03)
+        assert not any(tier.is_cheaper(0.004) for _ in range(200))
+        assert tier.is_cheaper(0.0), "what computing takes is unknown"
+        now += MEASURE_AGAIN + 1
+        assert tier.is_cheaper(0.004), "nobody would ever measure again"
     finally:
         tier.close()
 

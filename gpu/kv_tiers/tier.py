@@ -21,7 +21,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.clock import Clock
 from engine.messages import TierStats
 from gpu.kv_tiers.memory import KVMemory, nothing_to_wait_for
 from gpu.kv_tiers.worth import LIVING
@@ -84,7 +83,7 @@ class KVTier:
         payload_bytes: int,
         open_stores: Callable[[], Sequence[BlockStore]],
         *,
-        clock: Clock = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`open_stores` is called on a thread, since it may take long; until it is done there is nothing."""
         self.key = key

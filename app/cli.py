@@ -1,4 +1,4 @@
-"""The command line: `headrace serve`, `chat`, `pull`.
+"""The command line: `headrace serve`, `chat`, `pull` and what else `COMMANDS` has.
 
 The flags of a command are its own, and where it runs a model the fields of `app.settings.Settings`. Parsing imports
 neither torch nor a web server, so `--help` and typing errors answer at once. What goes wrong on purpose ends in one
@@ -8,6 +8,7 @@ last line on standard error and exit code 1 (2 for what argparse refuses); a tra
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,10 @@ from app.progress import loading
 from app.setting_sources import (
     CONFIG_VARIABLE,
     allowed_values,
+    check_settings,
     env_name,
     flag_name,
-    load_settings,
+    given_settings,
     shown,
     unknown_flag,
 )
@@ -33,23 +35,34 @@ from engine.errors import HeadraceError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     parsed, rest = _parser().parse_known_args(arguments)
-    options = vars(parsed)
-    command: Command = options.pop("command")
-    parser: _CommandParser = options.pop("parser")
     try:
-        if rest:
-            raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
-        if not command.takes_settings:
-            return command.run(**options)
-        config_file = options.pop("config")
-        flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
-        return command.run(load_settings(flags, config_file), **options)
+        code = _run(vars(parsed), rest)
+        sys.stdout.flush()
+        return code
     except HeadraceError as error:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return 141  # the shell's number for SIGPIPE
     except KeyboardInterrupt:
         return 130  # the shell's number for Ctrl-C
+
+
+def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
+    command: Command = options.pop("command")
+    parser: _CommandParser = options.pop("parser")
+    if rest:
+        raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
+    if not command.takes_settings:
+        return command.run(**options)
+    config_file = options.pop("config")
+    flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
+    given = given_settings(flags, config_file)
+    if command.wants_sources:
+        options["given"] = given
+    return command.run(check_settings(given), **options)
 
 
 def serve(settings: Settings) -> int:
@@ -102,6 +115,7 @@ class Command(NamedTuple):
     summary: str
     add_flags: Callable[[ArgumentParser], None] = lambda _: None  # those of its own
     takes_settings: bool = True
+    wants_sources: bool = False  # `run(settings, given=...)`: what was said of each, and where
 
     @classmethod
     def of(cls, run: Callable[..., int], add_flags: Callable[[ArgumentParser], None] = lambda _: None) -> Command:
@@ -109,13 +123,14 @@ class Command(NamedTuple):
         return cls(run, (run.__doc__ or "").strip(), add_flags)
 
     @classmethod
-    def at(cls, module: str, summary: str, *, takes_settings: bool = True) -> Command:
+    def at(cls, module: str, summary: str, *, takes_settings: bool = True, wants_sources: bool = False) -> Command:
         """A module's `run` and `add_flags`, imported when the command is asked for."""
         return cls(
             lambda *settings, **own: import_module(module).run(*settings, **own),
             summary,
             lambda parser: import_module(module).add_flags(parser),
             takes_settings,
+            wants_sources,
         )
 
 
@@ -130,6 +145,10 @@ COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
     "chat": Command.of(chat, _add_chat_flags),
     "pull": Command.of(pull),
+    "config": Command.at(
+        "app.config_command", "Show the settings in force, and where each comes from.", wants_sources=True
+    ),
+    "doctor": Command.at("app.doctor", "Look for what would keep this machine from serving, or slow it down."),
     "top": Command.at("app.top", "Watch what a running server does, in the terminal."),
     "simulate": Command.at("app.simulate.command", "Tell how a server would do under a load, without one."),
     "bench": CommandGroup(

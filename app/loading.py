@@ -151,9 +151,17 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
 
 
 def core_factory(
-    settings: Settings, files: ModelFiles, kv_cache_share: float = 1.0, grammars: GrammarCompiler | None = None
+    settings: Settings,
+    files: ModelFiles,
+    kv_cache_share: float = 1.0,
+    grammars: GrammarCompiler | None = None,
+    *,
+    measures_anew: bool = False,
 ) -> Callable[[], EngineCore]:
-    """A function that loads the model and makes the engine's core; to be called on the thread that will run it."""
+    """A function that loads the model and makes the engine's core; to be called on the thread that will run it.
+
+    `measures_anew`: it believes nothing that was measured by those before it.
+    """
 
     def make_core() -> EngineCore:
         executor = make_executor(settings, files, kv_cache_share)
@@ -172,7 +180,11 @@ def core_factory(
         )
         file = StepCostFile.of(settings, files, executor.machine)
         return EngineCore(
-            config, executor, grammars or make_grammar_compiler(files), costs=file.read(), keep_costs=file.write
+            config,
+            executor,
+            grammars or make_grammar_compiler(files),
+            costs=None if measures_anew else file.read(),
+            keep_costs=file.write,
         )
 
     return make_core

@@ -32,8 +32,25 @@ def load_settings(
     *,
     spelled: Callable[[str], str] | None = None,
 ) -> Settings:
-    """Read flags, environment and file. `flags` are field names with the text that was given, which errors call
-    `spelled(name)`: as on the command line, unless it says otherwise.
+    """Settings of flags, environment and file, as `given_settings` reads them. Raises `SettingsError`."""
+    return check_settings(given_settings(flags, config_file, spelled=spelled))
+
+
+class Given(NamedTuple):
+    """What was said of a setting."""
+
+    value: Any
+    where: str  # as the user spelled it: --port, HEADRACE_PORT, port in headrace.toml
+
+
+def given_settings(
+    flags: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    *,
+    spelled: Callable[[str], str] | None = None,
+) -> dict[str, Given]:
+    """What flags, environment and file say, by setting. `flags` are field names with the text that was given, which
+    errors call `spelled(name)`: as on the command line, unless it says otherwise.
 
     `config_file` is `--config`; without it the file that `HEADRACE_CONFIG` names, if any. Raises `SettingsError`.
     """
@@ -41,7 +58,11 @@ def load_settings(
         config_file = Path(named)
     given = _from_file(config_file) | _from_environment()
     spelled = spelled or flag_name
-    given |= {name: _Given(value, spelled(name)) for name, value in (flags or {}).items()}
+    return given | {name: Given(value, spelled(name)) for name, value in (flags or {}).items()}
+
+
+def check_settings(given: Mapping[str, Given]) -> Settings:
+    """Raises `SettingsError` with a line for each that is wrong."""
     try:
         return Settings(**{name: entry.value for name, entry in given.items()})
     except ValidationError as error:
@@ -96,12 +117,7 @@ def shown(value: object) -> str:
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 
 
-class _Given(NamedTuple):
-    value: Any
-    where: str  # as the user spelled it: --port, HEADRACE_PORT, port in headrace.toml
-
-
-def _from_file(path: Path | None) -> dict[str, _Given]:
+def _from_file(path: Path | None) -> dict[str, Given]:
     if path is None:
         return {}
     try:
@@ -119,7 +135,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
     ]
     if problems:
         raise SettingsError("\n".join(problems))
-    return {name: _Given(value, f"{name} in {path}") for name, value in values.items()}
+    return {name: Given(value, f"{name} in {path}") for name, value in values.items()}
 
 
 # Kubernetes tells pods about every Service through the environment; a Service called "headrace" gives HEADRACE_PORT,
@@ -127,7 +143,7 @@ def _from_file(path: Path | None) -> dict[str, _Given]:
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP)(_.+)?)$")
 
 
-def _from_environment() -> dict[str, _Given]:
+def _from_environment() -> dict[str, Given]:
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -141,7 +157,7 @@ def _from_environment() -> dict[str, _Given]:
     if problems:
         raise SettingsError("\n".join(problems))
     values = EnvSettingsSource(Settings, case_sensitive=False)()
-    return {name: _Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
+    return {name: Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> str:
@@ -159,7 +175,7 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {nearest[0]}?" if nearest else ""
 
 
-def _explain(problem: Any, given: Mapping[str, _Given]) -> str:
+def _explain(problem: Any, given: Mapping[str, Given]) -> str:
     if not problem["loc"]:  # a check across fields, whose message is written for people already
         return str(problem["ctx"]["error"]) if "error" in problem.get("ctx", {}) else str(problem["msg"])
     name = str(problem["loc"][0])

@@ -64,6 +64,9 @@ def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) 
     if request.outputs is not None:
         server.timelines.keep(request, status, record.ended_time)
         server.tracer.record(record)
+    if not quiet:
+        tokens = record.num_prompt_tokens or 0, record.num_output_tokens or 0
+        server.metrics.on_tenant(request.tenant.name, status, *tokens)
     if server.settings.log_requests and not quiet:
         log_request(record)
 

@@ -35,6 +35,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
+from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason, SchedulerStats, TierStats
 from protocol.answer_check import OUTCOMES, Outcome
 from protocol.tools.left_out import FAMILIES, family
@@ -63,13 +64,21 @@ STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 
 
 K = TypeVar("K", bound=str)
 
+ANONYMOUS: Final = "anonymous"  # the tenant of a server without keys
+TIERS: Final = ("disk", "ram")
+TOO_MANY_REQUESTS: Final = 429
+
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Metrics:
-    """The counters of one server, an `Observer`. Not thread-safe: call it from the event loop."""
+    """The counters of one server, an `Observer`. Not thread-safe: call it from the event loop.
 
-    def __init__(self, model_name: str, *, prefix: str = "vllm:") -> None:
+    No series is made for what a client has made up: each label's values are known here, but for `handler`, a route's
+    template, and `tenant`, one of `tenants`. docs/metrics.md has them all.
+    """
+
+    def __init__(self, model_name: str, *, prefix: str = "vllm:", tenants: Iterable[str] = ("",)) -> None:
         disable_created_metrics()  # a second series per counter that nobody asked for
         self._registry = CollectorRegistry()
         self._recent_first_tokens: deque[float] = deque(maxlen=1024)
@@ -99,6 +108,15 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
         self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
+        text = "How the KV cache is divided, told by the labels; 1 once the model is loaded."
+        division = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+        config = Gauge(prefix + "cache_config_info", text, (*labels, *division), registry=self._registry)
+        self._cache_config = partial(config.labels, *values)
+        # Gateways that route by adapter look for it; no adapters are served here.
+        text = "LoRA adapters that requests run with or wait for, told by the labels; the value is a Unix time."
+        adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        lora = Gauge(prefix + "lora_requests_info", text, adapters, registry=self._registry)
+        lora.labels("0", "", "").set_to_current_time()
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens that were generated for accepted requests.")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
@@ -115,8 +133,16 @@ class Metrics:
         )
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
         self._queue_time = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
+        text = "First schedule to first token, of requests that got one."
+        self._prefill_time = histogram("request_prefill_time_seconds", text, REQUEST_BUCKETS)
+        self._decode_time = histogram("request_decode_time_seconds", "First token to last.", REQUEST_BUCKETS)
+        self._inference_time = histogram("request_inference_time_seconds", "First schedule to end.", REQUEST_BUCKETS)
+        text = "Mean time between the tokens of a request's longest choice."
+        self._mean_itl = histogram("request_time_per_output_token_seconds", text, ITL_BUCKETS)
         self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
+        text = "Output tokens of the longest choice of a request."
+        self._request_longest = histogram("request_max_num_generation_tokens", text, TOKEN_BUCKETS)
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
 
         self._finished = by("finished_reason", "request_success", "Requests that ended, by reason.", FinishReason)
@@ -135,11 +161,33 @@ class Metrics:
         self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
         text = "Until all who wait now have their first token, as far as is known."
         self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
+        text = "How long the engine has had work and made no step."
+        self._stalled_seconds = Gauge("headrace:engine_stalled_seconds", text, registry=self._registry)
+        text = "1 for what the server is doing: starting, ready, stopping or failed."
+        self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._registry)
         text = "How much longer than expected a request waited for its first token; negative: how much less."
         error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
         self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
         text = "Prompts of 512 tokens or more that repeat others but for their first 256, of which fewer were found."
         self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
+        by_tenant: Any = partial(Counter, registry=self._registry)
+        text = "Requests of a tenant that were answered, by status class; those refused with 429 are 4xx."
+        requests = by_tenant("headrace:tenant_requests", text, ("tenant", "status"))
+        text = "Tokens of a tenant's requests that ended."
+        tokens = by_tenant("headrace:tenant_tokens", text, ("tenant", "kind"))
+        text = "Requests of a tenant that were refused with 429."
+        refusals = by_tenant("headrace:tenant_refusals", text, ("tenant",))
+        self._tenants = {
+            name: (
+                {status: requests.labels(name or ANONYMOUS, f"{status}xx") for status in (2, 4, 5)},
+                refusals.labels(name or ANONYMOUS),
+                tokens.labels(name or ANONYMOUS, "prompt"),
+                tokens.labels(name or ANONYMOUS, "generation"),
+            )
+            for name in tenants
+        }
+        text = "Choices of a tenant that wait for their first token."
+        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._registry)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -151,6 +199,8 @@ class Metrics:
         }
         text = "Bytes in a tier of the KV cache, as this server last looked."
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
+        for tier in TIERS:
+            self._on_tier(TierStats(tier=tier))
         text = "Tools that clients offered and nobody serves here, by the requests that did so."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
@@ -199,9 +249,26 @@ class Metrics:
         """A request got its first token after so many seconds, and had been expected to wait so many."""
         self._wait_error.observe(waited - expected)
 
-    def show_queued_seconds(self, queued_seconds: Callable[[], float]) -> None:
-        """What tells how long the queue is, whenever somebody asks."""
+    def show(
+        self,
+        queued_seconds: Callable[[], float],
+        stalled_seconds: Callable[[], float],
+        waiting: Callable[[str], int],
+        phases: Iterable[str],
+        is_in: Callable[[str], bool],
+    ) -> None:
+        """What tells the levels, whenever somebody asks: how long the queue is, how long the engine has made no step,
+        how many choices of a tenant wait, and whether the server is in one of its phases."""
         self._queued_seconds.set_function(queued_seconds)
+        self._stalled_seconds.set_function(stalled_seconds)
+        for name in self._tenants:
+            self._tenant_waiting.labels(name or ANONYMOUS).set_function(partial(waiting, name))
+        for phase in phases:
+            self._phase.labels(phase).set_function(partial(is_in, phase))
+
+    def on_ready(self, block_size: int, num_blocks: int, *, prefix_caching: bool) -> None:
+        """The model is loaded, and its KV cache has so many blocks of so many tokens."""
+        self._cache_config(block_size, num_blocks, prefix_caching).set(1)
 
     def on_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -219,24 +286,34 @@ class Metrics:
         """`count` further tokens came, each `seconds` after the one before it in its choice."""
         self._itl.observe(seconds, count)
 
-    def on_request_finished(
-        self,
-        reason: FinishReason,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int,
-        e2e_seconds: float,
-        queue_seconds: float | None,
-    ) -> None:
-        self._finished[reason].inc()
-        self._request_prompt.observe(prompt_tokens)
-        self._request_output.observe(output_tokens)
-        self._e2e.observe(e2e_seconds)
-        if cached_tokens:
-            self._cached_tokens.inc(cached_tokens)
-        if queue_seconds is not None:
-            self._queue_time.observe(queue_seconds)
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        self._finished[finished.reason].inc()
+        self._request_prompt.observe(finished.prompt_tokens)
+        self._request_output.observe(finished.output_tokens)
+        self._request_longest.observe(finished.longest_output)
+        self._e2e.observe(finished.e2e_seconds)
+        if finished.cached_tokens:
+            self._cached_tokens.inc(finished.cached_tokens)
+        if finished.queue_seconds is not None:
+            self._queue_time.observe(finished.queue_seconds)
+        if finished.prefill_seconds is not None and finished.decode_seconds is not None:
+            self._prefill_time.observe(finished.prefill_seconds)
+            self._decode_time.observe(finished.decode_seconds)
+            self._inference_time.observe(finished.prefill_seconds + finished.decode_seconds)
+            if finished.longest_output > 1:
+                self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
+
+    def on_tenant(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
+        """A request was answered with `status`. One of an administrator is no tenant's."""
+        if tenant not in self._tenants:
+            return
+        requests, refusals, prompt, output = self._tenants[tenant]
+        if (counter := requests.get(status // 100)) is not None:
+            counter.inc()
+        if status == TOO_MANY_REQUESTS:
+            refusals.inc()
+        prompt.inc(prompt_tokens)
+        output.inc(output_tokens)
 
     def on_tools_left_out(self, types: Iterable[str]) -> None:
         """A request offered tools of these types, of which the model is not told."""

@@ -105,15 +105,25 @@ class Server:
 
     def __init__(self, settings: Settings, on_fatal: Callable[[BaseException], None]) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.model_names[0], prefix=settings.metrics_prefix)
+        self.tenants = Tenants(settings)
+        self.metrics = Metrics(
+            settings.model_names[0],
+            prefix=settings.metrics_prefix,
+            tenants=[tenant.name for tenant in self.tenants.all],
+        )
         self.tracer = open_tracer(settings)
         self.phase = Phase.STARTING
         self.start_up = StartUp()
-        self.tenants = Tenants(settings)
         self.admission = Admission(
             settings, self.metrics.on_rejection, self.tenants.all, on_waited=self.metrics.on_waited
         )
-        self.metrics.show_queued_seconds(lambda: self.admission.queued_seconds)
+        self.metrics.show(
+            queued_seconds=lambda: self.admission.queued_seconds,
+            stalled_seconds=lambda: 0.0 if self._llm is None else self._llm.seconds_without_progress(),
+            waiting=self.admission.places.taken_by,
+            phases=Phase,
+            is_in=lambda phase: self.phase == phase,
+        )
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
@@ -339,6 +349,11 @@ class Server:
                     default_sampling=default_sampling(self.settings, files),
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
+                )
+                self.metrics.on_ready(
+                    engine_info.block_size,
+                    engine_info.num_blocks,
+                    prefix_caching=self.settings.enable_prefix_caching,
                 )
                 collect_seldom()
                 self.phase = Phase.READY

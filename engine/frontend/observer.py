@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.messages import FinishReason, SchedulerStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """A request that is gone. Tokens are those of its usage; what it never reached has None for seconds."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    longest_output: int  # tokens of the choice that got most
+    cached_tokens: int
+    e2e_seconds: float  # arrival to end
+    queue_seconds: float | None  # arrival to first schedule
+    prefill_seconds: float | None  # first schedule to first token
+    decode_seconds: float | None  # first token to end
 
 
 class Observer(Protocol):
@@ -26,20 +42,8 @@ class Observer(Protocol):
         """`count` further tokens came with this step, each `seconds` after the one before it in its choice."""
         ...
 
-    def on_request_finished(
-        self,
-        reason: FinishReason,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int,
-        e2e_seconds: float,
-        queue_seconds: float | None,
-    ) -> None:
-        """A request is gone, once per request whatever its n; the figures are those of its usage.
-
-        `queue_seconds` is None for a request that never ran.
-        """
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        """A request is gone; once per request."""
         ...
 
     def on_delivery(self, seconds: float) -> None:
@@ -58,15 +62,6 @@ class NullObserver:
 
     def on_inter_token(self, seconds: float, count: int) -> None: ...
 
-    def on_request_finished(
-        self,
-        reason: FinishReason,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int,
-        e2e_seconds: float,
-        queue_seconds: float | None,
-    ) -> None: ...
+    def on_request_finished(self, finished: FinishedRequest) -> None: ...
 
     def on_delivery(self, seconds: float) -> None: ...

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from engine.clock import Clock
 from engine.frontend.detokenizer import StopStrings, Vocabulary
-from engine.frontend.observer import NullObserver, Observer
+from engine.frontend.observer import FinishedRequest, NullObserver, Observer
 from engine.frontend.request_stream import FAILURES, RequestStream
 from engine.messages import (
     EngineCoreOutput,
@@ -62,24 +62,35 @@ class OutputProcessor:
     def close(self, stream: RequestStream) -> list[str]:
         """Stop listening. Returns the children that the engine still has to be told to drop, and accounts for the
         request."""
-        unfinished = [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
+        unfinished = []
+        for child_id in stream.child_ids:
+            if (choice := self._choices.pop(child_id, None)) is not None:
+                stream.longest_output = max(stream.longest_output, choice.num_output_tokens)
+                unfinished.append(child_id)
         reason = stream.finish_reason
         if reason is None or (unfinished and reason not in FAILURES):
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
-        scheduled = stream.first_scheduled_time
         if stream.first_token_time is None:
             self._observer.on_prompt(stream.num_prompt_tokens)
-        self._observer.on_request_finished(
-            reason,
-            prompt_tokens=stream.num_prompt_tokens,
-            output_tokens=stream.num_output_tokens,
-            cached_tokens=stream.num_cached_tokens,
-            e2e_seconds=self._clock() - stream.arrival_time,
-            queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
-        )
+        self._observer.on_request_finished(self._finished(stream, reason))
         stream.finish_reason = reason
         stream.listen(None)  # who listens mostly holds the stream, too
         return unfinished
+
+    def _finished(self, stream: RequestStream, reason: FinishReason) -> FinishedRequest:
+        now, scheduled, first_token = self._clock(), stream.first_scheduled_time, stream.first_token_time
+        decoded = now if stream.finished_time is None or stream.num_unfinished else stream.finished_time
+        return FinishedRequest(
+            reason=reason,
+            prompt_tokens=stream.num_prompt_tokens,
+            output_tokens=stream.num_output_tokens,
+            longest_output=stream.longest_output,
+            cached_tokens=stream.num_cached_tokens,
+            e2e_seconds=now - stream.arrival_time,
+            queue_seconds=None if scheduled is None else scheduled - stream.arrival_time,
+            prefill_seconds=None if scheduled is None or first_token is None else first_token - scheduled,
+            decode_seconds=None if first_token is None else decoded - first_token,
+        )
 
     def abort(self, stream: RequestStream) -> list[str]:
         """Finish a stream's choices here and now. Returns the children that the engine has to be told to drop."""
@@ -219,6 +230,7 @@ class _Choice:
                 stream.first_token_time = timestamp
         if finish_reason is not None:
             stream.num_unfinished -= 1
+            stream.longest_output = max(stream.longest_output, self.num_output_tokens)
             if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp

@@ -41,6 +41,7 @@ class RequestStream:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.num_output_tokens = 0
+        self.longest_output = 0  # tokens of the choice that got most; known when it has ended
         self.num_cached_tokens = 0  # prompt tokens that came from the prefix cache, siblings not counted
         self.logprobs_per_token = max(_num_logprobs(request) for request in requests)
         self.num_unfinished = len(children)

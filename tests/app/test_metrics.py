@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.admission import Limit
 from app.metrics import ITL_BUCKETS, Metrics
+from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason, SchedulerStats
 
 
@@ -18,7 +19,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            if sample.name.startswith("vllm:"):
+            if sample.name.startswith("vllm:") and sample.name != "vllm:lora_requests_info":
                 assert labels.pop("model_name") == "tiny"
                 assert labels.pop("engine") == "0"
             found[sample.name, frozenset(labels.items())] = sample.value
@@ -55,7 +56,8 @@ def test_names_are_those_that_dashboards_ask_for(metrics: Metrics) -> None:
         "num_preemptions admission_rejections prompt_tokens_by_source "
         "prefix_cache_queries prefix_cache_hits prompt_tokens_cached time_to_first_token_seconds "
         "inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds request_prompt_tokens "
-        "request_generation_tokens iteration_tokens_total"
+        "request_generation_tokens iteration_tokens_total request_prefill_time_seconds request_decode_time_seconds "
+        "request_inference_time_seconds request_max_num_generation_tokens request_time_per_output_token_seconds"
     )
     assert {f"vllm:{name}" for name in asked.split()} <= families
     assert {"headrace:event_loop_lag_seconds", "headrace:event_loop_hold_seconds"} <= families  # whatever the prefix is
@@ -116,9 +118,18 @@ def test_a_prompt_is_counted_as_its_usage_says(metrics: Metrics) -> None:
 
 def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:
     """Peers count an aborted request's tokens in one place and not in the other, and bills disagree."""
-    done: dict[str, Any] = {"prompt_tokens": 10, "output_tokens": 5, "cached_tokens": 4, "e2e_seconds": 1.0}
-    metrics.on_request_finished(FinishReason.STOP, **done, queue_seconds=0.1)
-    metrics.on_request_finished(FinishReason.ABORT, **done, queue_seconds=None)
+    done: dict[str, Any] = {
+        "prompt_tokens": 10,
+        "output_tokens": 5,
+        "longest_output": 3,
+        "cached_tokens": 4,
+        "e2e_seconds": 1.0,
+        "prefill_seconds": 0.2,
+        "decode_seconds": 0.6,
+    }
+    metrics.on_request_finished(FinishedRequest(reason=FinishReason.STOP, **done, queue_seconds=0.1))
+    never = {"queue_seconds": None, "prefill_seconds": None, "decode_seconds": None}
+    metrics.on_request_finished(FinishedRequest(reason=FinishReason.ABORT, **done | never))
     assert value(metrics, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
     for name in ("request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"):
@@ -126,6 +137,11 @@ def test_an_abort_is_in_the_same_books_as_a_finish(metrics: Metrics) -> None:
     assert value(metrics, "vllm:request_prompt_tokens_sum") == 20
     assert value(metrics, "vllm:prompt_tokens_cached_total") == 8
     assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
+    for name, seconds in (("prefill", 0.2), ("decode", 0.6), ("inference", 0.8)):
+        assert value(metrics, f"vllm:request_{name}_time_seconds_count") == 1
+        assert value(metrics, f"vllm:request_{name}_time_seconds_sum") == pytest.approx(seconds)
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 6
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == pytest.approx(0.3)
 
 
 def test_tokens_that_arrive_together_are_each_counted(metrics: Metrics) -> None:
@@ -145,6 +161,36 @@ def test_a_made_up_method_makes_no_series_of_its_own(metrics: Metrics) -> None:
         metrics.on_http_request("/v1/models", method, 405)
     assert value(metrics, "http_requests_total", handler="/v1/models", method="OTHER", status="4xx") == 3
     assert len(samples(metrics)) == before + 1
+
+
+def test_what_no_tenant_has_asked_for_makes_no_series() -> None:
+    metrics = Metrics("tiny", tenants=["acme", "zenith"])
+    before = len(samples(metrics))
+    for status in (200, 404, 429, 499, 500):
+        metrics.on_tenant("acme", status, 10, 5)
+    metrics.on_tenant("", 200, 10, 5)  # an administrator's
+    metrics.on_tools_left_out(f"made_up_{number}" for number in range(1000))
+    assert len(samples(metrics)) == before
+    requests = {
+        status: value(metrics, "headrace:tenant_requests_total", tenant="acme", status=status)
+        for status in ("2xx", "4xx", "5xx")
+    }
+    assert requests == {"2xx": 1, "4xx": 3, "5xx": 1}
+    assert value(metrics, "headrace:tenant_refusals_total", tenant="acme") == 1
+    assert value(metrics, "headrace:tenant_tokens_total", tenant="acme", kind="prompt") == 50
+    assert value(metrics, "headrace:tenant_tokens_total", tenant="acme", kind="generation") == 25
+    assert value(metrics, "headrace:tenant_tokens_total", tenant="zenith", kind="prompt") == 0
+
+
+def test_gateways_find_how_the_kv_cache_is_divided(metrics: Metrics) -> None:
+    assert "cache_config_info{" not in metrics.render().decode(), "not before the model is loaded"
+    metrics.on_ready(16, 1024, prefix_caching=True)
+    assert (
+        value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="1024", enable_prefix_caching="True")
+        == 1
+    )
+    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert value(metrics, "vllm:lora_requests_info", **labels) > 0
 
 
 def test_two_servers_in_a_process_count_for_themselves(metrics: Metrics) -> None:

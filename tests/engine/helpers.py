@@ -6,7 +6,6 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -17,7 +16,8 @@ import engine.transport.channel
 from engine.clock import Clock
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams, SchedulerStats
+from engine.frontend.observer import FinishedRequest
+from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
 from engine.scheduler.plan import SchedulerOutput
 from engine.simulation.executor import SimulatedExecutor
 from tests.engine.checked_executor import CheckedExecutor
@@ -165,17 +165,6 @@ def sentencepiece_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class FinishedRequest:
-    """One call of `on_request_finished`."""
-
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    queue_seconds: float | None
-
-
 class RecordingObserver:
     """An `engine.frontend.observer.Observer` that remembers everything."""
 
@@ -200,17 +189,8 @@ class RecordingObserver:
     def on_inter_token(self, seconds: float, count: int) -> None:
         self.num_inter_tokens += count
 
-    def on_request_finished(
-        self,
-        reason: FinishReason,
-        *,
-        prompt_tokens: int,
-        output_tokens: int,
-        cached_tokens: int,
-        e2e_seconds: float,
-        queue_seconds: float | None,
-    ) -> None:
-        self.finished.append(FinishedRequest(reason, prompt_tokens, output_tokens, cached_tokens, queue_seconds))
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        self.finished.append(finished)
 
     def on_delivery(self, seconds: float) -> None: ...
 

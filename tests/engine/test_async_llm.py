@@ -16,7 +16,6 @@ from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.plan import SchedulerOutput
 from engine.transport.client import ThreadClient
 from tests.engine.helpers import (
-    FinishedRequest,
     make_core,
     make_request,
     until,
@@ -338,4 +337,8 @@ async def test_usage_tells_cached_tokens_once_and_a_request_that_never_ran_has_n
         first, again, gone = engine.observer.finished
         assert (first.cached_tokens, again.cached_tokens) == (0, 16)
         assert first.queue_seconds is not None
-        assert gone == FinishedRequest(FinishReason.ABORT, 17, 0, 0, None)
+        assert (gone.reason, gone.prompt_tokens, gone.output_tokens) == (FinishReason.ABORT, 17, 0)
+        assert gone.queue_seconds is gone.prefill_seconds is gone.decode_seconds is None
+        assert (first.output_tokens, first.longest_output) == (2, 1)
+        assert first.prefill_seconds is not None
+        assert first.decode_seconds is not None

@@ -14,6 +14,7 @@ from engine.core.core import EngineCore
 from engine.core.executor import StepHandle
 from engine.errors import StepAbandoned
 from engine.frontend.detokenizer import Vocabulary
+from engine.frontend.observer import FinishedRequest
 from engine.frontend.output_processor import OutputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
@@ -42,9 +43,9 @@ class Timed(RecordingObserver):
     def on_inter_token(self, seconds: float, count: int) -> None:
         self.gaps += [seconds] * count
 
-    def on_request_finished(self, reason: FinishReason, *, e2e_seconds: float, **figures) -> None:
-        super().on_request_finished(reason, e2e_seconds=e2e_seconds, **figures)
-        self.whole.append(e2e_seconds)
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        super().on_request_finished(finished)
+        self.whole.append(finished.e2e_seconds)
 
 
 class AbandonsItsFirstStep(SimulatedExecutor):

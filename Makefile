@@ -22,7 +22,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm chromium compiler emulator nginx npm lock clean
+.PHONY: help serve chat test check lint format storm chromium compiler emulator nginx npm prometheus lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: chromium compiler emulator lint nginx npm
+test: chromium compiler emulator lint nginx npm prometheus
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
@@ -122,6 +122,17 @@ compiler:
 emulator:
 	$(call from_debian,aarch64-linux-gnu-g++,g++-aarch64-linux-gnu)
 	$(call from_debian,qemu-aarch64,qemu-user)
+
+# What the tests read the metrics with. Debian's package would start a server of its own, for good, so its two programs are
+# taken out of it.
+prometheus: | $(BIN)/python
+	@PATH="$(abspath $(BIN)):$$PATH"; command -v promtool >/dev/null && command -v prometheus >/dev/null && exit; \
+	  if [ "$$(id -u)" = 0 ]; then root=; else root="sudo -n"; fi; folder=$$(mktemp -d); \
+	  echo "Fetching prometheus for the tests"; \
+	  { command -v apt-get && $$root apt-get update -qq && (cd $$folder && apt-get download -qq -o APT::Sandbox::User=root prometheus) && \
+	    dpkg-deb --extract $$folder/*.deb $$folder && mv $$folder/usr/bin/prom* $(BIN); } >/dev/null; \
+	  status=$$?; rm -r $$folder; [ $$status = 0 ] || \
+	  { echo "The tests need prometheus and promtool, and they could not be fetched. Put them on the PATH" >&2; exit 1; }
 
 # What the tests open the pages with.
 chromium:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from app.admission import Limit
 from app.metrics import ITL_BUCKETS, Metrics
 from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason, SchedulerStats
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -191,6 +195,12 @@ def test_gateways_find_how_the_kv_cache_is_divided(metrics: Metrics) -> None:
     )
     labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert value(metrics, "vllm:lora_requests_info", **labels) > 0
+
+
+def test_the_page_about_metrics_has_them_as_they_are() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    assert runpy.run_path(str(DOCS / "metrics_table.py"))["written"](page) == page, "python docs/metrics_table.py"
+    assert "| `vllm:request_success_total` | counter |" in page
 
 
 def test_two_servers_in_a_process_count_for_themselves(metrics: Metrics) -> None:

@@ -278,9 +278,13 @@ class EventKind(enum.StrEnum):
 
     SCHEDULED = "scheduled"  # got a running slot; tokens: how many the prefix cache provided
     PREFILL = "prefill"  # a chunk was computed; tokens: how many
+    WAITS_FOR_GRAMMAR = "waits_for_grammar"
+    GRAMMAR_READY = "grammar_ready"
     PREEMPTED = "preempted"  # lost its running slot; tokens: how many have to be computed again
+    LOADING = "loading"  # waits for a tier of the KV cache; tokens: how many may come
     LOADED_FROM_RAM = "loaded_from_ram"  # into the prefix cache, while it waited; tokens: how many
     LOADED_FROM_DISK = "loaded_from_disk"
+    FINISHED = "finished"  # before others of its request; tokens: of its output
 
 
 class RequestEvent(msgspec.Struct, array_like=True, gc=False):

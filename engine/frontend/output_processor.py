@@ -231,6 +231,8 @@ class _Choice:
         if finish_reason is not None:
             stream.num_unfinished -= 1
             stream.longest_output = max(stream.longest_output, self.num_output_tokens)
+            if stream.num_unfinished:
+                self.note([RequestEvent(EventKind.FINISHED, timestamp, self.num_output_tokens)])
             if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp

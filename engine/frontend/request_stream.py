@@ -31,6 +31,7 @@ class RequestStream:
         self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest], opened_time: float
     ) -> None:
         self.request_id = requests[0].request_id
+        self.sampling = requests[0].sampling
         self.prompts = [request.prompt_token_ids for request in requests]
         self.prompt_lengths = [len(prompt) for prompt in self.prompts]
         self.num_prompt_tokens = sum(self.prompt_lengths)

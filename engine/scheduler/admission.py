@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
+from engine.messages import EventKind
 from engine.scheduler.plan_draft import PlanDraft
 from engine.scheduler.preemption import who_makes_room
 from engine.scheduler.request import Request
@@ -48,7 +49,11 @@ class Admission:
             if request.grammar is not None and not request.grammar.is_ready:
                 if request.grammar.error is not None:
                     in_vain.append(request)
+                elif not request.events:
+                    request.note(EventKind.WAITS_FOR_GRAMMAR, now, 0)
                 continue
+            if request.events and request.events[-1].kind is EventKind.WAITS_FOR_GRAMMAR:
+                request.note(EventKind.GRAMMAR_READY, now, 0)
             if request.load is not None:
                 continue
             prefix = kv.find_prefix(request)

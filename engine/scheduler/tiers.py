@@ -149,9 +149,9 @@ class Tiers:
         """What the blocks of these places are found by, those of all groups of a place together."""
         return [content + mark for content in hashes for mark in self._kv.marks]
 
-    @staticmethod
-    def _join(request: Request, load: Load) -> bool:
+    def _join(self, request: Request, load: Load) -> bool:
         request.load = load
+        request.note(EventKind.LOADING, self._now, len(load.sources) * self.piece_tokens)
         load.requests.append(request)
         return True
 

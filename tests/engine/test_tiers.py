@@ -69,7 +69,8 @@ def test_a_prefix_is_found_after_a_restart_and_counts_as_cached() -> None:
     assert outputs[0].num_cached_tokens == 32  # whole pieces of what comes before the last token
     assert simulated(core).computed[request.request_id] == len(PROMPT) - 32 + 3
     events = [(event.kind, event.tokens) for event in outputs[0].events or ()]
-    assert events[:2] == [(EventKind.LOADED_FROM_DISK, 32), (EventKind.SCHEDULED, 32)]
+    loaded = [(EventKind.LOADING, 32), (EventKind.LOADED_FROM_DISK, 32)]
+    assert events[:3] == [*loaded, (EventKind.SCHEDULED, 32)]
     assert_nothing_left(core)
 
 

@@ -74,7 +74,7 @@ def test_a_restarted_server_finds_what_the_one_before_has_computed(filled: tuple
         path = f"/v1/requests/{answer.headers['x-request-id']}/timeline"
         timeline = server.poll(lambda: server.client.get(path), lambda found: found.status_code == 200).json()
         events = [(event["event"], event["tokens"]) for event in timeline["events"]]
-        assert events[:2] == [("loaded_from_disk", 480), ("scheduled", 480)]
+        assert events[:3] == [("loading", 480), ("loaded_from_disk", 480), ("scheduled", 480)]
         found = server.metrics().samples
         assert found["headrace:kv_tier_hit_tokens_total{tier=disk}"] == 480
         assert found["headrace:kv_tier_loaded_bytes_total{tier=disk}"] == 480 * 30 * 768

@@ -43,7 +43,11 @@ metrics            what Prometheus reads from /metrics
 histogram          a histogram that takes many equal values at once
 event_loop         who keeps the event loop from its other work, and for how long
 timelines          what happened to each of the last requests, and how long it took
-tracing            a trace per request, by OpenTelemetry
+tracing            a trace per request, by OpenTelemetry, where it is asked for
+span_tracer        requests as spans
+phases             what a request did, as phases that add up
+trace_names        every name that a trace has
+transcript         the messages of a request, for its trace, where that may have them
 chat               `headrace chat`: a conversation in the terminal, over HTTP
 chat_commands      what can be typed there beside messages
 live_markdown      Markdown in a terminal while it is written

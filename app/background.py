@@ -47,6 +47,8 @@ class BackgroundScope(RequestScope):
         self.body = request.body
         self.request_id = request.request_id
         self.arrival_time = request.arrival_time
+        self.marks = request.marks[:1]
+        self.span = request.span
         self.connection = None
         self.failure: ApiError | None = None
         self._log = log

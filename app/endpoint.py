@@ -48,6 +48,8 @@ async def run_and_account(
 
     async def run() -> None:
         server.enter(request, quiet=quiet)
+        if not quiet:
+            server.tracer.begin(request, route)
         try:
             await request.run(handler)
         finally:
@@ -63,7 +65,7 @@ def _account(server: Server, request: RequestScope, route: str, *, quiet: bool) 
     record = record_of(request, route=route, model=server.settings.model_names[0], status=status)
     if request.outputs is not None:
         server.timelines.keep(request, status, record.ended_time)
-        server.tracer.record(record)
+    server.tracer.end(request, record)
     if not quiet:
         tokens = record.num_prompt_tokens or 0, record.num_output_tokens or 0
         server.metrics.on_tenant(request.tenant.name, status, *tokens)

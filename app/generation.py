@@ -19,6 +19,8 @@ from anyio.lowlevel import checkpoint
 
 from app.scope import RequestScope
 from app.server import ServedModel, Server
+from app.trace_names import Phase
+from app.transcript import MAX_CHARACTERS, MAX_MESSAGES, Transcript
 from app.workload import INLINE_ANSWER, weight_of, weight_so_far
 from engine.errors import InvalidRequest
 from engine.frontend.request_stream import RequestStream
@@ -156,7 +158,9 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
     ) as ticket:
         if not math.isinf(deadline):
             request.end_at(deadline, deadline_exceeded("The request did not finish in time."))
+        request.mark(Phase.TOKENIZE)
         prompts = await work.tokenize(model)
+        request.mark(Phase.CHECK)
         prompt_end = b"".join(map(model.llm.vocabulary.token_bytes, prompts[0][-PROMPT_TAIL:]))
         sampling = await server.workload.read(
             request, partial(body.with_syntax, sampling, model.prompts.syntax, prompt_end)
@@ -171,6 +175,8 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         # Looked for once, not for each prompt: there may be many in a long body.
         keeps_prefix = work.keeps_prefix or _will_go_on(request.body)
         is_private = _IN_MEMORY.search(request.body) is not None
+        if server.settings.trace_messages and not is_private and request.span is not None:
+            request.transcript = _transcript(body, prompts, model.prompts.decode)
         core_requests = [
             EngineCoreRequest(
                 request_id=work.head.id if len(prompts) == 1 else f"{work.head.id}-{number}",
@@ -191,6 +197,8 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
             )
             for number, prompt in enumerate(prompts)
         ]
+        if sampling.structured_output is not None:
+            request.mark(Phase.COMPILE_GRAMMAR)
         async with model.llm.stream(*core_requests) as outputs:
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
@@ -218,6 +226,14 @@ def _will_go_on(body: bytes) -> bool:
     return b'"cache_control"' in body or b'"prompt_cache_key"' in body or b'"prompt_cache_retention"' in body
 
 
+def _transcript(
+    body: GenerationRequest, prompts: Sequence[list[int]], decode: Callable[[list[int]], str]
+) -> Transcript:
+    if isinstance(body, ChatCompletionRequest):
+        return Transcript((each["role"], each.get("content") or "") for each in body.messages_for_template())
+    return Transcript(("user", decode(each[:MAX_CHARACTERS])) for each in prompts[:MAX_MESSAGES])
+
+
 def _check_of(
     server: Server, body: GenerationRequest, outputs: RequestStream, message_format: MessageFormat
 ) -> AnswerCheck | None:
@@ -239,6 +255,8 @@ async def _send_whole(
     def write() -> bytes:
         writer = work.body_writer(answer)
         feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
+        if request.transcript is not None:
+            feed = request.transcript.before(feed)
         for output in deltas:
             feed(output)
         return writer.body()
@@ -262,6 +280,8 @@ async def _send_stream(
     assert work.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
     feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
+    if request.transcript is not None:
+        feed = request.transcript.before(feed)
 
     async def fail(error: ApiError) -> bytes:
         unsent = outputs.drain()

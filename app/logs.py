@@ -73,7 +73,7 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
 
 
 def bind(**fields: object) -> None:
-    """Every line of this process has these fields from now on."""
+    """Every line of this task, and of those that it starts, has these fields from now on."""
     structlog.contextvars.bind_contextvars(**fields)
 
 

@@ -17,7 +17,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -63,6 +63,7 @@ WAIT_ERROR_BUCKETS: Final = (
 STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 K = TypeVar("K", bound=str)
+Loss = Literal["queue_full", "export_failed"]
 
 ANONYMOUS: Final = "anonymous"  # the tenant of a server without keys
 TIERS: Final = ("disk", "ram")
@@ -204,6 +205,9 @@ class Metrics:
         text = "Tools that clients offered and nobody serves here, by the requests that did so."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
+        text = "Sampled traces that did not reach the collector, by what they were lost to."
+        lost = Counter("headrace:lost_traces", text, ("reason",), registry=self._registry)
+        self._lost_traces = {reason: lost.labels(reason) for reason in get_args(Loss)}
         self._http = Counter(
             "http_requests",
             "HTTP requests by route, method and status class.",
@@ -324,6 +328,10 @@ class Metrics:
         """JSON was checked of which a grammar could enforce a part only."""
         for outcome, count in outcomes.items():
             self._checks[outcome].inc(count)
+
+    def on_lost_traces(self, reason: Loss, count: int) -> None:
+        """So many traces were lost. May be called by any thread."""
+        self._lost_traces[reason].inc(count)
 
     def on_http_request(self, handler: str, method: str, status: int) -> None:
         """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""

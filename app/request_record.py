@@ -30,8 +30,6 @@ class RequestRecord:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int | None = None
-    traceparent: str | None = None
-    tracestate: str | None = None
 
     @property
     def seconds_to_first_token(self) -> float | None:
@@ -57,7 +55,5 @@ def record_of(request: RequestScope, *, route: str, model: str, status: int) -> 
         arrival_time=request.arrival_time,
         ended_time=time.monotonic(),
         error=request.error_code,
-        traceparent=request.headers.get("traceparent"),
-        tracestate=request.headers.get("tracestate"),
         **of_outputs,
     )

@@ -23,7 +23,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import anyio
@@ -35,6 +35,8 @@ from app.hypercorn_streams import CALL_ON_DISCONNECT
 from app.logs import request_logger
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
+from app.trace_names import Phase
+from app.transcript import Transcript
 from engine.errors import HeadraceError
 from engine.frontend.request_stream import RequestStream
 from engine.messages import FinishReason
@@ -42,11 +44,16 @@ from protocol.dialect import Dialect
 from protocol.dialects import dialect_of
 from protocol.errors import ApiError, to_api_error
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 Handler = Callable[["RequestScope"], Awaitable[None]]
 RawHeaders = list[tuple[bytes, bytes]]
 
 MAX_PIECE = 2**15  # bytes of an answer that are handed to the server at once, and read within `send_timeout`
 MAX_QUERY_FIELDS = 64
+BLOCKED_SECONDS = 0.01  # in one call to send, from which it counts as one that had to wait for the client
+MAX_BLOCKED = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -59,7 +66,8 @@ class RequestScope:
 
     `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
     engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
-    `blocked_seconds` is how long sending had to wait for the client to read. `warning` goes into the answer's header.
+    `blocked_seconds` is how long sending had to wait for the client to read, and `blocked` when that was: the first of
+    the longer waits, from when until when. `warning` goes into the answer's header.
     `follows_another` says that its stream ends with another request's.
     """
 
@@ -67,7 +75,8 @@ class RequestScope:
     __slots__ = (
         *("_answered", "_asgi_send", "_body_timeout", "_ended_by", "_error_frame", "_handler", "_keep_alive"),
         *("_last_sent", "_max_body_bytes", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
-        *("_shield", "_task_group", "answer_id", "arrival_time", "blocked_seconds", "body", "client_gone"),
+        *("_shield", "_task_group", "answer_id", "arrival_time", "blocked", "body", "client_gone"),
+        *("blocked_seconds", "error_status", "marks", "span", "transcript"),
         *("connection", "error_code", "headers", "http_version", "method", "outputs", "path", "path_params"),
         *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
         "warning",
@@ -85,13 +94,18 @@ class RequestScope:
         self.request_id = self._choose_request_id()
         self.arrival_time = time.monotonic()
         self.received_time: float | None = None  # when the body was complete
+        self.marks = [(Phase.RECEIVE, self.arrival_time)]  # when it began to do what, until it is the engine's
+        self.span: Span | None = None  # where requests are traced
+        self.transcript: Transcript | None = None
         self.body = b""
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
+        self.error_status: int | None = None  # of the error, which may have come too late to be the answer's
         self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
         self.outputs: RequestStream | None = None
         self.blocked_seconds = 0.0
+        self.blocked: list[tuple[float, float]] = []
         self.warning: str | None = None
         self.follows_another = False
         self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
@@ -129,6 +143,10 @@ class RequestScope:
         """Run a companion of the handler inside this scope; it is cancelled when the handler has finished."""
         assert self._task_group is not None
         self._task_group.start_soon(function)
+
+    def mark(self, phase: Phase) -> None:
+        """It does something else from now on."""
+        self.marks.append((phase, time.monotonic()))
 
     @property
     def progress(self) -> str:
@@ -270,6 +288,7 @@ class RequestScope:
         try:
             self.body = await self._read_body_in_time()
             self.received_time = time.monotonic()
+            self.marks.append((Phase.PARSE, self.received_time))
             async with anyio.create_task_group() as self._task_group:
                 self._watch_for_disconnect()
                 with self._handler:
@@ -344,7 +363,7 @@ class RequestScope:
         api_error = to_api_error(error)
         if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
-        self.error_code = api_error.code or api_error.type
+        self.error_code, self.error_status = api_error.code or api_error.type, api_error.status
         await self._send_error(api_error)
 
     async def _send_error(self, error: ApiError) -> None:
@@ -379,6 +398,8 @@ class RequestScope:
             self._sending_since = ended if self._num_sending else None  # the handler and a keep-alive may overlap
             self._last_sent = ended
             self.blocked_seconds += ended - started
+            if ended - started >= BLOCKED_SECONDS and len(self.blocked) < MAX_BLOCKED:
+                self.blocked.append((started, ended))
 
     async def _start_response(
         self,

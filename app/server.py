@@ -111,7 +111,7 @@ class Server:
             prefix=settings.metrics_prefix,
             tenants=[tenant.name for tenant in self.tenants.all],
         )
-        self.tracer = open_tracer(settings)
+        self.tracer = open_tracer(settings, self.metrics.on_lost_traces)
         self.phase = Phase.STARTING
         self.start_up = StartUp()
         self.admission = Admission(

@@ -1,0 +1,193 @@
+"""Requests as OpenTelemetry's spans. Only imported where tracing is on.
+
+OpenTelemetry's environment variables hold where no setting says otherwise: endpoint, headers, timeout and compression
+of the exporter, service name and resource, sampler, limits of the queue. The queue is for whole traces: while it is
+full, because the collector is slow or gone, a request is not traced at all and counted as lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import Span as SpanOfSdk
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, StatusCode, format_span_id, format_trace_id, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from app.logs import bind
+from app.metrics import Loss
+from app.phases import phases
+from app.request_record import RequestRecord
+from app.scope import RequestScope
+from app.settings import Settings
+from app.trace_names import BLOCKED_ON_CLIENT, CHOICE, PROVIDER, SCHEMA_URL, TOKENS, names_of
+
+CLOSE_SECONDS: Final = 3.0  # for what is left when the server ends
+MOST_SPANS: Final = 256  # of one request
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+
+
+class SpanTracer:
+    """Makes each request a span of kind server, with a child for each of its phases."""
+
+    def __init__(self, settings: Settings, on_lost: Callable[[Loss, int], None]) -> None:
+        logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of each retry, and of clients' headers
+        self._names = names_of(settings.trace_names)
+        self._on_lost = on_lost
+        self._exporter = _CountingExporter(OTLPSpanExporter(_with_path(settings.otlp_endpoint)), on_lost)
+        self._num_made = 0
+        given = os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, "")
+        size = int(given) if given.isdigit() else 2048
+        self._room = max(size - MOST_SPANS, size // 2)
+        self._processor = BatchSpanProcessor(self._exporter)
+        ratio = settings.trace_sample_ratio
+        # Not the global provider: two servers in one process keep apart, and so do tests.
+        provider = TracerProvider(
+            sampler=None if ratio is None else ParentBased(TraceIdRatioBased(ratio)),
+            resource=Resource.create({"service.name": PROVIDER, **OTELResourceDetector().detect().attributes}),
+            shutdown_on_exit=False,
+        )
+        provider.add_span_processor(self._processor)
+        self._tracer = provider.get_tracer("headrace", schema_url=SCHEMA_URL)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, request: RequestScope, route: str) -> None:
+        parent = (
+            self._propagator.extract(_carrier(request.asgi_scope["headers"]), Context())
+            if request.span is None  # else it goes on without the one it came with
+            else set_span_in_context(request.span, Context())
+        )
+        # The time of day is asked once: it may jump, and the request is timed by a clock that does not.
+        start = time.time_ns() - time.monotonic_ns() + int(request.arrival_time * 1e9)
+        name = self._names.span or f"{request.method} {route}"
+        request.span = span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=start)
+        ids = span.get_span_context()
+        bind(trace_id=format_trace_id(ids.trace_id), span_id=format_span_id(ids.span_id))
+
+    def end(self, request: RequestScope, record: RequestRecord) -> None:
+        root = request.span
+        if not isinstance(root, SpanOfSdk) or root.start_time is None:
+            return  # it is not sampled
+        if self._num_made - self._exporter.num_taken > self._room:
+            self._on_lost("queue_full", 1)
+            return
+        zero = root.start_time - int(request.arrival_time * 1e9)
+        inside = set_span_in_context(root, Context())
+
+        def start_span(name: str, start: float, parent: Context) -> Span:
+            self._num_made += 1
+            return self._tracer.start_span(name, parent, start_time=zero + int(start * 1e9))
+
+        for phase in phases(request.marks, request.outputs, record.ended_time):
+            child = start_span(phase.phase, phase.start, inside)
+            for choice, event in phase.events:
+                child.add_event(event.kind, {TOKENS: event.tokens, CHOICE: choice}, zero + int(event.time * 1e9))
+            for since, until in request.blocked:
+                start, end = max(since, phase.start), min(until, phase.end)
+                if start < end:
+                    blocked = start_span(BLOCKED_ON_CLIENT, start, set_span_in_context(child, Context()))
+                    blocked.end(zero + int(end * 1e9))
+            child.end(zero + int(phase.end * 1e9))
+        root.set_attributes(self._names.of(_figures(request, record)))
+        if request.transcript is not None:
+            root.set_attributes(request.transcript.attributes())
+        if max(record.status, request.error_status or 0) >= 500:  # the others are not the server's fault
+            root.set_status(StatusCode.ERROR)
+        self._num_made += 1
+        root.end(zero + int(record.ended_time * 1e9))
+
+    def close(self) -> None:
+        # It waits for a collector for longer than anybody waits for a server to end.
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_SECONDS)
+
+
+class _CountingExporter(SpanExporter):
+    """Counts what is taken out of the queue, and what did not arrive: traces by the spans of their requests."""
+
+    def __init__(self, exporter: SpanExporter, on_lost: Callable[[Loss, int], None]) -> None:
+        self.num_taken = 0  # spans; written by the exporting thread alone
+        self._exporter = exporter
+        self._on_lost = on_lost
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_taken += len(spans)
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._on_lost("export_failed", sum(span.kind is SpanKind.SERVER for span in spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def _with_path(endpoint: str | None) -> str | None:
+    """A collector's URL; without a path it gets the usual one. None leaves it to the environment."""
+    if endpoint is None or urlsplit(endpoint).path.strip("/"):
+        return endpoint
+    return endpoint.rstrip("/") + "/v1/traces"
+
+
+def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
+    """W3C's headers. A `traceparent` that comes twice says nothing; lists of `tracestate` add up."""
+    found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
+    for name, value in headers:
+        if name in (b"traceparent", b"tracestate"):
+            found[name.decode()].append(value.decode("latin-1"))
+    return found if len(found["traceparent"]) == 1 else {}
+
+
+def _figures(request: RequestScope, record: RequestRecord) -> dict[str, Any]:
+    """What is told of a request, by the keys of `trace_names`. Times in seconds."""
+    figures: dict[str, Any] = {
+        "method": record.method,
+        "route": record.route,
+        "path": record.path,
+        "scheme": request.asgi_scope["scheme"],
+        "protocol": request.http_version,
+        "status": request.status,
+        "error": record.error or ("client_gone" if request.client_gone else None),
+        "request_id": record.request_id,
+        "seconds": record.ended_time - record.arrival_time,
+        "blocked_seconds": sum(until - since for since, until in request.blocked) or None,
+    }
+    outputs = request.outputs
+    if outputs is None:
+        return figures
+    ended = outputs.finished_time or record.ended_time
+    marks = [record.arrival_time, record.first_scheduled_time, record.first_token_time, ended]
+    for name, start, end in (("queue", 0, 1), ("prefill", 1, 2), ("decode", 2, 3), ("inference", 1, 3)):
+        if (since := marks[start]) is not None and (until := marks[end]) is not None:
+            figures[name] = until - since
+    sampling = outputs.sampling
+    return figures | {
+        "operation": _OPERATIONS.get(record.route, "chat"),
+        "provider": PROVIDER,
+        "requested_model": record.model,
+        "model": record.model,
+        "answer_id": request.answer_id,
+        "choices": sampling.n,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or None,
+        "seed": sampling.seed,
+        "input_tokens": record.num_prompt_tokens,
+        "output_tokens": record.num_output_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "finish_reasons": record.finish_reason and [record.finish_reason],
+        "first_token": record.seconds_to_first_token,
+    }

@@ -67,7 +67,6 @@ Loss = Literal["queue_full", "export_failed"]
 
 ANONYMOUS: Final = "anonymous"  # the tenant of a server without keys
 TIERS: Final = ("disk", "ram")
-TOO_MANY_REQUESTS: Final = 429
 
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
@@ -171,24 +170,21 @@ class Metrics:
         self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
         text = "Prompts of 512 tokens or more that repeat others but for their first 256, of which fewer were found."
         self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
-        by_tenant: Any = partial(Counter, registry=self._registry)
-        text = "Requests of a tenant that were answered, by status class; those refused with 429 are 4xx."
-        requests = by_tenant("headrace:tenant_requests", text, ("tenant", "status"))
+        self._by_tenant = CollectorRegistry()
+        text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
+        requests = Counter("headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant)
         text = "Tokens of a tenant's requests that ended."
-        tokens = by_tenant("headrace:tenant_tokens", text, ("tenant", "kind"))
-        text = "Requests of a tenant that were refused with 429."
-        refusals = by_tenant("headrace:tenant_refusals", text, ("tenant",))
+        tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
         self._tenants = {
             name: (
-                {status: requests.labels(name or ANONYMOUS, f"{status}xx") for status in (2, 4, 5)},
-                refusals.labels(name or ANONYMOUS),
+                {status: requests.labels(name or ANONYMOUS, status) for status in ("2xx", "4xx", "429", "5xx")},
                 tokens.labels(name or ANONYMOUS, "prompt"),
                 tokens.labels(name or ANONYMOUS, "generation"),
             )
             for name in tenants
         }
         text = "Choices of a tenant that wait for their first token."
-        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._registry)
+        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -311,11 +307,9 @@ class Metrics:
         """A request was answered with `status`. One of an administrator is no tenant's."""
         if tenant not in self._tenants:
             return
-        requests, refusals, prompt, output = self._tenants[tenant]
-        if (counter := requests.get(status // 100)) is not None:
+        requests, prompt, output = self._tenants[tenant]
+        if (counter := requests.get(str(status)) or requests.get(f"{status // 100}xx")) is not None:
             counter.inc()
-        if status == TOO_MANY_REQUESTS:
-            refusals.inc()
         prompt.inc(prompt_tokens)
         output.inc(output_tokens)
 
@@ -350,6 +344,6 @@ class Metrics:
     def on_delivery(self, seconds: float) -> None:
         self.on_loop_hold(seconds, "a delivery of outputs")
 
-    def render(self) -> bytes:
-        """The text that `/metrics` answers with, of type `CONTENT_TYPE`."""
-        return generate_latest(self._registry)
+    def render(self, *, by_tenant: bool = True) -> bytes:
+        """The text that `/metrics` answers with, of type `CONTENT_TYPE`; what each tenant does, only if so wanted."""
+        return generate_latest(self._registry) + (generate_latest(self._by_tenant) if by_tenant else b"")

@@ -52,8 +52,8 @@ class HeaderLimit:
 
 class Authentication:
     """Asks for an API key on every path but those of probes and pages, unknown paths included, and names the tenant.
-    Where there are administrators, their paths take their keys and no others. What the dashboard shows is everybody's
-    requests, so a client's key does not open it.
+    Where there are administrators, their paths take their keys and no others, and `/metrics` takes theirs as well. What
+    the dashboard shows is everybody's requests, so a client's key does not open it.
 
     A key comes as `Authorization: Bearer` or as `x-api-key`. The path is ASGI's `scope["path"]`: anything rebuilt from
     the Host header can be steered by the client (CVE-2026-48746).
@@ -78,7 +78,7 @@ class Authentication:
         elif self._tenants.required and is_dashboard:
             await self._no_admins(scope, receive, send)
             return
-        elif self._tenants.required:
+        elif self._tenants.required and not (scope["path"] == "/metrics" and key and self._tenants.is_admin(key)):
             tenant = None if key is None else self._tenants.find(key)
             if tenant is None:
                 await self._no_key(scope, receive, send)

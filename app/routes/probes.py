@@ -17,6 +17,7 @@ import orjson
 from app.metrics import CONTENT_TYPE
 from app.scope import RequestScope
 from app.server import Phase, Server
+from app.tenants import ANONYMOUS
 
 VERSION = metadata.version("headrace")
 
@@ -47,4 +48,5 @@ async def show_version(server: Server, request: RequestScope) -> None:
 
 
 async def metrics(server: Server, request: RequestScope) -> None:
-    await request.send_body(200, server.metrics.render(), CONTENT_TYPE)
+    by_tenant = request.tenant is ANONYMOUS or not server.tenants.administered  # else it is a client who asks
+    await request.send_body(200, server.metrics.render(by_tenant=by_tenant), CONTENT_TYPE)

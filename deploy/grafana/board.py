@@ -114,12 +114,12 @@ ROWS: dict[str, list[Panel]] = {
          [rate("headrace:kv_tier_failed_loads_total", "tier", I)]),
     ],
     "Tenants": [
-        ("Requests", "reqps", "Answered.", [rate("headrace:tenant_requests_total", "tenant", I)]),
+        ("Requests", "reqps", "Answered or refused.", [rate("headrace:tenant_requests_total", "tenant", I)]),
         ("Tokens", "none", "Per second, of requests that ended.",
          [rate("headrace:tenant_tokens_total", "tenant, kind", I)]),
         ("Waiting", "none", "Choices that wait for their first token.",
          [level("headrace:tenant_waiting", "{{instance}} {{tenant}}")]),
-        ("Refused", "reqps", "With 429.", [rate("headrace:tenant_refusals_total", "tenant", I)]),
+        ("Refused", "reqps", "With 429.", [rate("headrace:tenant_requests_total", "tenant", f'status="429",{I}')]),
     ],
     "Ends, errors, aborts": [
         ("How requests end", "reqps", "abort: the client has left.",

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.harness import REPOSITORY, Server
+from tests.server.harness import REPOSITORY, Metrics, Server
 from tests.server.prometheus import SHIPPED, Prometheus, program
 from tests.server.test_schema_checks import asked, of_pair
 from tests.server.tiny_model import tiny_server, write_tiny_model
@@ -69,6 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "max_model_len": CONTEXT,
         "max_num_seqs": 4,
         "max_queue_time": 2,
+        "admin_keys": "operator",
     }
     with tiny_server(**settings) as running:
         running.client.headers["authorization"] = "Bearer acme-secret"
@@ -78,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def prometheus(server: Server) -> Iterator[Prometheus]:
     """It has seen the load from before to after."""
-    with Prometheus(server.port, "acme-secret") as running:
+    with Prometheus(server.port, "operator") as running:
         server.wait_ready()
         running.wait_for_looks()
         put_under_load(server)
@@ -126,6 +127,13 @@ WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 def refused(server: Server, reason: str) -> float:
     return server.metrics().samples[f"vllm:admission_rejections_total{{reason={reason}}}"]
+
+
+def page(server: Server) -> str:
+    """What the operator's Prometheus reads."""
+    answer = server.client.get("/metrics", headers={"authorization": "Bearer operator"})
+    assert answer.status_code == 200
+    return answer.text
 
 
 def filled_in(expression: str) -> str:
@@ -178,7 +186,7 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
 
 
 def test_the_load_has_moved_every_metric(prometheus: Prometheus, server: Server) -> None:
-    samples = server.metrics().samples
+    samples = Metrics.parse(page(server)).samples
     moved: dict[str, float] = {}
     for sample, value in samples.items():
         name = sample.partition("{")[0]
@@ -239,6 +247,14 @@ def test_a_gateways_endpoint_picker_finds_what_it_reads(prometheus: Prometheus) 
     assert float(sample["value"][1]) > 1e9, "the time of the news, in Unix seconds"
 
 
+def test_clients_do_not_see_who_the_others_are(server: Server) -> None:
+    assert 'headrace:tenant_tokens_total{kind="prompt",tenant="small"}' in page(server)
+    clients = server.client.get("/metrics").text
+    assert "vllm:prompt_tokens_total" in clients
+    assert "headrace:tenant" not in clients
+    assert "small" not in clients
+
+
 # --- cardinality
 
 
@@ -270,7 +286,7 @@ def test_what_strangers_make_up_makes_no_series(prometheus: Prometheus, server: 
 
 
 def series(server: Server) -> set[str]:
-    return set(re.findall(r"^([^#].*) \S+$", server.client.get("/metrics").text, re.MULTILINE))
+    return set(re.findall(r"^([^#].*) \S+$", page(server), re.MULTILINE))
 
 
 # --- the files

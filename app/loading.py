@@ -18,7 +18,7 @@ from app.frozen_imports import frozen_imports
 from app.setting_sources import env_name
 from app.setting_types import is_secret
 from app.settings import Settings
-from app.step_cost_file import StepCostFile
+from app.step_cost_file import StepCostFile, describe
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.errors import ConfigError
@@ -178,7 +178,9 @@ def core_factory(
             eos_token_ids=files.config.eos_token_ids,
             compute_form=executor.compute_form,
         )
-        file = StepCostFile.of(settings, files, executor.machine)
+        description = describe(executor, settings)
+        description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many
+        file = StepCostFile.of(settings, files, executor.machine, description)
         return EngineCore(
             config,
             executor,

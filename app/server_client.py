@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from app.settings import SettingsError
 from engine.errors import HeadraceError
@@ -24,17 +24,26 @@ class ServerError(HeadraceError):
         self.status = status  # None: it did not answer at all
 
 
+def server_address(flag: str, url: str) -> tuple[SplitResult, str]:
+    """An address, checked, and what comes before the paths of its API, whether or not it ends in /v1 as clients of
+    OpenAI's API write it. Raises SettingsError."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts, parts.path.rstrip("/").removesuffix("/v1")
+    except ValueError:  # of the port, or of an IPv6 address
+        pass
+    raise SettingsError(f"{flag}: got {url!r}; allowed: an http or https address, such as http://127.0.0.1:8000")
+
+
 class ServerClient:
     """One server, asked with one key. `timeout` is of silence, in seconds; None waits for as long as it takes."""
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingsError(f"--url: got {url!r}; allowed: an http or https address, such as http://127.0.0.1:8000")
+        parts, self._prefix = server_address("--url", url)
         self.url = url
         self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._netloc = parts.netloc
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._timeout = timeout
 

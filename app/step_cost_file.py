@@ -1,5 +1,5 @@
 """Where the table of step costs is kept between two starts: in the cache folder, a file for each model, machine and
-settings that steps depend on.
+settings that steps depend on, which says what /server_info says, as far as a simulation needs it.
 
 Used on the engine's thread, or in its process. What cannot be read or written costs a measurement, never a start.
 """
@@ -9,8 +9,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import orjson
 
 from app.settings import Settings
 from engine.scheduler.step_cost import StepCostTable
@@ -25,15 +30,66 @@ MAX_FILES = 64
 # The settings that change what a step costs, besides those that `machine` tells.
 SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "pipeline_depth", "load_format")
 
+# What a server may say of its settings: no secrets, no paths, no addresses.
+SHOWN_SETTINGS = (
+    *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
+    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
+    *("num_threads", "gpu_memory_utilization", "sampling_defaults"),
+    *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
+    *("max_queue_time",),
+    *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
+)
+
+
+def describe(engine: Any, settings: Settings) -> dict[str, Any]:
+    """What is told of an executor, or of an `EngineInfo`: with the step costs, all that a simulation needs."""
+    return {
+        "models": list(settings.model_names),
+        "max_model_len": engine.max_model_len,
+        "kv_cache": {
+            name: getattr(engine, name) for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
+        },
+        "pipeline_depth": engine.pipeline_depth,
+        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
+    }
+
+
+def latest(settings: Settings) -> Path | None:
+    """The file of the engine that ended last, of this model if one is given; None if there is none."""
+    try:
+        kept = sorted(_folder(settings).glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in kept:
+            if "model" not in settings.model_fields_set or _models(file) & set(settings.model_names):
+                return file
+    except OSError:  # one that is gone meanwhile
+        pass
+    return None
+
+
+def _models(file: Path) -> set[str]:
+    try:
+        return set(orjson.loads(file.read_bytes())["models"])
+    except (ValueError, TypeError, LookupError):
+        return set()
+
+
+def _folder(settings: Settings) -> Path:
+    return (settings.cache_dir or default_cache_dir()) / FOLDER
+
+
+class _Content(msgspec.Struct):
+    step_cost: StepCostTable
+
 
 class StepCostFile:
-    """One table."""
+    """One table, and the description of the engine whose steps it tells of."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, description: Mapping[str, Any] | None = None) -> None:
         self.path = path
+        self._description = dict(description or {})
 
     @classmethod
-    def of(cls, settings: Settings, files: ModelFiles, machine: str) -> StepCostFile:
+    def of(cls, settings: Settings, files: ModelFiles, machine: str, description: Mapping[str, Any]) -> StepCostFile:
         """The file of what is served. `machine` tells device, processor, forms of weights and threads."""
         try:
             torch = version("torch")
@@ -42,7 +98,7 @@ class StepCostFile:
         given = (model_digest(files).hex(), machine, version("headrace"), torch)
         chosen = [getattr(settings, name) for name in SETTINGS]
         name = hashlib.sha256(repr((given, chosen)).encode()).hexdigest()[:32]
-        return cls((settings.cache_dir or default_cache_dir()) / FOLDER / f"{name}.json")
+        return cls(_folder(settings) / f"{name}.json", description)
 
     def read(self) -> StepCostTable | None:
         """The table, if there is one that is whole."""
@@ -51,10 +107,10 @@ class StepCostFile:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
-            return StepCostTable.from_json(data)
+            return msgspec.json.decode(data, type=_Content).step_cost
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.warning("The step costs in %s are measured anew: %s", self.path, error)
             return None
 
@@ -63,7 +119,7 @@ class StepCostFile:
         part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(table.to_json())
+            part.write_bytes(orjson.dumps(self._description | {"step_cost": msgspec.to_builtins(table)}))
             part.replace(self.path)
             kept = sorted(self.path.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in kept[MAX_FILES:]:

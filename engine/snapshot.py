@@ -21,7 +21,7 @@ class WaitsFor(enum.StrEnum):
     GRAMMAR = "grammar compiling"
     COMPUTED = "prefix being computed"  # by another request
     LOADED = "prefix being loaded"  # from a tier
-    STEP = "next step"  # nothing but the budget of the step
+    STEP = "step budget"  # nothing but that: its turn comes
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ types here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -51,8 +51,10 @@ _ERRORS = {
 }
 
 
-def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> Json:
-    """The whole description, OpenAPI 3.1."""
+def document(
+    version: str, operations: Sequence[Operation] = OPERATIONS, sampling: Mapping[str, float | None] | None = None
+) -> Json:
+    """The whole description, OpenAPI 3.1. `sampling` is what requests for text get where they leave it open."""
     models: dict[type[BaseModel], None] = dict.fromkeys(dialect.error_answer for dialect in DIALECTS)
     for operation in operations:
         models |= dict.fromkeys(operation.request)
@@ -66,7 +68,10 @@ def document(version: str, operations: Sequence[Operation] = OPERATIONS) -> Json
     for operation in operations:
         if operation.streams:  # where tokens are only counted, nobody looks at what they would be sampled with
             for model in operation.request:
-                _add_ranges(schemas[schema_of[model]["$ref"].removeprefix(_REF)])
+                schema = schemas[schema_of[model]["$ref"].removeprefix(_REF)]
+                _add_ranges(schema)
+                for name, value in (sampling or {}).items():
+                    schema["properties"].get(name, {})["default"] = value
     paths: dict[str, Json] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schema_of)

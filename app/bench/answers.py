@@ -14,8 +14,10 @@ import orjson
 
 from app.bench.connection import Exchange
 from app.bench.report import RequestRecord
+from app.server_client import printable
 
 EVENTS_AT_A_TIME = 16  # read before others may run: some 50 µs
+MOST_OF_A_MESSAGE = 300  # characters
 _RETRY_AFTER = re.compile(rb"\r\nretry-after: *([\d.]+)", re.IGNORECASE)
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
@@ -27,8 +29,8 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
         return
     record.status = int(exchange.head[9:12]) if exchange.head[9:12].isdigit() else 0
     if record.status != 200:
-        body = b"".join(piece for piece, _ in exchange.body())
-        record.error = f"HTTP {record.status} {_error_code(body)}".rstrip()
+        code, record.message = _error_in(b"".join(piece for piece, _ in exchange.body()))
+        record.error = f"HTTP {record.status} {code}".rstrip()
         if found := _RETRY_AFTER.search(exchange.head):
             record.retry_after = float(found[1])
         return
@@ -43,7 +45,8 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
         try:
             event = orjson.loads(data)
             if "error" in event:
-                record.error = f"error event {_error_code(data)}".rstrip()
+                code, record.message = _error_in(data)
+                record.error = f"error event {code}".rstrip()
                 continue
             choices = event.get("choices")
             if choices:
@@ -73,14 +76,15 @@ def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
     return delta.get("content") or "", any(delta.get(name) for name in _TEXT_FIELDS)
 
 
-def _error_code(body: bytes) -> str:
-    """The word that tells one failure from another, from the errors of OpenAI's API and of others."""
+def _error_in(body: bytes) -> tuple[str, str]:
+    """The word that tells one failure from another, and the message, of the errors of OpenAI's API and of others."""
     try:
         answer = orjson.loads(body)
         error = answer.get("error", answer)
-        return str(error.get("code") or error.get("type") or "")[:80]
+        code = error.get("code") or error.get("type") or ""
+        return printable(str(code))[:80], printable(str(error.get("message") or ""))[:MOST_OF_A_MESSAGE]
     except (ValueError, AttributeError):
-        return ""
+        return "", ""
 
 
 def _events(exchange: Exchange) -> Iterator[tuple[bytes, float]]:

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from time import perf_counter, time_ns
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
+from app.server_client import server_address
 from app.settings import SettingsError
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
@@ -248,16 +248,12 @@ class ConnectionPool:
         self, base_url: str, headers: Mapping[str, str], *, verify: bool = True, timeout: float = 3600.0
     ) -> None:
         """`headers` go with every request, which has `timeout` seconds. Raises SettingsError for a bad address."""
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingsError(
-                f"--base-url: got {base_url!r}; allowed: an http or https address, such as http://127.0.0.1:8000"
-            )
+        parts, self._prefix = server_address("--base-url", base_url)
+        assert parts.hostname
         self.free: list[Connection] = []
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._timeout = timeout
-        self._prefix = parts.path.rstrip("/")
         self._tls: ssl.SSLContext | None = None
         if parts.scheme == "https":
             self._tls = ssl.create_default_context()

@@ -65,6 +65,8 @@ def print_result(result: dict[str, Any]) -> None:
     for name, value in facts_of(result):
         facts.add_row(name, value)
     console.print(facts)
+    if not result["completed"]:
+        return
     title, *columns = (rows := latencies_of(result))[0]
     latencies = Table(title, box=None, padding=(0, 2), header_style="bold")
     for column in columns:
@@ -97,7 +99,11 @@ def latencies_of(result: dict[str, Any]) -> list[list[str]]:
 
 def facts_of(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Totals and rates, in words and figures. Failures are told beside what was answered."""
-    failures = "; ".join(f"{count} x {why}" for why, count in result["failures"].items())
+    messages = result["failure_messages"]
+    failures = "; ".join(
+        f"{count} x {why}" + (f" ({messages[why]})" if why in messages else "")
+        for why, count in result["failures"].items()
+    )
     waits = result["retry_after"]
     facts = [
         ("Answered", f"{result['completed']:,} in {result['duration']:.2f} s"),

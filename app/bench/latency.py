@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from app.bench.offline import open_llm, percentiles_of, write_json
+from app.bench.report import output_file
 from app.settings import Settings, SettingsError
 from engine.messages import SamplingParams
 
@@ -25,7 +26,7 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--n", type=int, default=1, metavar="N", help="Answers to each. Default: 1.")
     group.add_argument("--num-iters-warmup", type=int, default=10, metavar="N", help="Do not count. Default: 10.")
     group.add_argument("--num-iters", type=int, default=30, metavar="N", help="Default: 30.")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result.")
+    group.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
 
 
 def run(

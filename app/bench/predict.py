@@ -8,7 +8,7 @@ from typing import Any
 
 from app.bench.workloads import WorkloadRequest
 from app.settings import Settings, SettingsError
-from app.simulate.machine import Machine, read_machine, with_settings
+from app.simulate.machine import Machine, machine_of, read_machine
 from app.simulate.run import simulate
 
 COMPARED = (
@@ -17,18 +17,16 @@ COMPARED = (
 )
 
 
-def machine_of(server_info: Any, file: str) -> tuple[Machine, Settings]:
+def simulated_machine(server_info: Any, file: str) -> tuple[Machine, Settings]:
     """What is simulated: of the file, else what the server says of itself. Raises SettingsError."""
     if file:
-        return read_machine(Path(file), Settings(), None)
+        return read_machine(Path(file), Settings(), flag="--predict")
     if not isinstance(server_info, dict) or not server_info.get("step_cost"):
         raise SettingsError(
             "--predict: the server does not tell what its steps cost. Headrace does at /server_info, to one of its "
             "admin_keys: put it into HEADRACE_ADMIN_KEYS. Or name a file with the answer: --predict FILE"
         )
-    told = server_info.get("settings", {})
-    known = {name: value for name, value in told.items() if name in Settings.model_fields and value is not None}
-    return Machine.of(server_info), with_settings(Settings(), known)
+    return machine_of(server_info, Settings())
 
 
 def predict(

@@ -6,10 +6,12 @@ same. Times are seconds in records and milliseconds under keys that end in `_ms`
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,8 @@ class RequestRecord:
     num_cached_tokens: int = 0
     status: int = 0  # of HTTP; 0 where no answer came
     retry_after: float | None = None  # seconds, of who was refused
-    error: str = ""  # why it failed; empty: it was answered to the end
+    error: str = ""  # why it failed, in words that many may share; empty: it was answered to the end
+    message: str = ""  # what the server said of it
     request_id: str = ""
     text: str = ""
 
@@ -88,6 +91,7 @@ def summarize(
         "failed": len(failed),
         "refused": sum(r.refused for r in failed),
         "failures": dict(Counter(r.error for r in failed).most_common(20)),
+        "failure_messages": {r.error: r.message for r in reversed(failed) if r.message},  # the first of each
         "retry_after": [r.retry_after for r in failed if r.retry_after is not None],
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
@@ -129,7 +133,7 @@ def per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
         "start_times": [r.start_time for r in records],
         "queue_times": [max(0.0, r.start_time - r.scheduled_time) for r in records],
         "generated_texts": [r.text for r in records],
-        "errors": [r.error for r in records],
+        "errors": [f"{r.error}: {r.message}" if r.message else r.error for r in records],
         "scheduled_times": [r.scheduled_time for r in records],
         "cached_lens": [r.num_cached_tokens for r in records],
         "request_ids": [r.request_id for r in records],
@@ -160,3 +164,11 @@ def _peak_rate(records: Sequence[RequestRecord]) -> float:
         for time in record.token_times:
             rates[int(time - began)] += record.num_output_tokens / len(record.token_times)
     return max(rates.values(), default=0.0)
+
+
+def output_file(text: str) -> Path:
+    """What a flag names that is written at the end: known to be possible before hours of measuring."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"got {text}; allowed: a file in a folder that exists")
+    return path

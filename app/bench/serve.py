@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
+import time
 import uuid
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -16,7 +18,7 @@ from typing import Any
 
 from app.bench.connection import ConnectionPool, allow_open_files
 from app.bench.driver import Driver
-from app.bench.report import METRICS, SLO_METRICS, RequestRecord, per_request, summarize
+from app.bench.report import METRICS, SLO_METRICS, RequestRecord, output_file, per_request, summarize
 from app.bench.timelines import compare_with_server
 from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
 from app.setting_sources import env_name
@@ -29,7 +31,7 @@ ENDPOINTS = {
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 # Of vLLM's client, which needs a tokenizer. Scripts that give them go on working.
-IGNORED = ("--tokenizer", "--tokenizer-mode", "--ready-check-timeout-sec")
+IGNORED = ("--tokenizer", "--tokenizer-mode")
 IGNORED_SWITCHES = ("--trust-remote-code", "--skip-tokenizer-init")
 
 
@@ -46,6 +48,8 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--model", help="Default: the first that the server names.")
     add("--served-model-name", metavar="NAME", help="What the API calls --model.")
     add("--insecure", action="store_true", default=False, help="Do not verify the certificate.")
+    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="S",
+        help="Wait for so long until the server has started. Default: 0.")  # fmt: skip
     add_workload_flags(parser)
     load = parser.add_argument_group("load")
     add = partial(load.add_argument, default=None)
@@ -61,7 +65,7 @@ def add_flags(parser: ArgumentParser) -> None:
     for name in SAMPLING:
         kind = int if name == "top_k" else float
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X", help="Default: the server's.")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="More fields of each request.")
+    add("--extra-body", type=_json_object, default={}, metavar="JSON", help="More fields of each request.")
     result = parser.add_argument_group("result")
     add = partial(result.add_argument, default=None)
     add("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="LIST", help="Default: ttft,tpot,itl,e2el.")
@@ -74,7 +78,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--result-filename", metavar="NAME", help="Default: made of backend, rate, model and time.")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="Kept with the result.")
     add("--label", help="Begins the file's name. Default: the backend.")
-    add("--html", type=Path, metavar="FILE", help="Write a page with plots.")
+    add("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
     add("--predict", nargs="?", const="", metavar="FILE",
         help="Add what the simulator says of the same workload, from the step costs that the server tells at "
         "/server_info to the key in HEADRACE_ADMIN_KEYS, or of a file with that.")  # fmt: skip
@@ -150,14 +154,14 @@ async def _measure(
     allow_open_files()
     url = options.base_url or f"http://{options.host}:{options.port}"
     pool = ConnectionPool(url, check.headers, verify=not options.insecure, timeout=options.request_timeout)
-    await pool.open(1)
+    await _wait_until_ready(pool, options.ready_check_timeout_sec)
     simulated = None
     if options.predict is not None:
-        from app.bench.predict import machine_of
+        from app.bench.predict import simulated_machine
 
         admin_key = os.environ.get(env_name("admin_keys"), "").partition(",")[0]
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else None
-        simulated = machine_of(await pool.get_json("/server_info", headers), options.predict)
+        simulated = simulated_machine(await pool.get_json("/server_info", headers), options.predict)
     model = options.served_model_name or options.model or await _first_model(pool)
     ignore_eos = options.ignore_eos or options.dataset_name in ("random", "prefix_repetition", "conversation")
     fields = {name: value for name in (*SAMPLING, "logprobs") if (value := getattr(options, name)) is not None}
@@ -176,6 +180,21 @@ async def _measure(
     )
     pool.close()
     return records, more, simulated
+
+
+async def _wait_until_ready(pool: ConnectionPool, seconds: float) -> None:
+    """Until it listens and names its models. Raises SettingsError for one that nobody hears in time."""
+    given_up = time.monotonic() + seconds
+    while True:
+        late = time.monotonic() >= given_up
+        try:
+            await pool.open(1)
+            if late or await pool.get_json("/v1/models") is not None:
+                return
+        except SettingsError:
+            if late:
+                raise
+        await asyncio.sleep(min(0.5, max(0.0, given_up - time.monotonic())))
 
 
 async def _first_model(pool: ConnectionPool) -> str:
@@ -224,6 +243,15 @@ def _pairs(flag: str, given: Sequence[str], separator: str) -> list[tuple[str, s
     if wrong := [text for text, (_, found, _) in zip(given, parts, strict=True) if not found]:
         raise SettingsError(f"{flag}: got {wrong[0]!r}; allowed: KEY{separator}VALUE")
     return [(key.strip(), value.strip()) for key, _, value in parts]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        if isinstance(fields := json.loads(text), dict):
+            return fields
+    except ValueError:
+        pass
+    raise ArgumentTypeError(f'got {text!r}; allowed: a JSON object, such as {{"guided_regex": "a+"}}')
 
 
 def _number(flag: str, text: str) -> float:

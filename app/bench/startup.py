@@ -24,6 +24,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from app.bench.offline import percentiles_of, write_json
+from app.bench.report import output_file
 from app.setting_sources import env_name, shown
 from app.settings import Settings, SettingsError
 from gpu.checkpoint import open_model
@@ -39,7 +40,7 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--num-iters-cold", type=int, default=3, metavar="N", help="Default: 3.")
     group.add_argument("--num-iters-warmup", type=int, default=1, metavar="N", help="Do not count. Default: 1.")
     group.add_argument("--num-iters-warm", type=int, default=3, metavar="N", help="Default: 3.")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result.")
+    group.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
 
 
 def run(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.offline import open_llm, write_json
+from app.bench.report import output_file
 from app.bench.workloads import add_dataset_flags, draw_requests, text_of, token_ids_of
 from app.settings import Settings, SettingsError
 from engine.messages import SamplingParams
@@ -18,7 +19,7 @@ def add_flags(parser: ArgumentParser) -> None:
     add_dataset_flags(parser)
     group = parser.add_argument_group("run")
     group.add_argument("--n", type=int, default=1, metavar="N", help="Answers to each prompt. Default: 1.")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="Write the result.")
+    group.add_argument("--output-json", type=output_file, metavar="FILE", help="Write the result.")
 
 
 def run(settings: Settings, *, n: int, output_json: Path | None, **given: Any) -> int:

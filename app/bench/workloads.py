@@ -257,8 +257,11 @@ def _recorded(
     path = options.dataset_path
     try:
         pairs = list(pairs_of(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise SettingsError(f"--dataset-path: cannot read {path} as {options.dataset_name}: {error!r}") from error
+    except OSError as error:
+        raise SettingsError(f"--dataset-path: cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        allowed = "JSON of ShareGPT" if options.dataset_name == "sharegpt" else "JSON lines with 'prompt'"
+        raise SettingsError(f"--dataset-path: {path} is wrong: {error!r}; allowed: {allowed}") from error
     if not pairs:
         raise SettingsError(f"--dataset-path: {path} holds no prompt that can be used")
     draw.shuffle(pairs)

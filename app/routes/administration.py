@@ -13,41 +13,25 @@ from app.generation import parse
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Server
+from app.step_cost_file import describe
 from engine.commands import GetSnapshot, ResetPrefixCache
 from protocol.administration import AbortRequest
 from protocol.errors import ApiError
 
 ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it and tell what it looks like
 
-# What a server may say of its settings: no secrets, no paths, no addresses.
-SHOWN_SETTINGS = (
-    *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
-    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
-    *("num_threads", "gpu_memory_utilization", "sampling_defaults"),
-    *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
-    *("max_queue_time",),
-    *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
-)
-
 
 async def server_info(server: Server, request: RequestScope) -> None:
     """GET /server_info: version, model, engine info, settings, load."""
-    model, settings = server.model, server.settings
+    model = server.model
     info = {
         "version": VERSION,
-        "models": list(settings.model_names),
-        "max_model_len": model.engine_info.max_model_len,
+        **describe(model.engine_info, server.settings),
         "vocab_size": model.engine_info.vocab_size,
         "embedding_size": model.embedding_size,
-        "kv_cache": {
-            name: getattr(model.engine_info, name)
-            for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
-        },
-        "pipeline_depth": model.engine_info.pipeline_depth,
         "default_sampling_params": model.default_sampling,
         "requests_in_flight": server.num_open_requests,
         "queued_seconds": server.admission.queued_seconds,
-        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
     }
     if server.admission.wait.costs is not None:
         info["step_cost"] = msgspec.to_builtins(server.admission.wait.costs)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import orjson
 from anyio import to_thread
@@ -14,6 +14,7 @@ from app.dashboard.files import SAME_ORIGIN, PageFiles, read_folder
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Server
+from protocol.errors import ApiError
 from protocol.openapi import document
 from protocol.operations import ADMINISTRATION, OPERATIONS, TOKENIZER_INFO
 
@@ -36,7 +37,12 @@ _PAGE = PageFiles(_files, SAME_ORIGIN)
 
 async def openapi(server: Server, request: RequestScope) -> None:
     """GET /openapi.json."""
-    await request.send_json(200, await to_thread.run_sync(_description, *_offered(server)))
+    sampling: dict[str, float | None] = {}
+    with suppress(ApiError):  # while the model is loaded, it is not known yet what its authors recommend
+        sampling |= server.model.default_sampling
+    sampling.pop("max_tokens", None)  # for which some APIs have a default of their own
+    given = (server.settings.enable_tokenizer_info_endpoint, server.tenants.administered, *sampling.items())
+    await request.send_json(200, await to_thread.run_sync(_description, *given))
 
 
 async def docs(server: Server, request: RequestScope) -> None:
@@ -49,15 +55,7 @@ async def docs_file(server: Server, request: RequestScope) -> None:
     await _PAGE.send(request, request.path_params["name"])
 
 
-def _offered(server: Server) -> tuple[bool, bool]:
-    return server.settings.enable_tokenizer_info_endpoint, server.tenants.administered
-
-
 @cache
-def _description(tokenizer_info: bool, administered: bool) -> bytes:
-    return orjson.dumps(_document(tokenizer_info, administered))
-
-
-def _document(tokenizer_info: bool, administered: bool) -> dict[str, Any]:
+def _description(tokenizer_info: bool, administered: bool, *sampling: tuple[str, float | None]) -> bytes:
     extra = (TOKENIZER_INFO if tokenizer_info else ()) + (ADMINISTRATION if administered else ())
-    return document(VERSION, OPERATIONS + extra)
+    return orjson.dumps(document(VERSION, OPERATIONS + extra, dict(sampling)))

@@ -7,24 +7,27 @@ import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from app.bench.report import per_request
+from app.bench.display import print_result
+from app.bench.report import output_file, per_request
 from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
 from app.settings import Settings, SettingsError
 from app.simulate.machine import read_machine, with_settings
 from app.simulate.run import Outcome, simulate
 from app.simulate.search import find_rate, parse_slo, parse_sweeps
 from app.simulate.traces import read_trace, scaled
+from app.step_cost_file import latest
 
 SHOWN = {  # of a sweep, by the title of the column
     "requests/s": "request_throughput",
     "tokens/s": "output_throughput",
-    "TTFT p50": "p50_ttft_ms",
-    "TTFT p99": "p99_ttft_ms",
-    "ITL p50": "p50_itl_ms",
-    "ITL p99": "p99_itl_ms",
+    "TTFT p50 ms": "p50_ttft_ms",
+    "TTFT p99 ms": "p99_ttft_ms",
+    "ITL p50 ms": "p50_itl_ms",
+    "ITL p99 ms": "p99_itl_ms",
     "failed": "failed",
     "preempted": "num_preemptions",
     "cached": "total_cached_tokens",
@@ -38,9 +41,9 @@ def add_flags(parser: ArgumentParser) -> None:
         "--table",
         type=Path,
         metavar="FILE",
-        required=True,
         help="JSON of step costs: what a server answers to GET /server_info, what loadtest.gpu_bench wrote, or a "
-        "table alone. Settings that the server tells there hold where none is given.",
+        "table alone. Settings that the server tells there hold where none is given. Default: what the last engine "
+        "on this machine has measured, of --model if that is given.",
     )
     group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
     add_workload_flags(parser)
@@ -60,9 +63,9 @@ def add_flags(parser: ArgumentParser) -> None:
     group.add_argument("--slo", metavar="LIST", help="In seconds, such as ttft_p99=0.5,itl_p99=0.05.")
     group = parser.add_argument_group("result")
     group.add_argument("--goodput", nargs="+", default=[], metavar="KEY:MS", help="Such as ttft:500 tpot:50.")
-    group.add_argument("--json", type=Path, metavar="FILE", help="Write the result, with what each request saw.")
-    group.add_argument("--html", type=Path, metavar="FILE", help="Write a page with plots.")
-    group.add_argument("--record", type=Path, metavar="FILE", help="Write frames that the dashboard plays.")
+    group.add_argument("--json", type=output_file, metavar="FILE", help="Write the result, with what each request saw.")
+    group.add_argument("--html", type=output_file, metavar="FILE", help="Write a page with plots.")
+    group.add_argument("--record", type=output_file, metavar="FILE", help="Write frames that the dashboard plays.")
 
 
 class Case:
@@ -116,14 +119,14 @@ _NOT_SWEPT = frozenset(
 def run(settings: Settings, **given: Any) -> int:
     """Exit code 0, or 1 if nothing was answered. Raises SettingsError."""
     options = Namespace(**given)
+    if options.table is None:
+        options.table = _latest_table(settings)
     if (options.find is None) != (options.slo is None):
         raise SettingsError("--find and --slo go together. What works: --find rate --slo ttft_p99=0.5,itl_p99=0.05")
     if options.find is not None:
         return _find(Case(settings, options))
     if options.sweep:
         return _sweep(settings, options)
-    from app.bench.display import print_result
-
     slo = _objectives(options.goodput)
     case = Case(settings, options)
     requests = case.requests()
@@ -149,6 +152,16 @@ def run(settings: Settings, **given: Any) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(result | per_request(outcome.records)), encoding="utf-8")
     return 0 if result["completed"] else 1
+
+
+def _latest_table(settings: Settings) -> Path:
+    if (path := latest(settings)) is None:
+        raise SettingsError(
+            "--table: no engine has measured here what its steps cost. Start `headrace serve` once, or name a file: "
+            "what a server answers to GET /server_info"
+        )
+    print(f"Step costs: {path}, of {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}")
+    return path
 
 
 def _conditions(case: Case) -> dict[str, Any]:

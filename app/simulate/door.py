@@ -47,7 +47,7 @@ class AdmissionDoor:
                 )
             )
         except ApiError as refusal:
-            return str(refusal)
+            return f"HTTP {refusal.status} {refusal.code}"
         place.ticket.count_tokens(len(request.prompt_token_ids))
         return place
 

@@ -111,10 +111,12 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 2**31
 
 
-def read_machine(path: Path, settings: Settings, num_blocks: int | None) -> tuple[Machine, Settings]:
+def read_machine(
+    path: Path, settings: Settings, num_blocks: int | None = None, *, flag: str = "--table"
+) -> tuple[Machine, Settings]:
     """The machine of a file, and the settings of the server that wrote it, but for those that are given here.
 
-    Raises SettingsError.
+    Raises SettingsError, which names the `flag`.
     """
     works = "A file that works: what a server answers to GET /server_info"
     try:
@@ -123,18 +125,23 @@ def read_machine(path: Path, settings: Settings, num_blocks: int | None) -> tupl
         info = json.loads(path.read_bytes())
         if not isinstance(info, dict):
             raise ValueError("not a JSON object")
-        info = _one_engine(info, settings.model)
-        machine = Machine.of(info)
+        machine, settings = machine_of(_one_engine(info, settings.model), settings)
     except OSError as error:
-        raise SettingsError(f"--table: cannot read {path}: {error.strerror}. {works}") from None
+        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}. {works}") from None
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"--table: {path} is wrong: {error}. {works}") from None
-    if num_blocks is not None:
-        machine = replace(machine, num_blocks=num_blocks)
+        raise SettingsError(f"{flag}: {path} is wrong: {error}. {works}") from None
+    return (machine if num_blocks is None else replace(machine, num_blocks=num_blocks)), settings
+
+
+def machine_of(info: Mapping[str, Any], settings: Settings) -> tuple[Machine, Settings]:
+    """The machine of what /server_info answers, and its settings, but for those that are given here.
+
+    Raises ValueError and SettingsError.
+    """
     told = info.get("settings")
     theirs = told if isinstance(told, dict) else {}
     theirs = {name: value for name, value in theirs.items() if name in Settings.model_fields and value is not None}
-    return machine, with_settings(settings, theirs, but_given=True)
+    return Machine.of(info), with_settings(settings, theirs, but_given=True)
 
 
 def with_settings(settings: Settings, changes: Mapping[str, Any], *, but_given: bool = False) -> Settings:

@@ -32,8 +32,10 @@ def read_trace(path: Path) -> list[WorkloadRequest]:
         if path.stat().st_size > MAX_BYTES:
             raise SettingsError(f"--trace: {path} has more than {MAX_BYTES} bytes, which is what is read")
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"--trace: cannot read {path}: {error}") from None
+    except OSError as error:
+        raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"--trace: {path} is no text: {error}") from None
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not 1 <= len(lines) <= MAX_REQUESTS:
         raise SettingsError(f"--trace: {path} has {len(lines)} lines; allowed: 1 to {MAX_REQUESTS}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
-from app.step_cost_file import MAX_BYTES, MAX_FILES, StepCostFile
+from app.settings import Settings
+from app.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, latest
 from engine.scheduler.step_cost import StepCostTable
 
 
@@ -32,7 +34,8 @@ def test_a_torn_or_foreign_file_is_told_of_and_replaced(
     tmp_path: Path, table: StepCostTable, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = StepCostFile(tmp_path / "a.json")
-    file.path.write_text(table.to_json().decode()[:-9] if content == "{" else content)
+    file.write(table)
+    file.path.write_text(file.path.read_text()[:-9] if content == "{" else content)
     with caplog.at_level(logging.WARNING):
         assert file.read() is None
     assert "a.json are measured anew" in caplog.text
@@ -54,3 +57,17 @@ def test_of_too_many_files_the_oldest_go(tmp_path: Path, table: StepCostTable) -
         StepCostFile(tmp_path / f"{number}.json").write(table)
     assert len(list(tmp_path.iterdir())) == MAX_FILES
     assert StepCostFile(tmp_path / f"{MAX_FILES + 4}.json").read() == table
+
+
+def test_the_latest_is_found_and_the_latest_of_a_model(tmp_path: Path, table: StepCostTable) -> None:
+    here = Settings(cache_dir=tmp_path)
+    assert latest(here) is None
+    for age, model in enumerate(("new", "old", "older")):
+        file = StepCostFile(tmp_path / FOLDER / f"{model}.json", {"models": [model]})
+        file.write(table)
+        os.utime(file.path, (1e9 - age, 1e9 - age))
+    (tmp_path / FOLDER / "torn.json").write_text("{")
+    os.utime(tmp_path / FOLDER / "torn.json", (0, 0))
+    assert latest(here) == tmp_path / FOLDER / "new.json"
+    assert latest(Settings(cache_dir=tmp_path, model="old")) == tmp_path / FOLDER / "old.json"
+    assert latest(Settings(cache_dir=tmp_path, model="another")) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ VLLM_FLAGS = """
     --request-id-prefix --top-p --top-k --min-p --temperature --frequency-penalty --presence-penalty
     --repetition-penalty --served-model-name --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps --extra-body
     --insecure --label --disable-tqdm --seed --num-prompts --dataset-name --dataset-path --random-input-len
-    --random-output-len --random-range-ratio --random-prefix-len --sharegpt-output-len"""
+    --random-output-len --random-range-ratio --random-prefix-len --sharegpt-output-len --ready-check-timeout-sec"""
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +177,25 @@ def test_a_key_and_headers_are_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "ttfts" not in lines[0]
 
 
-def test_nothing_answered_is_a_failure(server: Server) -> None:
-    assert main(["bench", "serve", "--base-url", server.base_url, "--model", "another", "--num-prompts", "2"]) == 1
+def test_nothing_answered_is_a_failure_in_the_servers_own_words(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At an address as clients of OpenAI's API write it."""
+    flags = ["--base-url", server.base_url + "/v1/", "--model", "another", "--num-prompts", "2"]
+    assert main(["bench", "serve", *flags]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2: 2 x HTTP 404 model_not_found (The model `another` does not exist" in said
+    assert "Time to first token" not in said
+
+
+def test_a_server_that_starts_is_waited_for() -> None:
+    pages: dict[str, object] = {}
+    with scripted(answer_of_one_token, pages=pages) as plain:
+        flags = ["--base-url", plain.url, "--num-prompts", "1", "--input-len", "1", "--output-len", "1"]
+        assert main(["bench", "serve", *flags]) == 1
+        threading.Timer(0.3, lambda: pages.update({"/v1/models": {"data": [{"id": "late"}]}})).start()
+        assert main(["bench", "serve", *flags, "--ready-check-timeout-sec", "60"]) == 0
+        assert plain.bodies[0]["model"] == "late"
 
 
 @pytest.mark.parametrize(
@@ -191,6 +209,9 @@ def test_nothing_answered_is_a_failure(server: Server) -> None:
         (["--max-concurrency", "0"], "--max-concurrency: got 0"),
         (["--num-promts", "3"], "Did you mean --num-prompts?"),
         (["--port", "9"], "No answer from 127.0.0.1:9"),
+        (["--base-url", "http://127.0.0.1:99999"], "--base-url: got 'http://127.0.0.1:99999'; allowed: an http or"),
+        (["--dataset-name", "custom", "--dataset-path", "none"], "--dataset-path: cannot read none: No such file"),
+        (["--dataset-name", "custom", "--dataset-path", __file__], "is wrong: JSONDecodeError("),
     ],
 )
 def test_a_wrong_flag_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,6 +219,20 @@ def test_a_wrong_flag_is_one_line(flags: list[str], said: str, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [("--extra-body", "{", "a JSON object"), ("--html", "/none/a.html", "a file in a folder")],
+)
+def test_a_value_that_cannot_be_is_told_at_once(
+    flag: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "serve", flag, value])
+    assert left.value.code == 2
+    assert f"argument {flag}: got " in (error := capsys.readouterr().err)
+    assert f"allowed: {said}" in error
 
 
 def test_help_names_the_flags_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,9 @@ def described() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def schema(described: Server) -> OpenApiSchema:
     found = described.client.get("/openapi.json").json()
-    assert found == document(found["info"]["version"])
+    told = described.client.get("/v1/models").json()["data"][0]["default_parameters"]
+    sampling = {name: value for name, value in told.items() if name != "max_tokens"}
+    assert found == document(found["info"]["version"], sampling=sampling)
     return schemathesis.openapi.from_dict(found)
 
 
@@ -152,6 +154,13 @@ def test_every_field_that_may_be_absent_may_be_null() -> None:
         required = schemas[name].get("required", ())
         for field, kind in schemas[name].get("properties", {}).items():
             assert field in required or {"type": "null"} in kind["anyOf"], f"{name}.{field}"
+
+
+def test_the_defaults_of_sampling_are_those_in_force() -> None:
+    schemas = document("1", sampling={"temperature": 0.2, "top_p": None})["components"]["schemas"]
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest"):
+        fields = schemas[name]["properties"]
+        assert (fields["temperature"]["default"], fields["top_p"]["default"]) == (0.2, None), name
 
 
 def _simplify(case: schemathesis.Case) -> None:

@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from app.cli import main
-from app.settings import SettingsError
+from app.settings import Settings, SettingsError
+from app.simulate.machine import Machine, read_machine
 from app.simulate.search import find_rate, parse_slo
+from app.step_cost_file import FOLDER, StepCostFile, describe
 from tests.simulate.helpers import TABLE
 
 
@@ -66,6 +68,40 @@ def test_what_a_server_tells_of_itself_is_a_table(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert main(flags.split()) == 1
     assert "engines: has none for --model smollm2-135m-instruct; allowed: Llama-3.1-8B, Qw" in capsys.readouterr().err
+
+
+def test_what_the_last_engine_measured_is_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"simulate --cache-dir {tmp_path} --num-prompts 20 --output-len 20 --json {tmp_path / 'out.json'}".split()
+    assert main(flags) == 1
+    assert "--table: no engine has measured here" in capsys.readouterr().err
+    settings = Settings(max_num_seqs=3)
+    description = describe(Machine(table=TABLE, num_blocks=77, max_model_len=1234), settings)
+    StepCostFile(tmp_path / FOLDER / "a.json", description).write(TABLE)
+    assert main(flags) == 0
+    assert "a.json, of 20" in capsys.readouterr().out
+    told, known = read_machine(tmp_path / FOLDER / "a.json", Settings())
+    assert told == Machine(table=TABLE, num_blocks=77, max_model_len=1234)
+    assert known.max_num_seqs == 3
+
+
+def test_refusals_are_counted_by_the_same_words_as_a_servers(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(f"simulate --table {table} --num-prompts 40 --max-queued-requests 4 --json {out}".split()) == 0
+    result = json.loads(out.read_text())
+    assert result["failures"] == {"HTTP 429 queue_full": result["refused"]}
+    assert result["refused"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html", "--record"])
+def test_what_cannot_be_written_is_known_before(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(f"simulate --table {table} {flag} {tmp_path / 'none' / 'file'}".split())
+    assert left.value.code == 2
+    assert (
+        f"argument {flag}: got {tmp_path}/none/file; allowed: a file in a folder that exists" in capsys.readouterr().err
+    )
 
 
 def test_a_sweep_is_a_table(table: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ export class Chat {
     this.drawList();
     this.controller = new AbortController();
     this.button.textContent = "Stop";
+    shown.element.ariaBusy = true;
     const began = performance.now();
     try {
       await this.read(talk, answer, shown, began, this.controller.signal);
@@ -116,6 +117,7 @@ export class Chat {
     }
     this.controller = null;
     this.button.textContent = "Send";
+    shown.element.ariaBusy = false;
     shown.draw();
     save(this.store);
   }

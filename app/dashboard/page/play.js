@@ -13,7 +13,7 @@ export class Play {
     this.speed = h("select", { ariaLabel: "Speed" }, ...[0.25, 1, 4, 16].map((speed) => h("option", { value: speed, selected: speed === 1 }, `× ${speed}`)));
     this.place = h("input", { type: "range", min: 0, max: 0, value: 0, disabled: true, ariaLabel: "Time", oninput: () => this.seek(Number(this.place.value)) });
     this.time = h("span.where");
-    this.notice = h("p.notice", { role: "status" }, "Open a file that a benchmark or a simulation has recorded: JSON, one frame a line. It stays in this browser.");
+    this.notice = h("p.notice", { role: "status" }, "Open a file that `headrace simulate --record FILE` has written. It stays in this browser.");
     this.body = h("div.view", { tabIndex: -1, hidden: true });
     root.append(h("div.bar.controls", {}, this.file, this.button, this.speed, this.place, this.time), this.notice, this.body);
     root.addEventListener("dragover", (event) => event.preventDefault());

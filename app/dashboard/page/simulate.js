@@ -139,7 +139,7 @@ export class Simulate {
     this.clock.textContent = `virtual time ${time.toFixed(3)} s`;
     this.figures.replaceChildren(
       figure("Utilization", `${Math.round(100 * kpis.utilization)} %`), figure("Active", number(kpis.num_running)), figure("Queue", number(kpis.num_waiting)),
-      figure("First token", seconds(kpis.ttft_p50), ` p99 ${seconds(kpis.ttft_p99)}`), figure("Throughput", number(kpis.output_tokens_per_second), ` tok/s, ${kpis.request_rate.toFixed(1)} /s`),
+      figure("First token", seconds(kpis.ttft_p50 || null), ` p99 ${seconds(kpis.ttft_p99 || null)}`), figure("Throughput", number(kpis.output_tokens_per_second), ` tok/s, ${kpis.request_rate.toFixed(1)} /s`),
       figure("Little’s law", `L ${kpis.num_in_system.toFixed(1)}`, ` λW ${kpis.little.toFixed(1)}`));
     this.figures.title = `L is how many were in the system on average, λ how many left in a second (${kpis.request_rate.toFixed(2)}), W how long each was there (${seconds(kpis.mean_seconds)}). They agree when what comes also leaves.`;
     this.lanes.draw(this.history, this.history.steps.length - 1, null);

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -23,7 +23,7 @@ from rich.console import Console
 from app.chat_commands import HELP, Commands, Conversation
 from app.live_markdown import LiveMarkdown
 from app.server_client import ServerClient, ServerError, printable
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 
 
 def chat_with(url: str, settings: Settings, *, system: str | None, temperature: float | None) -> int:
@@ -59,6 +59,9 @@ def chat_here(settings: Settings, *, system: str | None, temperature: float | No
 
 def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None, temperature: float | None) -> None:
     conversation = Conversation(card["id"], card.get("default_parameters") or {}, system=system)
+    for name, value in (card.get("chat_parameters") or {}).items():
+        with suppress(SettingsError):  # another server, another idea of them
+            conversation.set(name, str(value))
     if temperature is not None:
         conversation.set("temperature", str(temperature))
     commands = Commands(conversation)

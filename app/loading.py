@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from app.engine_facts import describe, engine_config
 from app.frozen_imports import frozen_imports
 from app.setting_sources import env_name
 from app.setting_types import is_secret
 from app.settings import Settings
-from app.step_cost_file import StepCostFile, describe
-from engine.core.config import EngineConfig
+from app.step_cost_file import StepCostFile
 from engine.core.core import EngineCore
 from engine.errors import ConfigError
 from engine.frontend.detokenizer import Vocabulary
@@ -27,7 +27,16 @@ from engine.messages import SamplingParams
 from engine.structured import GrammarCompiler
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
-from gpu.checkpoint import SAMPLING_FIELDS, ModelError, ModelFiles, Progress, model_digest, open_model
+from gpu.checkpoint import (
+    EMBEDDED_CHAT,
+    EMBEDDED_MODEL,
+    SAMPLING_FIELDS,
+    ModelError,
+    ModelFiles,
+    Progress,
+    model_digest,
+    open_model,
+)
 from gpu.host import cuda_devices, usable_cores
 
 if TYPE_CHECKING:
@@ -53,6 +62,13 @@ def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float |
         told = ", ".join(f"{name} {value}" for name, value in files.sampling.items())
         logger.info("Sampling that requests leave open is what the model's authors recommend: %s", told)
     return sampling
+
+
+def chat_parameters(settings: Settings) -> dict[str, float]:
+    """What chats with a person add to their requests, as `/v1/models` tells them; a request without it is as the
+    authors recommend."""
+    is_embedded = settings.model == EMBEDDED_MODEL and settings.sampling_defaults == "model"
+    return dict(EMBEDDED_CHAT) if is_embedded else {}
 
 
 def fingerprint(files: ModelFiles, compute_form: str) -> str:
@@ -166,17 +182,8 @@ def core_factory(
     def make_core() -> EngineCore:
         executor = make_executor(settings, files, kv_cache_share)
         logger.info("%s", executor.summary)
-        config = EngineConfig(
-            max_model_len=executor.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            target_inter_token_latency=settings.target_inter_token_latency,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            kv_windows=executor.kv_windows,
-            prompt_form_differs=executor.prompt_form_differs,
-            pipeline_depth=settings.pipeline_depth or executor.pipeline_depth,
-            eos_token_ids=files.config.eos_token_ids,
-            compute_form=executor.compute_form,
+        config = engine_config(
+            settings, executor, eos_token_ids=files.config.eos_token_ids, compute_form=executor.compute_form
         )
         description = describe(executor, settings)
         description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many

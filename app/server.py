@@ -77,6 +77,7 @@ class ServedModel:
     embedding_size: int
     engine_info: EngineReady
     default_sampling: Mapping[str, float | None]  # for requests that leave it open
+    chat_parameters: Mapping[str, float]  # which chats with a person add
     tokenizer_info: dict[str, Any]
     fingerprint: str  # of the model and of how it is computed
 
@@ -325,7 +326,14 @@ class Server:
             await self._serve(files, prompts)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:
-        from app.loading import default_sampling, fingerprint, make_client, make_grammar_compiler, tokenizer_info
+        from app.loading import (
+            chat_parameters,
+            default_sampling,
+            fingerprint,
+            make_client,
+            make_grammar_compiler,
+            tokenizer_info,
+        )
         from engine.frontend.async_llm import AsyncLLM
 
         grammars = make_grammar_compiler(files)
@@ -347,6 +355,7 @@ class Server:
                     embedding_size=files.config.hidden_size,
                     engine_info=engine_info,
                     default_sampling=default_sampling(self.settings, files),
+                    chat_parameters=chat_parameters(self.settings),
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
                 )

@@ -30,29 +30,6 @@ MAX_FILES = 64
 # The settings that change what a step costs, besides those that `machine` tells.
 SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "pipeline_depth", "load_format")
 
-# What a server may say of its settings: no secrets, no paths, no addresses.
-SHOWN_SETTINGS = (
-    *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
-    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
-    *("num_threads", "gpu_memory_utilization", "sampling_defaults"),
-    *("enable_prefix_caching", "worker_class", "max_queued_requests", "max_queued_tokens", "default_timeout"),
-    *("max_queue_time",),
-    *("default_ttft_timeout", "max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
-)
-
-
-def describe(engine: Any, settings: Settings) -> dict[str, Any]:
-    """What is told of an executor, or of an `EngineInfo`: with the step costs, all that a simulation needs."""
-    return {
-        "models": list(settings.model_names),
-        "max_model_len": engine.max_model_len,
-        "kv_cache": {
-            name: getattr(engine, name) for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
-        },
-        "pipeline_depth": engine.pipeline_depth,
-        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
-    }
-
 
 def latest(settings: Settings) -> Path | None:
     """The file of the engine that ended last, of this model if one is given; None if there is none."""

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from app.bench.workloads import WORDS
 from loadtest.plumbing import NAME, dummy_server, write_model
 from loadtest.servers import Target
-from loadtest.sse_clients import WORDS
 
 PROBE_SECONDS = 15.0
 LONG_PROMPT = 100_000  # characters

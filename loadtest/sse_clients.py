@@ -26,13 +26,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-# Plain English words that are one token each with a space before them in most vocabularies, SmolLM2's among them.
-_TEXT = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work government number night point home water room mother "
-    "area money story fact month lot right study book eye job word business issue side kind head house service friend"
-)
-WORDS = _TEXT.split()
+from app.bench.workloads import WORDS
 
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _PROMPT_USAGE = re.compile(rb'"prompt_tokens": ?(\d+)')

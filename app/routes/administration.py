@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import orjson
 
+from app.engine_facts import describe
 from app.generation import parse
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Server
-from app.step_cost_file import describe
 from engine.commands import GetSnapshot, ResetPrefixCache
 from protocol.administration import AbortRequest
 from protocol.errors import ApiError

@@ -39,4 +39,5 @@ def _card(server: Server, request: RequestScope, name: str) -> dict[str, Any]:
         created=server.created,
         max_model_len=longest,
         default_parameters=model.default_sampling,
+        chat_parameters=model.chat_parameters,
     )

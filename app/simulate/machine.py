@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from app.engine_facts import engine_config
 from app.setting_sources import load_settings
 from app.settings import Settings, SettingsError
 from engine.core.config import EngineConfig
@@ -45,19 +46,11 @@ class Machine:
         return OUTBOUND
 
     def config(self, settings: Settings) -> EngineConfig:
-        """As `app.loading` makes it of the same settings."""
-        return EngineConfig(
-            max_model_len=min(
-                self.max_model_len, settings.max_model_len or self.max_model_len, self.num_blocks * self.block_size
-            ),
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            target_inter_token_latency=settings.target_inter_token_latency,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            kv_windows=self.kv_windows,
-            prompt_form_differs=self.prompt_form_differs,
-            pipeline_depth=settings.pipeline_depth or self.pipeline_depth,
+        """As the server makes it of the same settings."""
+        longest = min(
+            self.max_model_len, settings.max_model_len or self.max_model_len, self.num_blocks * self.block_size
         )
+        return engine_config(settings, replace(self, max_model_len=longest))
 
     def executor(self, clock: VirtualClock) -> CountingExecutor:
         """What makes its steps, on this clock."""

@@ -122,13 +122,13 @@ class Calibration:
                 names.append(f"{MADE_UP}{number}")
                 requests.append(self._request(names[-1], length, computed, is_decode, scratch))
             tokens = [1] * shape.decodes + [shape.tokens] * shape.prompts
-            plan = _plan([], requests, names, tokens)
+            plan = SchedulerOutput.made_up([], requests, names, tokens, [1] * len(names))
             began = self._clock()
             try:
                 self._executor.submit(plan).result()
                 return self._clock() - began
             finally:
-                self._executor.submit(_plan(names, [], [], [])).result()
+                self._executor.submit(SchedulerOutput.made_up(names, [], [], [], [])).result()
         finally:
             self._pool.release(scratch)
 
@@ -156,16 +156,3 @@ class Calibration:
             if more in self._took and less in self._took and number > 0:
                 least = self._took[less] / 1000  # so that it can still be corrected
                 setattr(table, rate, max(self._took[more] - self._took[less], least) / number)
-
-
-def _plan(removed: list[str], new: list[NewRequestData], names: list[str], num_tokens: list[int]) -> SchedulerOutput:
-    return SchedulerOutput(
-        step=0,
-        removed_request_ids=removed,
-        new_requests=new,
-        new_block_ids={},
-        request_ids=names,
-        num_scheduled_tokens=num_tokens,
-        num_sampled_tokens=[1] * len(names),
-        total_num_scheduled_tokens=sum(num_tokens),
-    )

@@ -16,7 +16,7 @@ are computed, and at how many of these positions, the last ones, a token may be 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 import numpy as np
@@ -72,6 +72,27 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_sampled_tokens: list[int]  # may be sampled, at most: 0 while a prefill goes on
     total_num_scheduled_tokens: int
     masks: MasksHandle | None = None  # of the requests that have a grammar, whether they sample in this step or not
+
+    @classmethod
+    def made_up(
+        cls,
+        removed_request_ids: list[str],
+        new_requests: list[NewRequestData],
+        request_ids: list[str],
+        num_scheduled_tokens: list[int],
+        num_sampled_tokens: list[int],
+    ) -> Self:
+        """Of no scheduler: for steps that rehearse or measure what a runner does."""
+        return cls(
+            step=0,
+            removed_request_ids=removed_request_ids,
+            new_requests=new_requests,
+            new_block_ids={},
+            request_ids=request_ids,
+            num_scheduled_tokens=num_scheduled_tokens,
+            num_sampled_tokens=num_sampled_tokens,
+            total_num_scheduled_tokens=sum(num_scheduled_tokens),
+        )
 
     @property
     def num_prefill_tokens(self) -> int:

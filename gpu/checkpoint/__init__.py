@@ -35,7 +35,7 @@ errors              what is wrong with a model that was asked for
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.default_sampling import SAMPLING_FIELDS
 from gpu.checkpoint.digest import model_digest
-from gpu.checkpoint.embedded import EMBEDDED_MODEL, default_cache_dir
+from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.progress import Progress
@@ -44,6 +44,7 @@ from gpu.checkpoint.resolve import LOAD_FORMATS, open_model
 from gpu.checkpoint.tokenizer_steps import is_known as is_known_tokenizer
 
 __all__ = [
+    "EMBEDDED_CHAT",
     "EMBEDDED_MODEL",
     "LOAD_FORMATS",
     "SAMPLING_FIELDS",

@@ -46,15 +46,16 @@ def rehearse(runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, voc
     chunks = [min(2, longest), longest - min(2, longest)]
     names = [f"r{number}" for number in range(len(lengths))]
     everyone = [_request(*pair, sizes, EVERYTHING) for pair in zip(names, lengths, strict=True)]
-    plans = [_plan([], [_request("plain", 1, sizes, PLAIN)], ["plain"], [1], [1])]
-    plans.append(_plan(["plain"], [_request("long", longest, sizes, PLAIN)], ["long"], chunks[:1], [0]))
+    plan = SchedulerOutput.made_up
+    plans = [plan([], [_request("plain", 1, sizes, PLAIN)], ["plain"], [1], [1])]
+    plans.append(plan(["plain"], [_request("long", longest, sizes, PLAIN)], ["long"], chunks[:1], [0]))
     if chunks[1]:
-        plans.append(_plan([], [], ["long"], chunks[1:], [0]))
-    plans.append(_plan(["long"], everyone, names, lengths, [1] * len(names)))
+        plans.append(plan([], [], ["long"], chunks[1:], [0]))
+    plans.append(plan(["long"], everyone, names, lengths, [1] * len(names)))
     plans[-1].masks = _EveryToken(vocab_size)
-    plans.append(_plan(names, [], [], [], []))
-    for plan in plans:
-        runner.submit(plan).result()
+    plans.append(plan(names, [], [], [], []))
+    for each in plans:
+        runner.submit(each).result()
 
 
 def graph_memory(runner: DeviceRunner, free: Callable[[], int]) -> int:
@@ -76,19 +77,4 @@ def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams
         block_ids=[0] * -(-length // sizes.block_size) * sizes.num_groups,
         sampling=sampling,
         stop_token_ids=[],
-    )
-
-
-def _plan(
-    removed: list[str], new: list[NewRequestData], names: list[str], lengths: list[int], sampled: list[int]
-) -> SchedulerOutput:
-    return SchedulerOutput(
-        step=0,
-        removed_request_ids=removed,
-        new_requests=new,
-        new_block_ids={},
-        request_ids=names,
-        num_scheduled_tokens=lengths,
-        num_sampled_tokens=sampled,
-        total_num_scheduled_tokens=sum(lengths),
     )

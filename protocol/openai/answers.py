@@ -203,6 +203,7 @@ class ModelCard(Answer):
     parent: str | None
     max_model_len: int
     default_parameters: dict[str, float | None]
+    chat_parameters: dict[str, float]
     permission: list[Any]
 
 

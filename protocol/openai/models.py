@@ -13,10 +13,17 @@ _MAX_SHOWN = 64  # characters of an unknown name that come back
 
 
 def model_card(
-    name: str, *, root: str, created: int, max_model_len: int, default_parameters: Mapping[str, float | None]
+    name: str,
+    *,
+    root: str,
+    created: int,
+    max_model_len: int,
+    default_parameters: Mapping[str, float | None],
+    chat_parameters: Mapping[str, float],
 ) -> dict[str, Any]:
     """One model. `root` is the weights' own name when `name` is an alias; `max_model_len` counts tokens.
-    `default_parameters`, as OpenRouter's cards have them, are for requests that leave their sampling open."""
+    `default_parameters`, as OpenRouter's cards have them, are for requests that leave their sampling open;
+    `chat_parameters` is what a client adds in which a person talks to the model."""
     return {
         "id": name,
         "object": "model",
@@ -26,6 +33,7 @@ def model_card(
         "parent": None,
         "max_model_len": max_model_len,
         "default_parameters": default_parameters,
+        "chat_parameters": chat_parameters,
         "permission": [],
     }
 

@@ -79,7 +79,14 @@ def test_stream_frames_end_with_a_blank_line():
 def test_the_model_list_tells_the_context_length():
     from openai.types import Model
 
-    card = model_card("smol", root="SmolLM2", created=7, max_model_len=2048, default_parameters={"top_p": 0.9})
+    card = model_card(
+        "smol",
+        root="SmolLM2",
+        created=7,
+        max_model_len=2048,
+        default_parameters={"top_p": 0.9},
+        chat_parameters={"min_p": 0.1},
+    )
     Model.model_validate(card, strict=True)
     body = orjson.loads(model_list([card]))
     assert body["object"] == "list"

@@ -22,6 +22,8 @@ def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
             terminal.type(f"{line}\n")
             assert answer in terminal.wait_for(PROMPT)
         assert server.metrics().prompt_tokens == before.prompt_tokens  # the model was told nothing of it
+        terminal.type("/set\n")
+        assert "frequency_penalty 0.3\n" in terminal.wait_for(PROMPT)  # as the server's card of this model wants it
         terminal.type("/set max_tokens 3\n")
         terminal.wait_for(PROMPT)
         terminal.type("What is the capital of France?\n")

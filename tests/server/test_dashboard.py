@@ -153,13 +153,13 @@ def test_a_feed_ends_when_the_server_stops() -> None:
 
 def test_without_a_key_the_page_shows_nothing(browser: Browser, governed_server: Server) -> None:
     with looking(browser, governed_server, "/dashboard#live", allowed="401") as page:
-        expect(page.locator("#live .notice")).to_contain_text("key is needed", timeout=PATIENCE)
+        expect(page.locator("#live .notice")).to_contain_text("admin keys is needed", timeout=PATIENCE)
         expect(page.locator("#live .view")).to_be_hidden()
         page.get_by_role("button", name="Enter a key").click()
         page.fill("#client-key", "client")
         page.fill("#admin-key", "client")
         page.get_by_role("button", name="Save").click()
-        expect(page.locator("#live .notice")).to_contain_text("key is needed", timeout=PATIENCE)
+        expect(page.locator("#live .notice")).to_contain_text("admin keys is needed", timeout=PATIENCE)
         page.get_by_role("button", name="Enter a key").click()
         page.fill("#admin-key", "operator")
         page.get_by_role("button", name="Save").click()

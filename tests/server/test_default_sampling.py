@@ -47,6 +47,7 @@ def test_a_model_card_and_a_response_tell_what_is_in_force(server: Server) -> No
             "repetition_penalty": 1.0,
             "max_tokens": None,
         }
+        assert card.model_dump()["chat_parameters"] == {"frequency_penalty": 0.3}
         response = client.responses.create(model=MODEL, input="Hi", max_output_tokens=1, top_p=0.5)
         assert (response.temperature, response.top_p) == (0.2, 0.5)
     with anthropic.Anthropic(base_url=server.base_url, api_key="none", timeout=TIMEOUT) as client:

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from app.cli import main
+from app.engine_facts import describe
 from app.settings import Settings, SettingsError
 from app.simulate.machine import Machine, read_machine
 from app.simulate.search import find_rate, parse_slo
-from app.step_cost_file import FOLDER, StepCostFile, describe
+from app.step_cost_file import FOLDER, StepCostFile
 from tests.simulate.helpers import TABLE
 
 

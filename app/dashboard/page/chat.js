@@ -6,7 +6,7 @@ import { ask, events, Refused } from "./server.js";
 const STORE = "headrace-chats";
 const SETTINGS = [
   ["temperature", { min: 0, max: 2, step: 0.05 }], ["top_p", { min: 0, max: 1, step: 0.01 }], ["top_k", { min: 0, step: 1 }], ["min_p", { min: 0, max: 1, step: 0.01 }],
-  ["repetition_penalty", { min: 0.01, max: 10, step: 0.01 }], ["max_tokens", { min: 1, step: 1 }], ["seed", { step: 1 }],
+  ["repetition_penalty", { min: 0.01, max: 10, step: 0.01 }], ["frequency_penalty", { min: -2, max: 2, step: 0.1 }], ["max_tokens", { min: 1, step: 1 }], ["seed", { step: 1 }],
 ];
 
 export class Chat {
@@ -17,7 +17,8 @@ export class Chat {
     this.input = h("textarea", { rows: 3, placeholder: "Ask something (Enter sends, Shift+Enter is a new line, Esc stops)", ariaLabel: "Message" });
     this.button = h("button.primary", { type: "submit" }, "Send");
     this.system = h("textarea", { rows: 3, ariaLabel: "System prompt", oninput: () => { this.talk.system = this.system.value; save(this.store); } });
-    this.model = h("select", { ariaLabel: "Model", onchange: () => { this.store.model = this.model.value; save(this.store); } });
+    this.model = h("select", { ariaLabel: "Model", onchange: () => { this.store.model = this.model.value; this.showDefaults(); save(this.store); } });
+    this.cards = {};
     this.fields = Object.fromEntries(SETTINGS.map(([name, range]) => [name, h("input", { type: "number", placeholder: "model’s", ...range, value: this.store.settings[name] ?? "", oninput: () => this.set(name) })]));
     this.side = h("aside", {},
       h("button", { onclick: () => this.begin() }, "New conversation"), this.list,
@@ -42,11 +43,18 @@ export class Chat {
   async findModels() {
     try {
       const { data } = await (await ask("v1/models")).json();
+      this.cards = Object.fromEntries(data.map((card) => [card.id, card]));
       this.model.replaceChildren(...data.map(({ id }) => h("option", { value: id, selected: id === this.store.model }, id)));
+      this.showDefaults();
     } catch (error) {
       if (error instanceof Refused && error.status === 401) this.say(error.message, true);
       else setTimeout(() => this.findModels(), 2000); // it may be loading
     }
+  }
+
+  showDefaults() {
+    const { default_parameters: defaults, chat_parameters: ours } = this.cards[this.model.value] ?? {};
+    for (const [name] of SETTINGS) this.fields[name].placeholder = ours?.[name] ?? defaults?.[name] ?? "model’s";
   }
 
   begin() {
@@ -125,7 +133,7 @@ export class Chat {
   async read(talk, answer, shown, began, signal) {
     const messages = talk.messages.slice(0, -1).filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
     if (talk.system.trim()) messages.unshift({ role: "system", content: talk.system });
-    const body = { messages, stream: true, stream_options: { include_usage: true }, ...this.store.settings };
+    const body = { messages, stream: true, stream_options: { include_usage: true }, ...this.cards[this.model.value]?.chat_parameters, ...this.store.settings };
     if (this.model.value) body.model = this.model.value;
     const response = await ask("v1/chat/completions", { body, signal });
     let first = null;

@@ -21,7 +21,7 @@ export async function ask(path, { kind = "client", body, signal } = {}) {
   const method = body === undefined ? "GET" : "POST";
   const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (answer.ok) return answer;
-  if (answer.status === 401) throw new Refused(401, kind === "admin" ? "This page needs one of the server’s admin keys." : "The server wants an API key.");
+  if (answer.status === 401) throw new Refused(401, kind === "admin" ? "One of the server’s admin keys is needed." : "An API key is needed.");
   let message = `${answer.status} ${answer.statusText}`;
   try {
     message = (await answer.json()).error.message;

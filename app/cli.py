@@ -11,9 +11,10 @@ import argparse
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,21 +117,21 @@ class Command(NamedTuple):
     add_flags: Callable[[ArgumentParser], None] = lambda _: None  # those of its own
     takes_settings: bool = True
     wants_sources: bool = False  # `run(settings, given=...)`: what was said of each, and where
+    in_help: Collection[str] = tuple(Settings.model_fields)  # settings that `--help` tells of
 
     @classmethod
-    def of(cls, run: Callable[..., int], add_flags: Callable[[ArgumentParser], None] = lambda _: None) -> Command:
+    def of(cls, run: Callable[..., int], **more: Any) -> Command:
         """A function of this module, summed up by its docstring."""
-        return cls(run, (run.__doc__ or "").strip(), add_flags)
+        return cls(run, (run.__doc__ or "").strip(), **more)
 
     @classmethod
-    def at(cls, module: str, summary: str, *, takes_settings: bool = True, wants_sources: bool = False) -> Command:
+    def at(cls, module: str, summary: str, **more: Any) -> Command:
         """A module's `run` and `add_flags`, imported when the command is asked for."""
         return cls(
             lambda *settings, **own: import_module(module).run(*settings, **own),
             summary,
             lambda parser: import_module(module).add_flags(parser),
-            takes_settings,
-            wants_sources,
+            **more,
         )
 
 
@@ -141,23 +142,32 @@ class CommandGroup(NamedTuple):
     commands: Mapping[str, Command]
 
 
+OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fields))
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
-    "chat": Command.of(chat, _add_chat_flags),
-    "pull": Command.of(pull),
+    "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
+    "pull": Command.of(pull, in_help=("model", "load_format", "cache_dir")),
     "config": Command.at(
         "app.config_command", "Show the settings in force, and where each comes from.", wants_sources=True
     ),
     "doctor": Command.at("app.doctor", "Look for what would keep this machine from serving, or slow it down."),
-    "top": Command.at("app.top", "Watch what a running server does, in the terminal."),
-    "simulate": Command.at("app.simulate.command", "Tell how a server would do under a load, without one."),
+    "top": Command.at(
+        "app.top", "Watch what a running server does, in the terminal.", in_help=("port", "api_keys", "admin_keys")
+    ),
+    "simulate": Command.at(
+        "app.simulate.command",
+        "Tell how a server would do under a load, without one.",
+        in_help=(*OF_THE_ENGINE, "max_queued_requests", "max_queued_tokens", "max_queue_time", "default_timeout"),
+    ),
     "bench": CommandGroup(
         "Measure a server, or the model without one.",
         {
             "serve": Command.at("app.bench.serve", "Measure a server over HTTP.", takes_settings=False),
-            "latency": Command.at("app.bench.latency", "Time one batch, without a server."),
-            "throughput": Command.at("app.bench.throughput", "Generate for many prompts at once, without a server."),
-            "startup": Command.at("app.bench.startup", "Start servers, cold and warm."),
+            "latency": Command.at("app.bench.latency", "Time one batch, without a server.", in_help=OF_THE_ENGINE),
+            "throughput": Command.at(
+                "app.bench.throughput", "Generate for many prompts at once, without a server.", in_help=OF_THE_ENGINE
+            ),
+            "startup": Command.at("app.bench.startup", "Start servers, cold and warm.", in_help=OF_THE_ENGINE),
         },
     ),
 }
@@ -177,7 +187,7 @@ class _CommandParser(ArgumentParser):
             self.set_defaults(command=command, parser=self)
             command.add_flags(self)
             if command.takes_settings:
-                _add_settings(self)
+                _add_settings(self, command.in_help)
         return super().parse_known_args(args, namespace)
 
     @property
@@ -223,8 +233,10 @@ def _version() -> str:
         return "(run from its sources, not installed)"
 
 
-def _add_settings(parser: ArgumentParser) -> None:
-    settings = parser.add_argument_group("settings")
+def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
+    every = len(in_help) == len(Settings.model_fields)
+    others = None if every else "All others work as well: see headrace serve --help."
+    settings = parser.add_argument_group("settings", others)
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():
         # Values stay text here: pydantic checks them, with the same words as in the environment and the file.
@@ -235,6 +247,8 @@ def _add_settings(parser: ArgumentParser) -> None:
         else:
             limits = allowed_values(field)
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
+        if name not in in_help:
+            options["help"] = argparse.SUPPRESS
         settings.add_argument(flag_name(name), **options)
 
 

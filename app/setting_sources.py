@@ -114,6 +114,8 @@ def shown(value: object) -> str:
     """A setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(shown, value))
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 
 

@@ -35,6 +35,7 @@ _TIMEOUT = 15.0  # seconds; an engine may take ten to end its step
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 Counted = defaultdict[str, float]
 
+_NO_ADMINS = "It was started without admin_keys (HEADRACE_ADMIN_KEYS), so /dashboard alone shows its requests."
 _NO_ADMIN = "Its requests are shown to holders of one of its admin_keys (HEADRACE_ADMIN_KEYS)."
 
 
@@ -92,7 +93,7 @@ class Watcher:
         except ServerError as error:
             if error.status not in (401, 404, 503):
                 raise
-            trouble = str(error) if error.status == 503 else _NO_ADMIN
+            trouble = str(error) if error.status == 503 else _NO_ADMIN if error.status == 401 else _NO_ADMINS
             return Look(time=time.monotonic(), counted=counted, trouble=trouble)
         return Look(time=time.monotonic(), counted=counted, frames=frames)
 
@@ -229,12 +230,12 @@ def _tenants(frames: tuple[Frame, ...]) -> Iterator[Table]:
 
 def _requests(frames: tuple[Frame, ...], most: int) -> Iterator[Table]:
     table = _table("request", "tenant", "state", "prompt", "cached", "output", "blocks", "seconds")
-    living = [(frame["time"], each) for part in ("running", "waiting") for frame in frames for each in frame[part]]
-    for now, each in living[:most]:
+    listed = [(frame["time"], each) for part in ("running", "waiting") for frame in frames for each in frame[part]]
+    for now, each in listed[:most]:
         numbers = (each.num_prompt_tokens, each.num_cached_tokens, each.num_output_tokens, each.num_blocks)
         cells = (*map(str, numbers), f"{now - each.arrival_time:.1f}")
         table.add_row(_name(each.request_id), _name(each.tenant), _state(each), *cells)
-    if living:
+    if listed:
         yield table
 
 

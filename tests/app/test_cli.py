@@ -25,15 +25,30 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([*HEADRACE, *arguments], capture_output=True, text=True, env=env, check=False)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "pull"])
-def test_help_lists_every_setting_with_its_range(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_setting_with_its_range(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
+        main(["serve", "--help"])
     assert left.value.code == 0
     page = " ".join(capsys.readouterr().out.split())
     for name in Settings.model_fields:
         assert flag_name(name) in page
     assert "(a whole number, 0 to 65535) Default: 8000." in page
+    assert "Default: enable_thinking,thinking," in page
+
+
+@pytest.mark.parametrize(
+    ("command", "told"), [("chat", "--max-model-len"), ("pull", "--cache-dir"), ("top", "--admin-keys")]
+)
+def test_help_of_other_commands_lists_the_settings_that_matter_there(
+    command: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert told in page
+    assert "--sse-keep-alive" not in page
+    assert "All others work as well: see headrace serve --help." in page
 
 
 def test_parsing_imports_neither_torch_nor_a_web_server() -> None:

@@ -12,6 +12,7 @@ cli                the command line: `headrace serve`, `chat` and `pull`
 application        wires settings, server, routes, middleware and lifespan into one ASGI application
 runner             runs it under Hypercorn in this process
 scope              a request as a scope, from the first byte of its body to the last byte of its answer
+request_body       its body, whole and in time
 endpoint           a handler in such a scope, and the accounting of each request
 request_record     what is known of a request when it has ended
 event_log          the events of a response that is made in the background, and its readers' places
@@ -31,13 +32,15 @@ response_store     responses that can be asked for later, in bounded memory
 dashboard          the pages: /dashboard, what the engine does as it does it, and a chat; and the files of /docs
 server             the state of the server: what is loaded, how far loading is, the way to the engine
 loading            from settings to an engine: the only place that knows both the gpu room and the engine room
+engine_facts       what an engine is told of the settings, and what is told of an engine
 engine_process     the main of the engine's own process
 frozen_imports     modules that stay as long as the process, kept out of the garbage collector's way
 workers            refuses to be run by several workers
 shutdown           from the sign to stop to the end: drain first, end at once when asked again
 connections        how many connections may be open, and how long each may keep the server waiting
 hypercorn_patches  what is patched in Hypercorn, above all how connections end
-hypercorn_streams  what is patched in how Hypercorn carries messages, above all over HTTP/2
+hypercorn_streams  what is patched in how Hypercorn carries messages
+hypercorn_http2    HTTP/2's part of that
 logs               what the server says about itself: lines in a terminal, JSON elsewhere
 metrics            what Prometheus reads from /metrics
 histogram          a histogram that takes many equal values at once

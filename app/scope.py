@@ -33,6 +33,7 @@ from starlette.types import Receive, Scope, Send
 from app.hypercorn_patches import Connection, current_connection
 from app.hypercorn_streams import CALL_ON_DISCONNECT
 from app.logs import request_logger
+from app.request_body import ClientGone, read_body
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
 from app.trace_names import Phase
@@ -55,10 +56,6 @@ MAX_QUERY_FIELDS = 64
 BLOCKED_SECONDS = 0.01  # in one call to send, from which it counts as one that had to wait for the client
 MAX_BLOCKED = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
-
-class _ClientGone(Exception):
-    """The client left before its request had arrived whole."""
 
 
 class RequestScope:
@@ -286,7 +283,7 @@ class RequestScope:
     async def run(self, handler: Handler) -> None:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
         try:
-            self.body = await self._read_body_in_time()
+            self.body = await read_body(self._receive, self.headers, self._max_body_bytes, self._body_timeout)
             self.received_time = time.monotonic()
             self.marks.append((Phase.PARSE, self.received_time))
             async with anyio.create_task_group() as self._task_group:
@@ -301,7 +298,7 @@ class RequestScope:
                 if self._ended_by is not None and not self._answered:
                     await self._answer_with(self._ended_by)
                 self._task_group.cancel_scope.cancel()
-        except _ClientGone:
+        except ClientGone:
             self.client_gone = True
         except ApiError as error:
             await self._answer_with(error)
@@ -309,33 +306,6 @@ class RequestScope:
     async def refuse(self, error: ApiError) -> None:
         """Answer without reading the body."""
         await self._answer_with(error)
-
-    async def _read_body_in_time(self) -> bytes:
-        with anyio.move_on_after(self._body_timeout):
-            return await self._read_body()
-        raise ApiError(408, f"The request body did not arrive within {self._body_timeout:g} s.", code="body_timeout")
-
-    async def _read_body(self) -> bytes:
-        if self.headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "Compressed request bodies are not supported; send plain JSON.")
-        announced = self.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._max_body_bytes:
-            raise self._too_large()
-        chunks: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise _ClientGone
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > self._max_body_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return b"".join(chunks)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The request body is larger than the limit of {self._max_body_bytes} bytes.")
 
     def _watch_for_disconnect(self) -> None:
         call_on_disconnect = self.asgi_scope.get("extensions", {}).pop(CALL_ON_DISCONNECT, None)

@@ -115,7 +115,7 @@ def shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ",".join(map(shown, value))
+        return ", ".join(map(shown, value))
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 
 

@@ -33,7 +33,7 @@ def test_help_lists_every_setting_with_its_range(capsys: pytest.CaptureFixture[s
     for name in Settings.model_fields:
         assert flag_name(name) in page
     assert "(a whole number, 0 to 65535) Default: 8000." in page
-    assert "Default: enable_thinking,thinking," in page
+    assert "Default: enable_thinking, thinking," in page
 
 
 @pytest.mark.parametrize(

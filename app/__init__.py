@@ -55,6 +55,8 @@ chat               `headrace chat`: a conversation in the terminal, over HTTP
 chat_commands      what can be typed there beside messages
 live_markdown      Markdown in a terminal while it is written
 top                `headrace top`: what a running server does, in the terminal
+config_command     `headrace config`: the settings in force, and where each comes from
+doctor             `headrace doctor`: what would keep a machine from serving, or slow it down
 server_client      what the commands that talk to a server ask it
 bench              `headrace bench`: how fast a server, or the model without one, really is
 simulate           `headrace simulate` and the interactive simulator

@@ -94,6 +94,8 @@ def create_app(settings: Settings) -> Starlette:
         route("GET", "/engine_state", administration.engine_state, quiet=True),
         route("POST", "/reset_prefix_cache", administration.reset_prefix_cache),
         route("POST", "/abort_requests", administration.abort_requests),
+        route("POST", "/start_profile", administration.start_profile),
+        route("POST", "/stop_profile", administration.stop_profile),
     )
     application = Starlette(
         routes=[

@@ -16,7 +16,9 @@ MAX_HEADERS = 128
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/dashboard", "/docs"})
 OPEN_FILES = ("/dashboard/files/", "/docs/files/")  # pages hold nothing; what they show needs a key
 WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
-ADMIN_PATHS = frozenset({"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"})
+ADMIN_PATHS = frozenset(
+    {"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"}
+)
 DASHBOARD_PATHS = frozenset({"/dashboard/frames", "/dashboard/simulation"})
 
 

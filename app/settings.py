@@ -203,7 +203,7 @@ class Settings(BaseSettings):
     )
     admin_keys: CommaSeparatedSecrets = Field(
         (),
-        description="Keys for /server_info, /engine_state, /reset_prefix_cache and /abort_requests, comma separated; "
+        description="Keys for administrators' routes such as /server_info and /abort_requests, comma separated; "
         "none: there are no such routes. They open no other route.",
         examples=["admin-key-one"],
     )

@@ -27,6 +27,23 @@ class GetSnapshot(msgspec.Struct, tag=True, array_like=True, gc=False):
     most_requests: int | None = None
 
 
+class StartProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """Record what the next steps do with their time; what was recorded before is dropped."""
+
+    num_steps: int
+
+
+class StopProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """Tell what was recorded, and record no more."""
+
+
+class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
+    """What was recorded of so many steps: a JSON list of events of Chrome's trace format."""
+
+    events: bytes = b"[]"
+    num_steps: int = 0
+
+
 # --- commands
 
 
@@ -107,7 +124,7 @@ class EngineDied(msgspec.Struct, tag=True, array_like=True):
     error: BaseException
 
 
-Question = GetSnapshot
-Answer = EngineSnapshot
+Question = GetSnapshot | StartProfile | StopProfile
+Answer = EngineSnapshot | Profile
 Command = AddRequests | FinishRequests | ResetPrefixCache | Ask | Close
 Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

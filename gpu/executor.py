@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead
@@ -20,6 +21,9 @@ from gpu.runner import FinishedStep
 from gpu.weights import read_weights
 from gpu.weights.quantization import Quantization
 from gpu.worker import Worker
+
+if TYPE_CHECKING:
+    from gpu.profile import WorkerProfile
 
 
 def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> UniProcExecutor:
@@ -74,6 +78,7 @@ class UniProcExecutor:
         self.summary = f"{computes}. {worker.kv_cache_size}"
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
+        self._profile: WorkerProfile | None = None
 
     def open_tier(self, files: ModelFiles, options: WorkerOptions, digest: Callable[[], bytes] | None) -> None:
         """What the options want beside the KV cache, where it can be had."""
@@ -91,6 +96,14 @@ class UniProcExecutor:
 
     def prepare(self) -> bool:
         return self._worker is not None and self._worker.runner.prepare()
+
+    def start_profile(self) -> None:
+        if self._worker is not None and self._profile is None:
+            self._profile = self._worker.start_profile()
+
+    def stop_profile(self) -> list[dict[str, Any]]:
+        profile, self._profile = self._profile, None
+        return [] if profile is None else profile.stop()
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -40,6 +40,11 @@ class ModelRunner:
     def prepare(self) -> bool:
         return False
 
+    def swap_model(self, model: LanguageModel) -> LanguageModel:
+        """Let this one compute; returns the one that has so far."""
+        model, self._model = self._model, model
+        return model
+
     def _execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
         self.rows.apply(plan, self.input_batch)
         self._prompt_outputs.apply(plan)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.checkpoint import ModelConfig
+from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
@@ -18,6 +19,9 @@ from gpu.model_runner import ModelRunner
 from gpu.perplexity import perplexity
 from gpu.rows import BatchSizes
 from gpu.runner import Runner
+
+if TYPE_CHECKING:
+    from gpu.profile import WorkerProfile
 
 
 class Worker:
@@ -36,6 +40,7 @@ class Worker:
         self.num_threads = options.num_threads or usable_cores()
         model = load_model(config, weights, options, self.device)
         self.weight_forms = model.forms
+        self._native = model if isinstance(model, CPUCausalLM) else None
         self.prompt_form_differs = model.prompt_form_differs
 
         self.kv_windows = kv_layout(config).windows
@@ -59,6 +64,14 @@ class Worker:
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
+    def start_profile(self) -> WorkerProfile:
+        """Record what it does."""
+        from gpu.profile import HostProfile, TorchProfile
+
+        if self._native is not None and isinstance(self.runner, ModelRunner):
+            return HostProfile(self.runner, self._native)
+        return TorchProfile()
+
     def shutdown(self) -> None:
         """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
         if self._on_cuda:
@@ -66,6 +79,7 @@ class Worker:
 
             synchronize(self.device)
         del self.runner
+        self._native = None
         self.kv_caches = ()
         gc.collect()
         if self._on_cuda:

@@ -120,6 +120,12 @@ class Success(Answer):
     success: bool
 
 
+class Trace(Answer):
+    """The answer of POST /stop_profile, which Perfetto and chrome://tracing open. A process is an engine."""
+
+    traceEvents: list[dict[str, Any]]  # noqa: N815 - the format's name
+
+
 class Aborted(Answer):
     """`aborted`: how many requests had one of the ids."""
 

@@ -46,6 +46,7 @@ _ERRORS = {
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to come again.",
     500: "The request failed inside the server.",
+    409: "Not in this state.",
     503: "The model is being loaded, or the server is going away.",
     504: "The request did not finish in the time that it was given.",
 }

@@ -53,6 +53,8 @@ ADMINISTRATION = (
     Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
     Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
     Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
+    Operation("post", "/start_profile", "Record what the next steps do.", answers.Success, errors=(400, 503)),
+    Operation("post", "/stop_profile", "What was recorded, as a Chrome trace.", answers.Trace, errors=(409, 503)),
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
 )
 """Routes that exist where there are administrators' keys."""

@@ -28,11 +28,15 @@ from engine.commands import (
     Event,
     FinishRequests,
     GetSnapshot,
+    Profile,
     ResetPrefixCache,
+    StartProfile,
+    StopProfile,
 )
 from engine.core.config import EngineConfig
 from engine.core.executor import Executor, KeepsBlocks, Prepares, StepHandle
 from engine.core.heartbeat import Heartbeat
+from engine.core.profile import StepProfiler
 from engine.core.quarantine import Quarantine
 from engine.core.step_costs import StepCosts
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
@@ -75,6 +79,7 @@ class StepInFlight:
     plan: SchedulerOutput
     handle: StepHandle
     planned_at: float
+    submitted_at: float
     prefill_budget: int
 
 
@@ -121,6 +126,7 @@ class EngineCore:
         self._last_end = 0.0  # when the latest step was over
         self._goes_on = False  # there was work when it was over
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
+        self._profiler: StepProfiler | None = None
         self.is_closed = False  # it was told to end
 
     @property
@@ -201,6 +207,15 @@ class EngineCore:
         )
         return msgspec.structs.replace(state, seconds=self._clock() - now)
 
+    def _start_profile(self, asked: StartProfile) -> Profile:
+        self._stop_profile()
+        self._profiler = StepProfiler(self.executor, asked.num_steps)
+        return Profile()
+
+    def _stop_profile(self) -> Profile:
+        profiler, self._profiler = self._profiler, None
+        return Profile() if profiler is None else profiler.stop()
+
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
 
@@ -253,6 +268,8 @@ class EngineCore:
                 left=self.scheduler.take_left(),
             )
         )
+        if self._profiler is not None:
+            self._profiler.note(self._past_steps[-1], step.planned_at, step.submitted_at, goes_on=self._goes_on)
         self.num_steps += 1
         self._goes_on = self.has_work
         self.heartbeat.beat()
@@ -314,12 +331,13 @@ class EngineCore:
                     self._structured.wait_for_grammars()
             if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
                 self._tiers.tier.wait()
+            submitted_at = self._clock()
             handle: StepHandle
             try:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
             except Exception as error:
                 handle = FailedStep(error)
-            self._in_flight.append(StepInFlight(plan, handle, planned_at, prefill_budget))
+            self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, prefill_budget))
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known.
@@ -375,4 +393,6 @@ _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
 }
 _ANSWERS: dict[type, Callable[[EngineCore, Any], Answer]] = {
     GetSnapshot: lambda core, question: core.snapshot(question),
+    StartProfile: EngineCore._start_profile,
+    StopProfile: lambda core, question: core._stop_profile(),
 }

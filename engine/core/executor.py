@@ -6,7 +6,7 @@ The application chooses an executor and hands it to the engine; a simulated one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
@@ -57,6 +57,19 @@ class Prepares(Protocol):
     def prepare(self) -> bool:
         """Do a piece of what makes later steps faster, a tenth of a second's worth or so. Returns whether there is
         more of it."""
+        ...
+
+
+@runtime_checkable
+class Profiles(Protocol):
+    """An executor that can tell what it does within a step."""
+
+    def start_profile(self) -> None:
+        """Record from now on."""
+        ...
+
+    def stop_profile(self) -> list[dict[str, Any]]:
+        """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on."""
         ...
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import overload
 
 import anyio
 import msgspec
@@ -22,7 +23,19 @@ from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
 from engine.clock import Clock
-from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
+from engine.commands import (
+    AddRequests,
+    Answer,
+    Command,
+    EngineDied,
+    Event,
+    FinishRequests,
+    GetSnapshot,
+    Profile,
+    Question,
+    StartProfile,
+    StopProfile,
+)
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.fair_threads import FairThreads
@@ -41,6 +54,7 @@ from engine.messages import (
     Unenforced,
 )
 from engine.scheduler.step_cost import StepCostTable
+from engine.snapshot import EngineSnapshot
 from engine.structured import CompiledGrammar, GrammarCompiler, Owner
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
@@ -136,7 +150,11 @@ class AsyncLLM:
         """Have this done before anything that is opened from now on."""
         self._client.send(command)
 
-    async def query(self, question: Question) -> dict[int, Answer]:
+    @overload
+    async def query(self, question: GetSnapshot) -> dict[int, EngineSnapshot]: ...
+    @overload
+    async def query(self, question: StartProfile | StopProfile) -> dict[int, Profile]: ...
+    async def query(self, question: Question) -> Mapping[int, Answer]:
         """The answer of each engine that lives, as `EngineClient.query` gives it."""
         return await self._client.query(question)
 

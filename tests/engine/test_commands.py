@@ -34,8 +34,11 @@ from engine.commands import (
     FinishRequests,
     GetSnapshot,
     LoadingProgress,
+    Profile,
     Question,
     ResetPrefixCache,
+    StartProfile,
+    StopProfile,
 )
 from engine.errors import ConfigError
 from engine.messages import (
@@ -51,6 +54,7 @@ from engine.messages import (
 from engine.scheduler.step_budget import StepBudget
 from engine.simulation.tokens import expected_output
 from engine.snapshot import EngineSnapshot
+from engine.transport.client import EngineClient
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until
 from tests.engine.processes import Where, client
@@ -87,7 +91,10 @@ EXAMPLES: list[Any] = [
     Ask(7, GetSnapshot()),
     Close(),
     GetSnapshot(),
+    StartProfile(12),
+    StopProfile(),
     snapshot(),
+    Profile(b"[{}]", 12),
     LoadingProgress("Loading", 1, None),
     EngineReady(vocab_size=9, num_blocks=8, block_size=4, max_model_len=32),
     EngineCoreOutputs(
@@ -191,8 +198,14 @@ def assert_untouched_get_everything(words: Iterable[Word], steps: Iterable[Engin
             assert tokens[request_id] == expected.token_ids * num_ends[request_id]
 
 
+async def look_at(engine: EngineClient) -> EngineSnapshot:
+    (answer,) = (await engine.query(GetSnapshot())).values()
+    assert isinstance(answer, EngineSnapshot)
+    return answer
+
+
 def without_times(event: Event | None) -> Event | None:
-    if not isinstance(event, Answered) or event.answer is None:
+    if not isinstance(event, Answered) or not isinstance(event.answer, EngineSnapshot):
         return event
     steps = tuple(msgspec.structs.replace(step, time=0.0, seconds=0.0) for step in event.answer.steps)
     return Answered(event.number, msgspec.structs.replace(event.answer, time=0.0, seconds=0.0, steps=steps))
@@ -256,10 +269,10 @@ async def test_commands_in_any_order_leave_the_same_wherever_the_engine_runs(whe
                 running.send(command_of(word))
                 if chance.random() < 0.1:
                     await anyio.sleep(0.001)
-            while (left := (await running.query(GetSnapshot()))[0]).running or left.waiting:
+            while (left := await look_at(running)).running or left.waiting:
                 pass
             running.send(ResetPrefixCache())
-            left = (await running.query(GetSnapshot()))[0]
+            left = await look_at(running)
             assert (left.blocks.num_owned, left.blocks.num_cached, left.blocks.num_free) == (0, 0, 40)
             assert not left.blocks.by_ref_count
             steps = [event for event in received[start:] if isinstance(event, EngineCoreOutputs)]

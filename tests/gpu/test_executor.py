@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, EngineDead
-from engine.scheduler.plan import ModelRunnerOutput, NewRequestData
+from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
@@ -266,3 +267,38 @@ def test_a_tier_that_no_piece_fits_into_is_refused(setting: str, tmp_path: Path)
             executor.open_tier(files, replace(OPTIONS, kv_cache_dir=tmp_path / "kv", **sizes), None)
     finally:
         executor.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_a_profile_tells_what_the_device_does_and_changes_nothing(dtype: str) -> None:
+    """With torch, and with the C library."""
+    config, options = replace(CONFIG, head_dim=16), replace(OPTIONS, dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=draw) * 0.3 for name, shape in tensor_shapes(config).items()}
+    told = []
+    for is_profiled in (False, True):
+        given = weights if dtype == "float32" else {name: tensor.numpy() for name, tensor in weights.items()}
+        executor = UniProcExecutor(Worker(config, given.items(), options), config.vocab_size)
+        if is_profiled:
+            executor.start_profile()
+        began = time.monotonic()
+        told.append([executor.submit(plan).result().sampled_token_ids for plan in two_steps()])
+        ended = time.monotonic()
+        events = executor.stop_profile()
+        assert executor.stop_profile() == []
+        executor.submit(plan_of({f"r{index}": 1 for index in range(len(prompts()))})).result()
+        executor.shutdown()
+        if not is_profiled:
+            assert events == []
+            continue
+        calls = [event for event in events if event["name"] == ("aten::mm" if dtype == "float32" else "forward")]
+        assert len(calls) >= 2
+        for call in calls:
+            assert began * 1e6 - 1e3 <= call["ts"] <= call["ts"] + call["dur"] <= ended * 1e6 + 1e3
+    assert told[0] == told[1]
+
+
+def two_steps() -> list[SchedulerOutput]:
+    new = prompts()
+    prefill = plan_of({request.request_id: len(request.token_ids) for request in new}, new=new)
+    return [prefill, plan_of({request.request_id: 1 for request in new})]

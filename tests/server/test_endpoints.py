@@ -6,6 +6,7 @@ import base64
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,7 @@ def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
     for method, path in (
         *(("GET", "/server_info"), ("GET", "/engine_state")),
         *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")),
+        *(("POST", "/start_profile"), ("POST", "/stop_profile")),
     ):
         assert ask(governed, method, path, key="client").status_code == 401
         assert governed.client.request(method, path).status_code == 401
@@ -194,6 +196,7 @@ def test_an_engine_in_a_process_tells_of_prompts_too(governed: Server) -> None:
 def test_administration_is_described_where_there_is_one(governed: Server, server: Server) -> None:
     described = ask(governed, "GET", "/openapi.json", key="client").json()["paths"]
     assert {"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"} <= described.keys()
+    assert {"/start_profile", "/stop_profile"} <= described.keys()
     assert "/server_info" not in server.client.get("/openapi.json").json()["paths"]
 
 
@@ -209,6 +212,42 @@ def test_the_prefix_cache_is_forgotten(governed: Server) -> None:
     assert ask(governed, "POST", "/reset_prefix_cache?reset_external=false").json() == {"success": True}
     refused = ask(governed, "POST", "/reset_prefix_cache?reset_external=true")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reset_external")
+
+
+def test_a_profile_tells_what_steps_do_with_their_time(governed: Server) -> None:
+    def complete(num_tokens: int) -> None:
+        body = {"prompt": list(range(200, 264)), "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0.5}
+        assert ask(governed, "POST", "/v1/completions", body, key="client").status_code == 200
+
+    def spans(name: str) -> list[dict[str, Any]]:
+        return [event for event in trace["traceEvents"] if event["name"] == name]
+
+    assert ask(governed, "POST", "/stop_profile").status_code == 409
+    for wrong in ("0", "1001", "ten", "9" * 99):
+        refused = ask(governed, "POST", f"/start_profile?num_steps={wrong}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "num_steps")
+    # Benchmarks send the body of their first request.
+    assert ask(governed, "POST", "/start_profile", {"prompt": "x"}).json() == {"success": True}
+    assert ask(governed, "POST", "/start_profile?num_steps=12").json() == {"success": True}
+    complete(20)
+    trace = ask(governed, "POST", "/stop_profile").json()
+    executed = spans("execute")
+    assert len(executed) == len(spans("schedule")) == 12
+    assert executed[0]["args"] | {"step": 0} == {
+        "step": 0, "requests": 1, "prefill_tokens": 64, "decode_tokens": 0, "outcome": "done"
+    }  # fmt: skip
+    assert [event["args"]["decode_tokens"] for event in executed[1:]] == [1] * 11
+    # One part begins when the other ends, so that nothing of the time is untold.
+    parts = sorted(executed + spans("schedule") + spans("update"), key=lambda event: event["ts"])
+    assert len(parts) == 12 + 12 + 11
+    for part, following in pairwise(parts):
+        assert part["ts"] + part["dur"] == pytest.approx(following["ts"], abs=0.01)
+    for name in ("forward", "draw"):  # what the model does lies within the steps
+        assert len(spans(name)) == 12
+        for step, call in zip(executed, spans(name), strict=True):
+            assert step["ts"] <= call["ts"] <= call["ts"] + call["dur"] <= step["ts"] + step["dur"]
+    assert ask(governed, "POST", "/stop_profile").status_code == 409, "it was told once"
+    complete(2)
 
 
 def test_the_engine_tells_what_it_does_between_two_steps(governed: Server) -> None:

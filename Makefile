@@ -55,7 +55,7 @@ format: $(VENV)/.dev
 
 # Minutes of load and faults; not part of `make test`.
 storm: $(VENV)/.dev nginx
-	$(BIN)/pytest -m storm --timeout 900
+	$(BIN)/pytest -m storm --timeout 900 --hypothesis-profile explored
 
 # Pins what the environment holds now. Run it in a fresh environment after changing pyproject.toml.
 lock: $(VENV)/.dev

@@ -2,7 +2,16 @@
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 import gpu  # noqa: F401  (sets how OpenMP's threads wait, which is read when torch is loaded)
 
 # Triton decides when it is imported whether its kernels are compiled or interpreted; here they are tested on a CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# Every run draws the same examples, however slow the machine is: what fails is what was changed. `make storm` draws new
+# ones.
+_patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeated", _patient, derandomize=True, database=None)
+settings.register_profile("explored", _patient, print_blob=True)
+settings.load_profile("repeated")

@@ -6,14 +6,12 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from engine.messages import EngineCoreRequest, FinishReason
@@ -21,6 +19,7 @@ from tests.engine.helpers import (
     assert_nothing_left,
     make_core,
 )
+from tests.engine.stories import explore
 from tests.engine.test_fairness import expected_tokens, request_of, seats_held
 
 _seen: Counter[str] = Counter()
@@ -102,15 +101,9 @@ class TenantsMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_whatever_tenants_do_each_request_is_served_and_no_limit_is_exceeded() -> None:
-    _seen.clear()
-    for _ in range(5):  # forty random stories mostly have all of it in them, but one run in fifty lacks a preemption
-        run_state_machine_as_test(
-            TenantsMachine,
-            settings=settings(
-                max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-            ),
-        )
-        if _seen["preemptions"] and _seen["at its limit"]:
-            break
-    assert _seen["preemptions"] > 0
-    assert _seen["at its limit"] > 0
+    explore(TenantsMachine, _seen, ["preemptions", "at its limit"], max_examples=20)
+
+
+@pytest.mark.storm
+def test_whatever_tenants_do_in_thousands_of_stories_each_request_is_served() -> None:
+    explore(TenantsMachine, _seen, ["preemptions", "at its limit"], max_examples=2000)

@@ -11,7 +11,6 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +18,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from engine.core.config import EngineConfig
@@ -35,6 +33,7 @@ from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 from tests.engine.helpers import assert_nothing_left, make_request
 from tests.engine.queueing_executor import QueueingExecutor
 from tests.engine.simulated_tier import SimulatedTier
+from tests.engine.stories import explore
 
 VOCAB_SIZE = 50
 EOS = (5,)
@@ -319,37 +318,34 @@ class EngineMachine(RuleBasedStateMachine):
                 _seen[f"finished {expected.finish_reason}"] += 1
 
 
+EVENTS = [
+    "preemptions",
+    "preemptions a step ahead",
+    "two steps in flight",
+    "several tokens a step",
+    "abandoned at depth 1",
+    "abandoned at depth 2",
+    "prefix hits",
+    "preemptions with windows",
+    "prefix hits with windows",
+    "stores",
+    "loads",
+    "loads cut short",
+    "pieces loaded",
+    "pieces that could not be had",
+    "found guilty",
+    "left while WAITING",
+    "left while RUNNING",
+    "finished stop",
+    "finished length",
+]
+
+
 @pytest.mark.slow
 def test_every_request_gets_its_own_tokens_whatever_happens_to_the_others() -> None:
-    _seen.clear()
-    run_state_machine_as_test(
-        EngineMachine,
-        settings=settings(
-            max_examples=200,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
-    for event in (
-        "preemptions",
-        "preemptions a step ahead",
-        "two steps in flight",
-        "several tokens a step",
-        "abandoned at depth 1",
-        "abandoned at depth 2",
-        "prefix hits",
-        "preemptions with windows",
-        "prefix hits with windows",
-        "stores",
-        "loads",
-        "loads cut short",
-        "pieces loaded",
-        "pieces that could not be had",
-        "found guilty",
-        "left while WAITING",
-        "left while RUNNING",
-        "finished stop",
-        "finished length",
-    ):
-        assert _seen[event] > 0, f"the runs never went through: {event}"
+    explore(EngineMachine, _seen, EVENTS, max_examples=60)
+
+
+@pytest.mark.storm
+def test_every_request_gets_its_own_tokens_in_thousands_of_stories() -> None:
+    explore(EngineMachine, _seen, EVENTS, max_examples=5000)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import msgspec
@@ -80,6 +81,8 @@ class StepCostFile:
     def read(self) -> StepCostTable | None:
         """The table, if there is one that is whole."""
         try:
+            if not S_ISREG(self.path.stat().st_mode):
+                raise ValueError("not a file")  # a pipe would be waited for without end
             with self.path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:

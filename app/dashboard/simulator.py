@@ -22,7 +22,7 @@ from protocol.errors import ApiError, to_api_error
 if TYPE_CHECKING:
     from app.simulate.session import Session
 
-MAX_KEPT = 8  # simulations
+MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**21  # simulations, and the tokens of their requests, one at least
 MAX_OPEN = 8  # requests
 MAX_STEPS = 100  # with one request, and in a slice
 MAX_AGAIN = 5000  # steps that are made again
@@ -76,9 +76,13 @@ class Simulator:
         finally:
             self._num_open -= 1
         self._kept[_name(piece, session.now)] = session
-        while len(self._kept) > MAX_KEPT:
+        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or self._kept_tokens > MAX_KEPT_TOKENS):
             self._kept.popitem(last=False)
         return answer
+
+    @property
+    def _kept_tokens(self) -> int:
+        return sum(session.load.open_tokens for session in self._kept.values())
 
     async def _again(self, piece: Piece) -> Session:
         """Everything up to where the piece begins."""

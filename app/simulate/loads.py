@@ -18,6 +18,8 @@ from engine.messages import EngineCoreRequest, SamplingParams
 from engine.simulation.counting import VOCAB_SIZE
 from engine.simulation.simulation import SimulatedRequest
 
+MAX_OPEN, MAX_OPEN_TOKENS = 10_000, 2**21  # requests that have not ended, and tokens of their prompts: some 100 MB
+
 Spread = Literal["fixed", "uniform", "exponential"]
 
 
@@ -59,6 +61,8 @@ class OpenLoad:
         self._since = now  # when `_gap` was last looked at
         self._gap = self._draw_gap()  # until the next request, in mean gaps
         self._number = 0
+        self._num_open = 0
+        self.open_tokens = 0  # of the prompts of those that have not ended
         self._next_token_id = 2**20  # below are those of the shared prefix
 
     def _draw_gap(self) -> float:
@@ -76,6 +80,12 @@ class OpenLoad:
         change()
 
     def take(self) -> EngineCoreRequest:
+        """Raises ValueError where so many have not ended that they would not fit into memory for long."""
+        if self._num_open >= MAX_OPEN or self.open_tokens >= MAX_OPEN_TOKENS:
+            raise ValueError(
+                f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens have come and not ended; "
+                f"allowed: {MAX_OPEN} and {MAX_OPEN_TOKENS}. Begin a new simulation with a lower rate, or with admission"
+            )
         shape = self._shape()
         self._since = self.due
         self._gap = self._draw_gap()
@@ -88,6 +98,8 @@ class OpenLoad:
         answer = first + num_inputs
         self._next_token_id = (answer + num_outputs) % 2**31
         self._number += 1
+        self._num_open += 1
+        self.open_tokens += num_shared + num_inputs
         return EngineCoreRequest(
             request_id=f"request-{self._number}",
             prompt_token_ids=[*range(num_shared), *range(first, answer)],
@@ -95,7 +107,9 @@ class OpenLoad:
             arrival_time=self._since,
         )
 
-    def ended(self, request: SimulatedRequest) -> None: ...
+    def ended(self, request: SimulatedRequest) -> None:
+        self._num_open -= 1
+        self.open_tokens -= request.num_prompt_tokens
 
 
 class WorkloadLoad:

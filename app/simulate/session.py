@@ -100,7 +100,7 @@ class Session:
         """Virtual seconds since the beginning."""
         return self.simulation.now
 
-    def change(self, **changes: Any) -> None:
+    def change(self, /, **changes: Any) -> None:
         """Go on with other parameters. Averages begin anew. Raises ValueError, of which pydantic's is one."""
         if fixed := [name for name in changes if name in FIXED]:
             raise ValueError(f"{fixed[0]}: cannot change while it runs; allowed: a new simulation")
@@ -112,7 +112,8 @@ class Session:
         self._begin_account()
 
     def advance(self, until: float = math.inf, max_steps: int = 1000) -> None:
-        """Go on to this virtual time, but make no more than so many steps."""
+        """Go on to this virtual time, but make no more than so many steps. Raises ValueError where more has come than
+        is kept in memory; then it cannot go on."""
         self.simulation.advance(until, max_steps)
 
     def snapshot(self) -> EngineSnapshot:

@@ -22,6 +22,7 @@ from typing import Literal
 from engine.scheduler.step_cost import KEYS_PER_TOKEN, Curve, StepCostTable, StepLoad
 
 _SETTLED = 3  # measures
+_LEAST_SECONDS = 1e-9  # of any step
 _MOST = 7.0  # of a natural logarithm: a thousandfold at once
 _LEAST = 0.005  # of the same: half a percent is not worth its own cost
 # Tokens are seen in every step, many keys only in some: so of what has grown with both, keys get this much more.
@@ -36,13 +37,15 @@ class StepCostTracker:
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
+        for curve in (table.decode, table.prefill, table.mixed):
+            curve.lift(_LEAST_SECONDS)
         self._before: dict[tuple[int, int], tuple[float, float]] = {}  # by curve and size: logs of truth by told
         rates: tuple[Rate, ...] = ("decode_key", "prefill_key", "prefill_row")
         self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step of this load took so long, from its beginning to that of the next."""
-        table, seconds = self.table, max(seconds, 1e-9)
+        table, seconds = self.table, max(seconds, _LEAST_SECONDS)
         decodes, decode_keys, prefills, tokens, keys = load
         if not tokens:
             if decodes:

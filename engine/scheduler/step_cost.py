@@ -27,6 +27,8 @@ from typing import NamedTuple, Self
 import msgspec
 
 MAX_SIZES = 64  # of a curve
+MAX_TOKENS = 2**31  # of a size
+MAX_SECONDS = 1e9  # that anything is believed to cost: sums of them, and what is computed of these, stay finite
 KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
 _FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
 _TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
@@ -66,10 +68,10 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         self.counts = self.counts or [1] * len(self.sizes)
         if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) <= MAX_SIZES:
             raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and seconds and a count for each")
-        if self.sizes[0] < 1 or any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ValueError("the sizes of a curve ascend from 1")
+        if any(a >= b for a, b in zip([0, *self.sizes], [*self.sizes, MAX_TOKENS + 1], strict=True)):
+            raise ValueError(f"the sizes of a curve ascend, from 1 at least to {MAX_TOKENS} at most")
         if not all(map(_is_cost, self.seconds)) or self.seconds != sorted(self.seconds) or min(self.counts) < 0:
-            raise ValueError("the seconds of a curve are finite, at least 0, and never fall")
+            raise ValueError(f"the seconds of a curve are at least 0, at most {MAX_SECONDS:g}, and never fall")
 
     @classmethod
     def unknown(cls, largest: int) -> Curve:
@@ -107,6 +109,10 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         """The index of the size nearest to this one."""
         upper = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
         return upper - (upper > 0 and size - self.sizes[upper - 1] < self.sizes[upper] - size)
+
+    def lift(self, least: float) -> None:
+        """Nothing costs less than this. Of nothing, nothing can be scaled."""
+        self.seconds = [max(each, least) for each in self.seconds]
 
     def begin(self, size: int, seconds: float) -> None:
         """The first measure: all that is told is scaled by it."""
@@ -156,7 +162,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not all(map(_is_cost, (self.decode_key, self.prefill_key, self.prefill_row))):
-            raise ValueError("costs are finite and at least 0")
+            raise ValueError(f"costs are at least 0 and at most {MAX_SECONDS:g}")
 
     @classmethod
     def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:
@@ -240,4 +246,4 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _is_cost(seconds: float) -> bool:
-    return 0.0 <= seconds < math.inf
+    return 0.0 <= seconds <= MAX_SECONDS

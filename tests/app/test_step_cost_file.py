@@ -29,7 +29,16 @@ def test_what_was_written_is_read_back(tmp_path: Path, table: StepCostTable) -> 
     assert [each.name for each in file.path.parent.iterdir()] == ["a.json"], "no part is left"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"decode": 3}', "\0" * 100, " " * (MAX_BYTES + 1)])
+def costs(seconds: float, size: int = 8) -> str:
+    """A table whose steps all cost as much."""
+    curve = f'{{"sizes": [1, {size}], "seconds": [{seconds}, {seconds}], "counts": [3, 3]}}'
+    return f'{{"decode": {curve}, "prefill": {curve}, "mixed": {curve}}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1, 2]", '{"decode": 3}', "\0" * 100, " " * (MAX_BYTES + 1), costs(1e308), costs(1, 10**400)],
+)
 def test_a_torn_or_foreign_file_is_told_of_and_replaced(
     tmp_path: Path, table: StepCostTable, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -39,6 +48,14 @@ def test_a_torn_or_foreign_file_is_told_of_and_replaced(
     with caplog.at_level(logging.WARNING):
         assert file.read() is None
     assert "a.json are measured anew" in caplog.text
+    file.write(table)
+    assert file.read() == table
+
+
+def test_a_pipe_in_its_place_is_replaced_and_not_waited_for(tmp_path: Path, table: StepCostTable) -> None:
+    file = StepCostFile(tmp_path / "a.json")
+    os.mkfifo(file.path)
+    assert file.read() is None
     file.write(table)
     assert file.read() == table
 

@@ -90,3 +90,12 @@ def test_whatever_steps_take_the_table_stays_one(
     assert again == tracker.table
     grown = load._replace(**{load._fields[field]: load[field] + 50})
     assert 0.0 <= again.cost(load) <= again.cost(grown) * (1 + 1e-9)
+
+
+def test_what_costs_nothing_by_the_table_is_learned_all_the_same() -> None:
+    curve = '{"sizes": [1, 32], "seconds": [0, 0], "counts": [3, 3]}'
+    table = StepCostTable.from_json(f'{{"decode": {curve}, "prefill": {curve}, "mixed": {curve}}}'.encode())
+    tracker = StepCostTracker(table)
+    for load in some_loads(1, 2000):
+        tracker.observe(load, truth(load))
+    assert table.cost(StepLoad(32, 20_000)) == pytest.approx(truth(StepLoad(32, 20_000)), rel=0.5)

@@ -326,7 +326,9 @@ def test_the_same_simulation_has_the_same_answer(open_server: Server) -> None:
         {"until": 1, "parameters": {"nonsense": 1}},
         {"until": 2, "since": 1, "changes": [{"at": 0.5, "parameters": {"seed": 3}}]},
         {"until": 1, "changes": [{"at": 0, "parameters": {}}] * 300},
+        {"until": 1, "changes": [{"at": 0, "parameters": {"self": 1}}]},
         {"until": 1e6, "since": 999_999, "parameters": {"rate": 20, "max_num_seqs": 64}},
+        {"until": 1e6, "parameters": {"rate": 1000, "step_seconds": 10}},  # more than fits into memory comes meanwhile
     ],
 )
 def test_a_simulation_that_cannot_be_is_refused(open_server: Server, piece: dict[str, object]) -> None:

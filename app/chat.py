@@ -65,7 +65,7 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
     if temperature is not None:
         conversation.set("temperature", str(temperature))
     commands = Commands(conversation)
-    print(f"{conversation.model}. /help tells what can be typed here; Ctrl-C stops an answer.")
+    print(f"{printable(conversation.model)}. /help tells what can be typed here; Ctrl-C stops an answer.")
     while not commands.wants_to_leave:
         try:
             line = input("\n> ")
@@ -97,7 +97,8 @@ def _show(client: ServerClient, conversation: Conversation) -> str:
     is_thinking = False
     try:
         for chunk in stream:
-            thought, said = figures.read(chunk)
+            with client.understood():
+                thought, said = figures.read(chunk)
             if thought and live is not None:
                 console.print(printable(thought), style="dim", end="", markup=False, highlight=False)
                 is_thinking = True
@@ -122,7 +123,7 @@ def _show(client: ServerClient, conversation: Conversation) -> str:
         print()
     else:
         live.end()
-        console.print(str(figures), style="dim", highlight=False)
+        console.print(str(figures), style="dim", markup=False, highlight=False)
     return "".join(pieces)
 
 
@@ -132,18 +133,21 @@ class Figures:
     def __init__(self) -> None:
         self._asked = time.monotonic()
         self._first = self._last = 0.0
-        self._usage: dict[str, Any] = {}
+        self._usage: dict[str, int] = {}
+        self._cached = 0
         self.finish_reason = ""
 
     def read(self, chunk: dict[str, Any]) -> tuple[str, str]:
         """The reasoning and the answer that a chunk brings."""
-        self._usage = chunk.get("usage") or self._usage
+        if usage := chunk.get("usage"):
+            self._usage = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+            self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         thought, said = "", ""
         for choice in chunk["choices"]:
             delta = choice["delta"]
             thought += delta.get("reasoning") or delta.get("reasoning_content") or ""
             said += delta.get("content") or ""
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            self.finish_reason = printable(choice.get("finish_reason") or "") or self.finish_reason
         if thought or said:
             self._last = time.monotonic()
             self._first = self._first or self._last
@@ -155,8 +159,8 @@ class Figures:
             told.append(f"first token after {self._first - self._asked:.2f} s")
         if (tokens := self._usage.get("completion_tokens", 0)) > 1 and self._last > self._first:
             told.insert(0, f"{tokens} tokens, {(tokens - 1) / (self._last - self._first):.1f} tok/s")
-        if cached := (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens"):
-            told.append(f"{cached} of {self._usage['prompt_tokens']} prompt tokens cached")
+        if self._cached:
+            told.append(f"{self._cached} of {self._usage['prompt_tokens']} prompt tokens cached")
         if self.finish_reason not in ("", "stop"):
             told.append({"length": "cut off: no more tokens were allowed"}.get(self.finish_reason, self.finish_reason))
         return "; ".join(told)

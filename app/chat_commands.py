@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from app.server_client import printable
 from app.settings import SettingsError
 
 SETTABLE = (
@@ -53,8 +54,8 @@ class Conversation:
         if name not in ("stop", "reasoning_effort"):
             try:
                 value = json.loads(text)
-            except ValueError:
-                raise SettingsError(f"{name}: got {text!r}, which is no number.") from None
+            except (ValueError, RecursionError):
+                raise SettingsError(f"{name}: got {text[:80]!r}, which is no number.") from None
         _check(name, value)
         self.fields[name] = value
 
@@ -111,13 +112,15 @@ class Commands:
     def _save(self, name: str) -> str:
         if not name:
             return "A file is missing: /save conversation.json"
-        path = Path(name).expanduser()
+        # What was typed or said may have halves of characters, which are no UTF-8.
+        text = json.dumps(self._conversation.body(), ensure_ascii=False, indent=2).encode("utf-8", "replace")
         try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(self._conversation.body(), file, ensure_ascii=False, indent=2)
-        except OSError as error:
-            return f"{path} cannot be written: {error.strerror}. Name another file."
-        return f"{len(self._conversation.messages)} messages are in {path}."
+            path = Path(name).expanduser()
+            with path.open("xb") as file:
+                file.write(text)
+        except (OSError, ValueError, RuntimeError) as error:  # of a byte 0, or of a user whom nobody knows
+            return f"{printable(name)} cannot be written: {getattr(error, 'strerror', error)}. Name another file."
+        return f"{len(self._conversation.messages)} messages are in {printable(str(path))}."
 
     def _exit(self, _: str) -> str:
         self.wants_to_leave = True

@@ -41,6 +41,8 @@ class ServerClient:
 
     def __init__(self, url: str, key: str | None = None, *, timeout: float | None = None) -> None:
         parts, self._prefix = server_address("--url", url)
+        if key and not (key.isascii() and key.isprintable()):
+            raise SettingsError("--api-key: has characters that cannot be sent; allowed: printable ASCII")
         self.url = url
         self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._netloc = parts.netloc
@@ -54,7 +56,9 @@ class ServerClient:
 
     def models(self) -> list[dict[str, Any]]:
         """The cards of what is served, at least one."""
-        cards: list[dict[str, Any]] = json.loads(self.get("/v1/models"))["data"]
+        with self.understood():
+            cards: list[dict[str, Any]] = json.loads(self.get("/v1/models"))["data"]
+            _ = cards[0]["id"]
         return cards
 
     def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
@@ -79,10 +83,19 @@ class ServerClient:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ServerError(printable(chunk["error"]["message"]))
+                with self.understood():
+                    chunk = json.loads(data)
+                    if error := chunk.get("error"):
+                        raise ServerError(printable(str(error["message"])))
                 yield chunk
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Read what the server has said: what is not as it should be is a `ServerError`."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ServerError(f"What {self.url} answers is not understood: {printable(repr(error)[:200])}") from error
 
     @contextmanager
     def _request(
@@ -110,6 +123,6 @@ def printable(text: str) -> str:
 def _error_message(response: http.client.HTTPResponse) -> str:
     text = response.read().decode("utf-8", "replace")
     try:
-        return printable(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return printable(str(json.loads(text)["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
         return f"HTTP {response.status}: {printable(text[:200])}"

@@ -35,7 +35,8 @@ SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_l
 def latest(settings: Settings) -> Path | None:
     """The file of the engine that ended last, of this model if one is given; None if there is none."""
     try:
-        kept = sorted(_folder(settings).glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        kept = [file for file in _folder(settings).glob("*.json") if file.is_file()]
+        kept.sort(key=lambda file: file.stat().st_mtime, reverse=True)
         for file in kept:
             if "model" not in settings.model_fields_set or _models(file) & set(settings.model_names):
                 return file

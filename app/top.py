@@ -6,6 +6,7 @@ Without such a key there are figures and no requests, as there are from any serv
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -28,9 +29,10 @@ from rich.text import Text
 
 from app.dashboard.frames import Frame, make_frame
 from app.server_client import ServerClient, ServerError, printable
-from app.settings import Settings
+from app.settings import Settings, SettingsError
 from engine.snapshot import BlocksSnapshot, EngineSnapshot, RequestSnapshot
 
+MAX_INTERVAL = 3600.0  # seconds
 _TIMEOUT = 15.0  # seconds; an engine may take ten to end its step
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 Counted = defaultdict[str, float]
@@ -51,6 +53,8 @@ def run(settings: Settings, *, url: str | None, api_key: str | None, interval: f
     """Show what the server does until `q` is pressed. Raises ServerError if it cannot be asked to begin with."""
     own, admin = (keys[0].get_secret_value() if keys else None for keys in (settings.api_keys, settings.admin_keys))
     watcher = Watcher(url or f"http://127.0.0.1:{settings.port}", api_key or own, admin or api_key)
+    if not 0 < interval <= MAX_INTERVAL:
+        raise SettingsError(f"--interval: got {interval:g}; allowed: seconds, more than 0 and at most {MAX_INTERVAL:g}")
     interval = max(interval, 0.1)
     console = Console() if sys.stdout.isatty() else Console(width=120)
     before = look = watcher.look()
@@ -87,7 +91,8 @@ class Watcher:
 
     def look(self) -> Look:
         """Raises `ServerError`; a server that only does not show its requests is none."""
-        counted = _counted(self._client.get("/metrics").decode())
+        with self._client.understood():
+            counted = _counted(self._client.get("/metrics").decode())
         try:
             frames = tuple(self._frames(self._admin.get("/engine_state")))
         except ServerError as error:
@@ -107,7 +112,7 @@ class Watcher:
     def _frames(self, state: bytes) -> Iterator[Frame]:
         try:
             engines = msgspec.json.decode(state, type=dict[str, dict[int, EngineSnapshot]])["engines"]
-        except msgspec.ValidationError as error:
+        except (msgspec.DecodeError, KeyError) as error:
             raise ServerError(f"{self.url} is of another version: {error}") from error
         for number, snapshot in engines.items():
             last = self._last_steps.get(number, 0)
@@ -120,6 +125,8 @@ def _counted(text: str) -> Counted:
     counted: Counted = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if not math.isfinite(sample.value):
+                continue
             name = sample.name.rpartition(":")[2]
             counted[name] += sample.value
             if reason := sample.labels.get("reason") or sample.labels.get("source"):

@@ -18,7 +18,8 @@ from app.server_client import printable
 
 EVENTS_AT_A_TIME = 16  # read before others may run: some 50 µs
 MOST_OF_A_MESSAGE = 300  # characters
-_RETRY_AFTER = re.compile(rb"\r\nretry-after: *([\d.]+)", re.IGNORECASE)
+_RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d{1,9}(?:\.\d{1,9})?)\s*(?:\r|\Z)", re.IGNORECASE)
+MAX_COUNT = 2**53  # of tokens: what is more is not believed
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
@@ -44,7 +45,7 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
             continue
         try:
             event = orjson.loads(data)
-            if "error" in event:
+            if event.get("error"):
                 code, record.message = _error_in(data)
                 record.error = f"error event {code}".rstrip()
                 continue
@@ -56,9 +57,10 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
                     record.token_times.append(time)
                     texts.append(text)
             if usage := event.get("usage"):
-                record.num_prompt_tokens = usage.get("prompt_tokens") or record.num_prompt_tokens
-                record.num_output_tokens = usage.get("completion_tokens") or 0
-                record.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                record.num_prompt_tokens = _count(usage.get("prompt_tokens")) or record.num_prompt_tokens
+                record.num_output_tokens = _count(usage.get("completion_tokens"))
+                details = usage.get("prompt_tokens_details") or {}
+                record.num_cached_tokens = _count(details.get("cached_tokens"))
         except (ValueError, AttributeError, TypeError, KeyError):
             record.error = "an event that is not understood"
     record.text = "".join(texts)
@@ -71,9 +73,23 @@ def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
     """The text of a choice, and whether there is a token in it: the first event of a chat only tells a role, the last
     one only why it ended; an event of a completion without text may be a token that has none."""
     if (delta := choice.get("delta")) is None:
-        text = choice["text"]
-        return text, bool(text) or choice.get("finish_reason") is None
-    return delta.get("content") or "", any(delta.get(name) for name in _TEXT_FIELDS)
+        text = choice["text"] or ""
+        is_piece = bool(text) or choice.get("finish_reason") is None
+    else:
+        text = delta.get("content") or ""
+        is_piece = any(delta.get(name) for name in _TEXT_FIELDS)
+    if not isinstance(text, str):
+        raise TypeError("text is no string")
+    return text, is_piece
+
+
+def _count(value: object) -> int:
+    """Tokens that a server has counted. Raises ValueError for what cannot be a count; None is 0."""
+    if value is None:
+        return 0
+    if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError("no count of tokens")
+    return value
 
 
 def _error_in(body: bytes) -> tuple[str, str]:

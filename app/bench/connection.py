@@ -26,14 +26,18 @@ import orjson
 from app.server_client import server_address
 from app.settings import SettingsError
 
-_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,18})", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+_CHUNK_SIZE = re.compile(rb"([0-9a-f]{1,16})[ \t]*(?:;|\Z)", re.IGNORECASE)
 _CLOSES = re.compile(rb"^HTTP/1\.0|\r\nconnection: *close", re.IGNORECASE)
+NO_HTTP = "what came is no HTTP/1.1"
 CLOSED_EARLY, CLOSED_LATE = "connection closed before an answer", "connection closed in mid-answer"
 _SO_TIMESTAMPNS = 35  # of Linux; the module socket does not name it
 _CLOSE = 5e-6  # seconds between two looks at clocks that nothing has come between
+_HTTP = b"HTTP/1."
 _TIMESPEC = struct.Struct("@ll")
-_LAST_CHUNK = b"\r\n0\r\n\r\n"
+_LAST_CHUNK = re.compile(rb"\r\n0+(?:;[^\r\n]*)?\r\n(?:[^\r\n:]+:[^\r\n]*\r\n)*\r\n\Z")  # with trailers
+MAX_HEAD, MAX_TRAILERS, MAX_CHUNK_HEAD = 2**16, 2**12, 2**12  # bytes
 
 
 class Exchange:
@@ -68,12 +72,11 @@ class Exchange:
             while pending:
                 if not left:
                     size, found, rest = pending.partition(b"\r\n")
-                    if not found:
+                    if not found and len(size) < MAX_CHUNK_HEAD:
                         break
-                    try:
-                        left, pending = int(size.partition(b";")[0], 16) + 2, rest
-                    except ValueError:
+                    if not (digits := _CHUNK_SIZE.match(size)):
                         return  # what follows cannot be understood; the stream has broken off
+                    left, pending = int(digits[1], 16) + 2, rest
                     continue
                 part, pending = pending[:left], pending[left:]
                 left -= len(part)
@@ -107,7 +110,7 @@ class Connection(asyncio.Protocol):
         if not exchange.head:
             self._read_head(exchange)
         elif exchange.chunked:
-            if data.endswith(_LAST_CHUNK) or (len(data) < len(_LAST_CHUNK) and _ends(exchange.reads)):
+            if (data.endswith(b"\r\n\r\n") or len(data) < 4) and _ends(exchange.reads):
                 self._end()
         elif self._bytes_left is not None:
             self._bytes_left -= len(data)
@@ -129,21 +132,19 @@ class Connection(asyncio.Protocol):
     def _read_head(self, exchange: Exchange) -> None:
         received = b"".join(exchange.reads)
         end = received.find(b"\r\n\r\n")
+        while received.startswith(b"HTTP/1.1 1") and end >= 0:  # 100 Continue, 103 Early Hints: the answer follows
+            received = received[end + 4 :]
+            exchange.reads[:], exchange.times[:] = [received], exchange.times[-1:]
+            end = received.find(b"\r\n\r\n")
         if end < 0:
-            return
-        if received.startswith(b"HTTP/1.1 1"):  # 100 Continue, 103 Early Hints: the answer follows
-            exchange.reads[:], exchange.times[:] = [received[end + 4 :]], exchange.times[-1:]
-            self._read_head(exchange)
+            if len(received) > MAX_HEAD or not _HTTP.startswith(received[: len(_HTTP)]):
+                self._end(NO_HTTP, keep=False)
             return
         exchange.head, exchange.body_at = received[:end], end + 4
         exchange.chunked = _CHUNKED.search(exchange.head) is not None
         length = _LENGTH.search(exchange.head)
         self._bytes_left = int(length[1]) - (len(received) - exchange.body_at) if length else None
-        if (
-            received.endswith(_LAST_CHUNK)
-            if exchange.chunked
-            else self._bytes_left is not None and self._bytes_left <= 0
-        ):
+        if _ends(exchange.reads) if exchange.chunked else self._bytes_left is not None and self._bytes_left <= 0:
             self._end()
 
     def _end(self, error: str = "", *, keep: bool = True) -> None:
@@ -349,8 +350,8 @@ class ConnectionPool:
 
 
 def _ends(reads: list[bytes]) -> bool:
-    """A last chunk that came in several reads."""
-    return b"".join(reads[-len(_LAST_CHUNK) :]).endswith(_LAST_CHUNK)
+    """Whether the last chunk has come, in one read or in several."""
+    return _LAST_CHUNK.search(b"".join(reads[-16:])[-MAX_TRAILERS:]) is not None
 
 
 def allow_open_files() -> None:

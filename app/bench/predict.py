@@ -26,7 +26,10 @@ def simulated_machine(server_info: Any, file: str) -> tuple[Machine, Settings]:
             "--predict: the server does not tell what its steps cost. Headrace does at /server_info, to one of its "
             "admin_keys: put it into HEADRACE_ADMIN_KEYS. Or name a file with the answer: --predict FILE"
         )
-    return machine_of(server_info, Settings())
+    try:
+        return machine_of(server_info, Settings())
+    except ValueError as error:
+        raise SettingsError(f"--predict: what the server says of itself is wrong: {error}") from None
 
 
 def predict(

@@ -140,8 +140,27 @@ class _Checked:
             raise SettingsError("--metric-percentiles: allowed: 0 to 100. A value that works: 50,90,99")
         if options.max_concurrency is not None and options.max_concurrency < 1:
             raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")
+        if not 0 < options.request_timeout < math.inf:
+            raise SettingsError(f"--request-timeout: got {options.request_timeout}; allowed: seconds, more than 0")
+        if not isinstance(options.extra_body, dict):
+            raise SettingsError("--extra-body: allowed: a JSON object, such as '{\"top_k\": 5}'")
+        if options.save_result or options.append_result:
+            _check_results(options.result_dir, options.result_filename)
         if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, self.headers):
             self.headers["Authorization"] = f"Bearer {key}"
+        for name, value in [*self.headers.items(), ("x-request-id", options.request_id_prefix or "")]:
+            if not (name + value).isascii() or not (name + value).isprintable():  # the value may be a secret
+                raise SettingsError(f"--header: {name!r} has characters that cannot be sent; allowed: printable ASCII")
+
+
+def _check_results(folder: Path, name: str | None) -> None:
+    path = folder / (name or "result.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--result-dir: cannot make {path.parent}: {error.strerror}") from None
+    if path.is_dir():
+        raise SettingsError(f"--result-filename: got {path}; allowed: a file")
 
 
 async def _measure(
@@ -232,7 +251,6 @@ def _save(options: Namespace, result: dict[str, Any]) -> Path:
     model = result["model_id"].rpartition("/")[2]
     name = options.result_filename or f"{options.label or options.backend}-{load}-{model}-{result['date']}.json"
     path: Path = options.result_dir / name
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
         file.write("\n" * (file.tell() > 0) + json.dumps(result))
     return path

@@ -26,12 +26,14 @@ async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRec
     disagreeing = 0
     for record in done[:: -(-len(done) // MAX_LOOKUPS) or 1]:
         timeline = await pool.get_json(f"/v1/requests/{quote(record.request_id, safe='')}/timeline")
-        if not isinstance(timeline, dict) or "segments" not in timeline:
+        try:
+            seconds = {str(segment["name"]): float(segment["seconds"]) for segment in timeline["segments"]}
+            whole, num_output_tokens = float(timeline["seconds"]), timeline["output_tokens"]
+        except (TypeError, LookupError, ValueError):
             break  # another server, or it has forgotten
-        seconds = {segment["name"]: segment["seconds"] for segment in timeline["segments"]}
         overheads["ttft_overhead"].append(record.ttft - sum(seconds.get(name, 0.0) for name in _BEFORE_FIRST_TOKEN))
-        overheads["e2el_overhead"].append(record.end_time - record.start_time - timeline["seconds"])
-        disagreeing += timeline["output_tokens"] != record.num_output_tokens
+        overheads["e2el_overhead"].append(record.end_time - record.start_time - whole)
+        disagreeing += num_output_tokens != record.num_output_tokens
         for name, value in seconds.items():
             segments.setdefault(name, []).append(value)
     compared = len(overheads["ttft_overhead"])

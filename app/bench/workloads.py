@@ -209,7 +209,7 @@ def _custom(options: Namespace, draw: random.Random, _name: str) -> Iterator[Wor
         raise SettingsError("--dataset-path: the dataset custom needs a file of JSON lines with 'prompt'")
 
     def pairs(text: str) -> Iterator[tuple[str, int]]:
-        for entry in (json.loads(line) for line in text.splitlines() if line.strip()):
+        for entry in (json.loads(line) for line in text.split("\n") if line.strip()):
             yield str(entry["prompt"]), options.output_len or int(entry.get("output_tokens", options.custom_output_len))
 
     yield from _recorded(options, draw, pairs)

@@ -84,7 +84,7 @@ class OpenLoad:
         if self._num_open >= MAX_OPEN or self.open_tokens >= MAX_OPEN_TOKENS:
             raise ValueError(
                 f"rate: {self._num_open} requests with {self.open_tokens} prompt tokens have come and not ended; "
-                f"allowed: {MAX_OPEN} and {MAX_OPEN_TOKENS}. Begin a new simulation with a lower rate, or with admission"
+                f"allowed: {MAX_OPEN} and {MAX_OPEN_TOKENS}. Begin a new simulation at a lower rate, or with admission"
             )
         shape = self._shape()
         self._since = self.due

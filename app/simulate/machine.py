@@ -113,9 +113,11 @@ def read_machine(
     """
     works = "A file that works: what a server answers to GET /server_info"
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
-        info = json.loads(path.read_bytes())
+        info = json.loads(data)
         if not isinstance(info, dict):
             raise ValueError("not a JSON object")
         machine, settings = machine_of(_one_engine(info, settings.model), settings)

@@ -10,7 +10,6 @@ vLLM      the JSON of `bench serve --save-detailed`: start_times, input_lens, ou
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from app.settings import SettingsError
 MAX_BYTES = 2**30
 MAX_REQUESTS = 10**6
 MAX_TOKENS = 2**20  # of a prompt or an answer
+MAX_NUMBER = 1e15  # of seconds or milliseconds: finer than a microsecond as a float
 MAX_SECONDS = 10 * 365 * 86400
 MOONCAKE_BLOCK = 512  # tokens
 
@@ -29,14 +29,16 @@ MOONCAKE_BLOCK = 512  # tokens
 def read_trace(path: Path) -> list[WorkloadRequest]:
     """The requests of a file, in its order; the first comes at 0. Raises SettingsError."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
             raise SettingsError(f"--trace: {path} has more than {MAX_BYTES} bytes, which is what is read")
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise SettingsError(f"--trace: {path} is no text: {error}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not 1 <= len(lines) <= MAX_REQUESTS:
         raise SettingsError(f"--trace: {path} has {len(lines)} lines; allowed: 1 to {MAX_REQUESTS}")
     entries = [_Entry(f"{path}, line {number}", _parse(path, number, line)) for number, line in lines]
@@ -162,7 +164,7 @@ def _from_zero(requests: list[WorkloadRequest], entries: list[_Entry]) -> list[W
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _is_count(value: Any, low: int, high: int) -> TypeGuard[int]:

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
-from app.chat import Figures
+from app.chat import Figures, _show
 from app.chat_commands import HELP, SETTABLE, Commands, Conversation
+from app.server_client import ServerClient, ServerError
 from app.settings import SettingsError
+from tests.bench.scripted_server import SSE_HEAD, scripted
 
 DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
@@ -101,6 +103,39 @@ def test_a_conversation_is_saved_as_a_request_and_over_nothing(conversation, tmp
     assert "/save conversation.json" in typed(conversation, "/save")
 
 
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/a", "a\0b", "/no/folder/\x1b]0;title\x07", "x" * 5000])
+def test_a_name_that_is_none_is_told_and_obeyed_by_no_terminal(conversation, name):
+    said = typed(conversation, f"/save {name}")
+    assert "cannot be written" in said
+    assert "\x1b" not in said
+
+
+def test_half_a_character_is_saved_as_a_question_mark(conversation, tmp_path):
+    conversation.messages.append({"role": "user", "content": "caf\udcc3"})
+    assert "1 messages" in typed(conversation, f"/save {tmp_path / 'talk.json'}")
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"][1]["content"] == "caf?"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "{nope",
+        "5",
+        '{"x": 1}',
+        '{"error": "down"}',
+        '{"choices": [{"delta": {"content": ["a"]}}]}',
+        '{"choices": [], "usage": {"completion_tokens": "many"}}',
+    ],
+)
+def test_what_is_not_understood_is_said_and_the_conversation_goes_on(conversation, event, capsys):
+    async def script(_body):
+        yield SSE_HEAD + b"%x\r\ndata: %b\n\n\r\n0\r\n\r\n" % (len(event) + 8, event.encode())
+
+    with scripted(script) as server:
+        assert _show(ServerClient(server.url), conversation) == ""
+    assert f"What {server.url} answers is not understood" in capsys.readouterr().err
+
+
 def test_figures_tell_speed_cache_and_why_it_ended(monkeypatch):
     now = iter([10.0, 10.5, 12.5])
     monkeypatch.setattr("app.chat.time.monotonic", lambda: next(now))
@@ -121,3 +156,23 @@ def test_figures_of_a_server_that_tells_nothing():
     assert str(figures) == ""
     figures.read({"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}], "usage": None})
     assert str(figures).startswith("first token after ")
+
+
+async def silent(_body):
+    return
+    yield b""
+
+
+@pytest.mark.parametrize("models", [{}, {"data": []}, "no", {"data": [{"name": "m"}]}])
+def test_a_server_that_names_no_models_is_told_of(models):
+    with (
+        scripted(silent, pages={"/v1/models": models}) as server,
+        pytest.raises(ServerError, match="not understood"),
+    ):
+        ServerClient(server.url).models()
+
+
+@pytest.mark.parametrize("url", ["http://here:port", "http://[::1", "ftp://here", "http://"])
+def test_what_is_no_address_is_named(url):
+    with pytest.raises(SettingsError, match="--url: got"):
+        ServerClient(url)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from app.dashboard.frames import Frame, make_frame
 from app.server_client import ServerError
-from app.top import Look, Watcher, _counted, page
+from app.settings import Settings, SettingsError
+from app.top import Look, Watcher, _counted, page, run
 from engine.snapshot import (
     BlocksSnapshot,
     EngineSnapshot,
@@ -148,6 +149,27 @@ def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
     assert "[red]x[/red]" in shown
     assert "it [bold]hurts" in shown
     assert "\x1b[2J" not in shown
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/metrics": b"\xff"},
+        {"/metrics": b"<html>no</html>"},
+        {"/metrics": b"vllm:num_requests_running NaN", "/engine_state": b"<html>"},
+        {"/metrics": b"vllm:num_requests_running +Inf", "/engine_state": b"{}"},
+    ],
+)
+def test_what_is_not_understood_is_said(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes]):
+    monkeypatch.setattr("app.top.ServerClient.get", lambda self, path: answers[path])
+    with pytest.raises(ServerError, match="not understood|another version"):
+        Watcher("http://here", None, None).look()
+
+
+@pytest.mark.parametrize("interval", [float("nan"), float("inf"), 0.0, -1.0])
+def test_an_interval_that_cannot_be_is_refused(interval: float):
+    with pytest.raises(SettingsError, match="--interval: got"):
+        run(Settings(), url="http://127.0.0.1:9", api_key=None, interval=interval, once=True)
 
 
 def test_a_server_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch):

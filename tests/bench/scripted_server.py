@@ -44,7 +44,7 @@ def scripted(
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
-                body = await reader.readexactly(int(headers["content-length"]))
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if head.startswith("GET"):
                     page = (pages or {}).get(head.split(" ", 2)[1])
                     status = "404 Not Found" if page is None else "200 OK"

@@ -15,7 +15,7 @@ import pytest
 
 from app.bench.connection import ConnectionPool
 from app.bench.driver import Driver
-from app.bench.report import RequestRecord
+from app.bench.report import RequestRecord, summarize
 from app.bench.workloads import Piece, WorkloadRequest
 from app.settings import SettingsError
 from tests.bench.scripted_server import SSE_HEAD, Script, chunk, event, scripted, usage
@@ -66,7 +66,9 @@ FRAMINGS = {
     "chunk extensions": [SSE_HEAD, WHOLE[len(SSE_HEAD) :].replace(b"\r\ndata", b";x=1\r\ndata")],
     "a known length": [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(PLAIN), PLAIN],
     "until it closes": [b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n", PLAIN, b""],
-    "early hints": [b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", WHOLE],
+    "early hints": [b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" * 2000, WHOLE],
+    "trailers": [WHOLE.removesuffix(b"\r\n") + b"digest: x\r\n", b"\r\n"],
+    "a last chunk with an extension": [WHOLE.removesuffix(LAST) + b"000;x=1\r\n\r\n"],
 }
 
 
@@ -134,6 +136,8 @@ BROKEN = {
     "the stream broke off": [SSE_HEAD, chunk(STREAM[1]), LAST],
     "no text came": [SSE_HEAD, chunk("data: [DONE]\n\n"), LAST],
     "error event request_failed": [SSE_HEAD, chunk('data: {"error": {"code": "request_failed"}}\n\n'), LAST],
+    "HTTP 503": [answer("503 Unavailable", b"", b"Retry-After: 1.2.3\r\n")],
+    "what came is no HTTP/1.1": [b"SSH-2.0 OpenSSH_9\r\n"],
     "an event that is not understood": [SSE_HEAD, chunk("data: {]\n\n"), chunk("data: [DONE]\n\n"), LAST],
 }
 
@@ -143,6 +147,33 @@ def test_a_failure_is_told_by_its_reason(why: str) -> None:
     records = drive(by(*BROKEN[why]), requests(3), max_concurrency=2)
     assert [record.error for record in records] == [why] * 3
     assert [record.retry_after for record in records] == [7.0 if "429" in why else None] * 3
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"choices": [{"text": ["one"], "finish_reason": null}]}',
+        '{"choices": [], "usage": {"prompt_tokens": "many", "completion_tokens": 3}}',
+        '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": -1}}',
+        '{"choices": [], "usage": {"completion_tokens": 1e308, "prompt_tokens_details": {"cached_tokens": "x"}}}',
+    ],
+)
+def test_what_a_server_cannot_mean_fails_its_request_alone(event: str) -> None:
+    pieces = [SSE_HEAD, chunk(STREAM[1]), chunk(f"data: {event}\n\n"), LAST]
+    records = drive(by(*pieces), requests(2), max_concurrency=1)
+    assert [record.error for record in records] == ["an event that is not understood"] * 2
+    assert summarize(records)["failed"] == 2
+
+
+def test_a_token_without_text_is_one_and_an_error_that_is_null_is_none() -> None:
+    event = '{"choices": [{"index": 0, "text": null, "finish_reason": null}], "error": null}'
+    (record,) = drive(by(SSE_HEAD, chunk(f"data: {event}\n\n"), chunk("data: [DONE]\n\n"), LAST), requests(1))
+    assert (record.error, record.text, len(record.token_times)) == ("", "", 1)
+
+
+def test_a_chunk_of_no_size_ends_an_answer() -> None:
+    (record,) = drive(by(SSE_HEAD, chunk(STREAM[1]), b"-3\r\nabcdef\r\n", LAST), requests(1))
+    assert record.error == "the stream broke off"
 
 
 def test_a_silent_server_times_out() -> None:

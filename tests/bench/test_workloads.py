@@ -109,6 +109,13 @@ def test_a_file_of_sharegpt(tmp_path: Path) -> None:
     assert {request.num_output_tokens for request in requests} == {len(turns[0][1]) // 4}
 
 
+def test_a_prompt_may_have_any_character(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one\u2028two\x85three"}\n')
+    (request,) = drawn("--dataset-name", "custom", "--dataset-path", str(path), "--num-prompts", "1")
+    assert request.text == "one\u2028two\x85three"
+
+
 def test_a_file_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "one"}\n\n{"prompt": "two", "output_tokens": 5}\n')

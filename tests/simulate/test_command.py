@@ -151,6 +151,7 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--table {bad}", "is wrong: not a table of step costs"),
         ("--table {worse}", "num_blocks: got -1; allowed: a whole number, at least 1"),
         ("--table {list}", "not a JSON object"),
+        ("--table /dev/zero", "is wrong: more than"),
         ("--max-num-batched-tokens 1", "max_num_batched_tokens (1) must be at least max_num_seqs"),
     ],
 )

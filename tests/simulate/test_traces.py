@@ -78,6 +78,7 @@ VLLM = {"start_times": [1.0], "input_lens": [10], "output_lens": [5]}
         (GOOD | {"input_tokens": True}, "input_tokens", "true"),
         (GOOD | {"time": "soon"}, "time", '"soon"'),
         (GOOD | {"time": -1}, "time", "-1"),
+        (GOOD | {"time": 10**400}, "time", "10"),
         (GOOD | {"prefix": [["system", 11]]}, "prefix", '[["system", 11]]'),
         (GOOD | {"prefix": [["system"]]}, "prefix", '[["system"]]'),
         (GOOD | {"prompt": "Hello"}, "prompt", "Hello"),
@@ -104,6 +105,13 @@ def test_a_bad_line_is_named_with_field_and_value(tmp_path: Path, line: dict, fi
 def test_what_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingsError, match="--trace: .*trace.jsonl"):
         read_trace(written(tmp_path, text))
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    line = json.dumps(GOOD | {"prefix": [["a\u2028b", 4]]}, ensure_ascii=False)
+    (tmp_path / "trace").write_text(f"\ufeff{line}\r\n")
+    (request,) = read_trace(tmp_path / "trace")
+    assert request.pieces[0] == ("prefix a\u2028b", 4)
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:

@@ -142,8 +142,6 @@ class _Checked:
             raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")
         if not 0 < options.request_timeout < math.inf:
             raise SettingsError(f"--request-timeout: got {options.request_timeout}; allowed: seconds, more than 0")
-        if not isinstance(options.extra_body, dict):
-            raise SettingsError("--extra-body: allowed: a JSON object, such as '{\"top_k\": 5}'")
         if options.save_result or options.append_result:
             _check_results(options.result_dir, options.result_filename)
         if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, self.headers):

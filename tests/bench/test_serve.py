@@ -210,7 +210,6 @@ def test_a_server_that_starts_is_waited_for() -> None:
         (["--base-url", "http://[::1"], "--base-url: got 'http://[::1'"),
         (["--max-concurrency", "0"], "--max-concurrency: got 0"),
         (["--request-timeout", "nan"], "--request-timeout: got nan"),
-        (["--extra-body", "[1]"], "--extra-body: allowed: a JSON object"),
         (["--header", "x=a\r\nb: c"], "--header: 'x' has characters that cannot be sent"),
         (["--save-result", "--result-dir", "/dev/null/a"], "--result-dir: cannot make /dev/null/a"),
         (["--num-promts", "3"], "Did you mean --num-prompts?"),

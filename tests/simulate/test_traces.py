@@ -118,7 +118,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot read"):
         read_trace(tmp_path / "none.jsonl")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(SettingsError, match="cannot read"):
+    with pytest.raises(SettingsError, match="is no text"):
         read_trace(tmp_path / "bytes")
 
 

@@ -36,8 +36,11 @@ engine_facts       what an engine is told of the settings, and what is told of a
 engine_process     the main of the engine's own process
 frozen_imports     modules that stay as long as the process, kept out of the garbage collector's way
 workers            refuses to be run by several workers
+reloading          what a running server reads again at SIGHUP
+systemd            the socket that systemd has opened, and what it is told
 shutdown           from the sign to stop to the end: drain first, end at once when asked again
 connections        how many connections may be open, and how long each may keep the server waiting
+listening          how a port goes from one server to the next without a connection being lost
 hypercorn_patches  what is patched in Hypercorn, above all how connections end
 hypercorn_streams  what is patched in how Hypercorn carries messages
 hypercorn_http2    HTTP/2's part of that

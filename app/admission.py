@@ -139,14 +139,20 @@ class Admission:
         self._answers = 0.0  # typical ones that those who wait are taken to get, all together
         self._waiting_weight = 0.0  # of the tenants that have somebody waiting
         self._on_waited = on_waited
-        self.places = SharedRoom(settings.max_queued_requests, place_reserves(settings.max_queued_requests, tenants))
-        self.tokens = SharedRoom(settings.max_queued_tokens, token_reserves(settings.max_queued_tokens, tenants))
-        self._num_tenants = len(tenants)
+        self.places = SharedRoom(settings.max_queued_requests, {})
+        self.tokens = SharedRoom(settings.max_queued_tokens, {})
+        self.set_tenants(tenants)
         self._num_waiting_tenants = 0
         self._on_refused = on_refused
         self._clock = clock
         self._pace = Pace(clock)  # of all together
         self._paces: dict[str, Pace] = {}
+
+    def set_tenants(self, tenants: Collection[Tenant]) -> None:
+        """These are all there are, from now on. Who waits keeps its place."""
+        self.places.keep(place_reserves(self.places.limit, tenants))
+        self.tokens.keep(token_reserves(self.tokens.limit, tenants))
+        self._num_tenants = len(tenants)
 
     @property
     def is_full(self) -> bool:
@@ -209,7 +215,10 @@ class Admission:
         """The tenant is about to have its first choice waiting, or has none any more."""
         if not self.places.taken_by(tenant.name):
             self._num_waiting_tenants += change
+            # A tenant's weight may have changed while it waited.
             self._waiting_weight = max(0.0, self._waiting_weight + change * tenant.weight)
+            if not self._num_waiting_tenants:
+                self._waiting_weight = 0.0
 
     def _expected(self, tenant: Tenant, choices: int, tokens: int, answer: float) -> float | None:
         """Seconds to the first token of the last of these choices, as the table of step costs has it."""

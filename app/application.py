@@ -33,12 +33,15 @@ from app.hypercorn_patches import (
     outlive_lack_of_descriptors,
     patch_hypercorn,
 )
+from app.listening import stop_listening
 from app.logs import configure_logging
 from app.middleware import Authentication, HeaderLimit, WithVersion
+from app.reloading import reload_on_hangup
 from app.routes import administration, catalogue, dashboard, documents, embeddings, probes, requests, responses, tokens
 from app.server import Server, ServerHandler
 from app.settings import Settings, SettingsError
 from app.shutdown import Shutdown
+from app.systemd import keep_informed
 from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 
@@ -51,13 +54,25 @@ NOT_OFFERED = {
 ENGINE_END_SECONDS = 3.0  # after the drain, for the step in progress
 
 
-def create_app(settings: Settings) -> Starlette:
-    """The server's ASGI application. It answers at once; the model loads in the background of its lifespan."""
+def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
+    """The server's ASGI application. It answers at once; the model loads in the background of its lifespan.
+
+    Where the port is shared, by a socket that was `inherited` or by `reuse_port`, others answer: it is opened when the
+    model is loaded and closed when the drain begins.
+    """
     configure_logging(settings)
     server = Server(settings, on_fatal=end_process)
-    shutdown = Shutdown(server.drain)
+    shares_port = inherited or settings.reuse_port
     guard = ConnectionGuard(settings, server.longest_stalled_connection)
     refuse = refuse_with(server)
+
+    async def leave_port() -> None:
+        guard.drain()
+        with anyio.CancelScope(shield=True):
+            await stop_listening(inherited=inherited)
+        await guard.wait_empty()
+
+    shutdown = Shutdown(partial(server.drain, leave_port if shares_port else None))
 
     def route(method: str, path: str, handler: ServerHandler, *, quiet: bool = False) -> Route:
         return Route(path, Endpoint(server, path, partial(handler, server), quiet=quiet), methods=[method])
@@ -80,6 +95,10 @@ def create_app(settings: Settings) -> Starlette:
             task_group.start_soon(guard.watch)
             task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
             task_group.start_soon(shutdown.listen_for_signals)
+            task_group.start_soon(reload_on_hangup, server)
+            task_group.start_soon(keep_informed, server)
+            if shares_port:
+                await _loaded_or_ended(server, shutdown)
             yield
             # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
             last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
@@ -96,6 +115,7 @@ def create_app(settings: Settings) -> Starlette:
         route("POST", "/abort_requests", administration.abort_requests),
         route("POST", "/start_profile", administration.start_profile),
         route("POST", "/stop_profile", administration.stop_profile),
+        route("POST", "/configure_logging", administration.configure_logging),
     )
     application = Starlette(
         routes=[
@@ -170,6 +190,21 @@ def end_process(error: BaseException) -> NoReturn:
     sys.stderr.flush()
     end_parent()
     os._exit(1)
+
+
+async def _loaded_or_ended(server: Server, shutdown: Shutdown) -> None:
+    """Wait for the model. If the end is asked for before, the port is not even opened."""
+
+    async def end_when_asked() -> None:
+        await shutdown.wait_asked()
+        logger.info("Ended before the model was loaded")
+        logging.shutdown()
+        os._exit(0)
+
+    async with anyio.create_task_group() as task_group:
+        task_group.start_soon(end_when_asked)
+        await server.loaded.wait()
+        task_group.cancel_scope.cancel()
 
 
 def _end_without_engine() -> None:

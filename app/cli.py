@@ -69,15 +69,17 @@ def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
 def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
     from app.frozen_imports import frozen_imports
+    from app.systemd import inherited_listener
 
+    inherited = inherited_listener()
     with frozen_imports("app.application"):
         from app.runner import bind, run
 
-        listener = bind(settings)  # before anything is loaded: a port in use is known at once
+        listener = inherited or bind(settings)  # before anything is loaded: a port in use is known at once
 
         from app.application import create_app
 
-    run(create_app(settings), settings, listener)
+    run(create_app(settings, inherited=inherited is not None), settings, listener)
     return 0
 
 

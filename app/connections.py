@@ -15,7 +15,9 @@ newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
    longest, both first among those of the address that has most, so that a crowd takes its own places; else of whoever
    has left its request or its answer waiting for longest. Only if all are being served is it refused, in the words of
    all other errors. A connection counts until it is closed, however long that takes.
-5. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
+5. Where the port goes on to another server, each connection gets one more answer, which says that it ends, and one
+   that stays idle is closed after LAST_IDLE_SECONDS.
+6. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ ENOUGH_FILES = 2**14  # what the limit of open files is raised to, where that is
 USUAL_CONNECTIONS = 2**13  # at most, where no setting says more
 PER_ENGINE_PROCESS = 16  # descriptors: sockets, pipes, the heartbeat
 AFTER_THE_SCOPE = 1.25  # times `send_timeout`: two that cut the same client at once would not both know why
+LAST_IDLE_SECONDS = 6.0  # longer than the pools of most clients keep a connection, so that it is they who close it
 STALLED_SECONDS = 1.0  # that a client must keep its own request waiting before a newcomer takes its place
 
 _RETRY = {"connection": "close", "retry-after": "5"}
@@ -65,6 +68,7 @@ class Guarded(Protocol):
     closing_since: float | None
 
     def seconds_blocked(self) -> float: ...
+    def answer_once_more(self) -> None: ...
     def close(self) -> None: ...
     def abort(self) -> None: ...
 
@@ -88,6 +92,8 @@ class ConnectionGuard:
         self._refusing = 0
         self._per_address: Counter[str] = Counter()
         self._ending_since: float | None = None
+        self._draining = False
+        self._left = anyio.Event()  # set when a connection has been closed, while draining
         self._nobody_stalled_at = 0.0
 
     # --- what connections say
@@ -105,6 +111,8 @@ class ConnectionGuard:
                 return self._refuse(connection, FULL)
         self._open[connection] = address
         self._per_address[address] += 1
+        if self._draining:
+            connection.answer_once_more()
         self.idle(connection)
         return None
 
@@ -112,6 +120,7 @@ class ConnectionGuard:
         """It is closed."""
         self._forget(connection)
         self._made_room.discard(connection)
+        self._left.set()
 
     def closing(self, connection: Guarded) -> None:
         """It is being closed, once what is on its way has been sent."""
@@ -139,6 +148,18 @@ class ConnectionGuard:
 
     # --- what the server says
 
+    def drain(self) -> None:
+        """The port goes on to another server: each connection ends after its next answer."""
+        self._draining = True
+        for connection in self._open:
+            connection.answer_once_more()
+
+    async def wait_empty(self) -> None:
+        """Until no connection is open."""
+        while self._open:
+            self._left = anyio.Event()
+            await self._left.wait()
+
     def end(self) -> None:
         """The server ends."""
         self._ending_since = time.monotonic()
@@ -149,13 +170,13 @@ class ConnectionGuard:
         """Hold every connection to its limits, until cancelled."""
         timeout = min(self._send_timeout, self._head_timeout, 8.0)
         while True:
-            await anyio.sleep(timeout / 8 if self._ending_since is None else 0.1)
+            await anyio.sleep(0.1 if self._draining or self._ending_since is not None else timeout / 8)
             self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:
         """End what has taken too long."""
         for connection, since in list(self._idle.items()):
-            if now - since >= connection.idle_timeout:
+            if now - since >= (LAST_IDLE_SECONDS if self._draining else connection.idle_timeout):
                 self._close(connection)
             elif not connection.has_part_of_a_head:
                 connection.head_since = None

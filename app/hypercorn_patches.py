@@ -11,7 +11,8 @@
    `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
    closed its side without reading to the end is gone, too: on trio the send that waits for it cannot be cancelled.
 3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
-   application last, so nothing could be refused politely and no probe could see that the server is going away.
+   application last, so nothing could be refused politely and no probe could see that the server is going away. Where
+   others serve at the same port, `app.listening` closes it first, without losing what waits there.
 4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
    the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
    To systemd or Docker that reads as a server that is done.
@@ -59,6 +60,7 @@ from hypercorn.utils import ShutdownError
 
 from app.connections import ConnectionGuard
 from app.hypercorn_streams import patch_streams
+from app.listening import serve_listeners, start_server
 from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
             module.TCPServer = type("TCPServer", (Connection, module.TCPServer), {})
             if hasattr(module, "asyncio"):
                 module.asyncio = SimpleNamespace(**vars(asyncio) | {"start_server": _start_server})
+            else:
+                module.trio = SimpleNamespace(**vars(module.trio) | {"serve_listeners": serve_listeners})
 
 
 async def _start_server(
@@ -94,7 +98,7 @@ async def _start_server(
     """As asyncio's, but for point 6. asyncio accepts as many at once as may wait; the kernel is told the latter after
     it."""
     waiting = backlog if Connection.guard is None else min(backlog, Connection.guard.limits.newcomers)
-    server = await asyncio.start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
+    server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
     sock.listen(waiting)
     return server
 
@@ -252,6 +256,10 @@ class Connection:
     def has_unsent(self) -> bool:
         """Whether the kernel has not yet taken all that was sent, without anybody waiting for it. Never so on trio."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
+    def answer_once_more(self) -> None:
+        """Say in every answer from now on that the connection ends with it; and so do all others. HTTP/1 only."""
+        self.config.keep_alive_max_requests = 0
 
     def close(self) -> None:
         """Close the connection in order, once what is in the transport has been sent."""

@@ -58,7 +58,7 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
     for old in [h for h in root.handlers if isinstance(h.formatter, structlog.stdlib.ProcessorFormatter)]:
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(settings.log_level.upper())
+    set_level(settings.log_level)
     _adopt(logging.getLogger("hypercorn.error"), handler)
     structlog.configure(
         processors=[
@@ -70,6 +70,11 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+
+
+def set_level(level: str) -> None:
+    """Log from this severity on: ``"debug"``."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def bind(**fields: object) -> None:

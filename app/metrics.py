@@ -163,7 +163,7 @@ class Metrics:
         self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
         text = "How long the engine has had work and made no step."
         self._stalled_seconds = Gauge("headrace:engine_stalled_seconds", text, registry=self._registry)
-        text = "1 for what the server is doing: starting, ready, stopping or failed."
+        text = "1 for what the server is doing: starting, ready, leaving, stopping or failed."
         self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._registry)
         text = "How much longer than expected a request waited for its first token; negative: how much less."
         error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
@@ -172,19 +172,16 @@ class Metrics:
         self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
         self._by_tenant = CollectorRegistry()
         text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
-        requests = Counter("headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant)
+        self._tenant_requests = Counter(
+            "headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant
+        )
         text = "Tokens of a tenant's requests that ended."
-        tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
-        self._tenants = {
-            name: (
-                {status: requests.labels(name or ANONYMOUS, status) for status in ("2xx", "4xx", "429", "5xx")},
-                tokens.labels(name or ANONYMOUS, "prompt"),
-                tokens.labels(name or ANONYMOUS, "generation"),
-            )
-            for name in tenants
-        }
+        self._tenant_tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
+        self._tenants: dict[str, tuple[dict[str, Counter], Counter, Counter]] = {}
+        self._waiting_of: Callable[[str], int] = lambda tenant: 0
         text = "Choices of a tenant that wait for their first token."
         self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
+        self.add_tenants(tenants)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -261,8 +258,7 @@ class Metrics:
         how many choices of a tenant wait, and whether the server is in one of its phases."""
         self._queued_seconds.set_function(queued_seconds)
         self._stalled_seconds.set_function(stalled_seconds)
-        for name in self._tenants:
-            self._tenant_waiting.labels(name or ANONYMOUS).set_function(partial(waiting, name))
+        self._waiting_of = waiting
         for phase in phases:
             self._phase.labels(phase).set_function(partial(is_in, phase))
 
@@ -302,6 +298,18 @@ class Metrics:
             self._inference_time.observe(finished.prefill_seconds + finished.decode_seconds)
             if finished.longest_output > 1:
                 self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
+
+    def add_tenants(self, names: Iterable[str]) -> None:
+        """Count what these do, too. Who was counted once stays."""
+        for name in set(names) - self._tenants.keys():
+            label = name or ANONYMOUS
+            requests = {status: self._tenant_requests.labels(label, status) for status in ("2xx", "4xx", "429", "5xx")}
+            tokens = partial(self._tenant_tokens.labels, label)
+            self._tenants[name] = (requests, tokens("prompt"), tokens("generation"))
+            self._tenant_waiting.labels(label).set_function(partial(self._num_waiting, name))
+
+    def _num_waiting(self, tenant: str) -> int:
+        return self._waiting_of(tenant)
 
     def on_tenant(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
         """A request was answered with `status`. One of an administrator is no tenant's."""

@@ -17,7 +17,10 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/
 OPEN_FILES = ("/dashboard/files/", "/docs/files/")  # pages hold nothing; what they show needs a key
 WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
 ADMIN_PATHS = frozenset(
-    {"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"}
+    {
+        *("/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"),
+        "/configure_logging",
+    }
 )
 DASHBOARD_PATHS = frozenset({"/dashboard/frames", "/dashboard/simulation"})
 

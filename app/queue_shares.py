@@ -44,11 +44,16 @@ class SharedRoom:
         self.limit = limit
         self.total = 0
         self._taken: Counter[str] = Counter()
+        self.keep(reserves)
+
+    def keep(self, reserves: Mapping[str, int]) -> None:
+        """From now on these are the reserves. What is taken stays taken."""
         self._reserves = reserves
         self._promised = sum(reserves.values())
         # Of more reserves than there is room, half of the room is kept for those who come first.
-        self._kept = self._promised if self._promised <= limit else limit // 2
-        self._inside = 0  # what tenants have taken within their reserves
+        self._kept = self._promised if self._promised <= self.limit else self.limit // 2
+        # What tenants have taken within their reserves.
+        self._inside = sum(min(taken, reserves.get(tenant, 0)) for tenant, taken in self._taken.items())
 
     def taken_by(self, tenant: str) -> int:
         """What this tenant has taken."""

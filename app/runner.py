@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 GRACEFUL_TIMEOUT = 3  # seconds, after the application's own drain
+STARTUP_TIMEOUT = 7 * 86400  # seconds: where the port is shared, the application starts when the model is loaded
 
 
 def bind(settings: Settings) -> socket.socket:
-    """The socket that the server will listen on. Raises `SettingsError` when host and port cannot be had."""
+    """The socket that the server will listen on. Raises `SettingsError` when host and port cannot be had.
+
+    It listens already, unless the port is shared: then connections go to those who have it until the model is loaded.
+    """
     host, port = settings.host, settings.port
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
@@ -45,9 +49,12 @@ def bind(settings: Settings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it: no delayed tokens
     try:
+        if settings.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        # Binding alone does not refuse a second server: two sockets may share an address until one listens.
-        listener.listen(BACKLOG)
+        if not settings.reuse_port:
+            # Binding alone does not refuse a second server: two sockets may share an address until one listens.
+            listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise SettingsError(_why_not(host, port, error)) from error
@@ -95,6 +102,7 @@ def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
     config.keep_alive_timeout = 75
     config.keep_alive_max_requests = 1_000_000
     config.graceful_timeout = GRACEFUL_TIMEOUT
+    config.startup_timeout = STARTUP_TIMEOUT
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False
     config.accesslog = None

@@ -27,6 +27,7 @@ from app.metrics import Metrics
 from app.response_store import ResponseStore
 from app.scope import RequestScope
 from app.settings import Settings, SettingsError
+from app.systemd import notify
 from app.tenants import Tenants
 from app.timelines import Timelines
 from app.tracing import open_tracer
@@ -59,10 +60,11 @@ ABORTED = ApiError(
 
 
 class Phase(enum.StrEnum):
-    """STARTING → READY → STOPPING; FAILED from anywhere."""
+    """STARTING → READY → STOPPING; FAILED from anywhere. LEAVING, before STOPPING, is not ready but serves."""
 
     STARTING = "starting"
     READY = "ready"
+    LEAVING = "leaving"
     STOPPING = "stopping"
     FAILED = "failed"
 
@@ -115,6 +117,7 @@ class Server:
         self.tracer = open_tracer(settings, self.metrics.on_lost_traces)
         self.phase = Phase.STARTING
         self.start_up = StartUp()
+        self.loaded = anyio.Event()  # set when it becomes ready for the first time
         self.admission = Admission(
             settings, self.metrics.on_rejection, self.tenants.all, on_waited=self.metrics.on_waited
         )
@@ -144,7 +147,7 @@ class Server:
     @property
     def model(self) -> ServedModel:
         """The loaded model. Raises ApiError 503 while there is none."""
-        if self.phase is Phase.READY and self._model is not None:
+        if self.phase in (Phase.READY, Phase.LEAVING) and self._model is not None:
             return self._model
         if self.phase is Phase.STARTING:
             raise ApiError(
@@ -250,13 +253,20 @@ class Server:
         if not self._open_requests:
             self._idle.set()
 
-    async def drain(self) -> None:
-        """Take no new work, let requests in flight finish within `drain_timeout`, end the rest with an error."""
-        if self.phase is not Phase.FAILED:
-            self.phase = Phase.STOPPING
+    async def drain(self, leave_port: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Take no new work, let requests in flight finish within `drain_timeout`, end the rest with an error.
+
+        `leave_port` returns when no connection can bring a request any more; until then, those that come are served.
+        """
+        notify("STOPPING=1")
         logger.info("Draining: %d requests in flight", len(self._open_requests))
         with anyio.move_on_after(self.settings.drain_timeout):
+            if leave_port is not None and self.phase is Phase.READY:
+                self.phase = Phase.LEAVING
+                await leave_port()
+            self._stop()
             await self._until_idle()
+        self._stop()
         for request in self._open_requests:
             if not request.follows_another:
                 request.end(SHUTTING_DOWN, FinishReason.ABORT)
@@ -264,6 +274,10 @@ class Server:
             await self._until_idle()
         for request in self._open_requests:
             request.cut()
+
+    def _stop(self) -> None:
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.STOPPING
 
     async def _until_idle(self) -> None:
         while self._open_requests:
@@ -366,11 +380,11 @@ class Server:
                 )
                 collect_seldom()
                 self.phase = Phase.READY
+                self.loaded.set()
                 logger.info("Ready after %.1f s", time.monotonic() - self._started)
                 error = await llm.wait_dead()
             finally:
-                if self.phase is not Phase.FAILED:
-                    self.phase = Phase.STOPPING
+                self._stop()
         await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error
 

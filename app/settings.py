@@ -174,6 +174,11 @@ class Settings(BaseSettings):
     # The server.
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for every interface.", min_length=1)
     port: int = Field(8000, description="Port to listen on; 0 picks a free one.", ge=0, le=65535)
+    reuse_port: bool = Field(
+        False,
+        description="Share the port with other servers (SO_REUSEPORT, on Linux): it is opened when the model is loaded "
+        "and closed when the drain begins, without losing a connection.",
+    )
     worker_class: Literal["asyncio", "uvloop", "trio"] = Field("uvloop", description="The event loop.")
     drain_timeout: float = Field(
         30.0, description="Seconds that requests in flight have to finish after SIGTERM.", ge=0, le=86400
@@ -186,7 +191,8 @@ class Settings(BaseSettings):
     )
     api_keys_file: UserPath | None = Field(
         None,
-        description="TOML file of tenants with their keys, weights, limits and rights; see docs/reliability.md.",
+        description="TOML file of tenants with their keys, weights, limits and rights, read again at SIGHUP; see "
+        "docs/reliability.md.",
         examples=["/etc/headrace/tenants.toml"],
     )
     template_kwargs: CommaSeparated = Field(

@@ -35,6 +35,10 @@ class Shutdown:
         self._drained = anyio.Event()
         self._draining = False
 
+    async def wait_asked(self) -> None:
+        """Until the end is asked for."""
+        await self._asked.wait()
+
     async def listen_for_signals(self) -> None:
         """Take SIGTERM and SIGINT from now on: the first asks for the end, the second does not wait for it."""
         if threading.current_thread() is not threading.main_thread():

@@ -132,5 +132,11 @@ class Aborted(Answer):
     aborted: int
 
 
+class LogLevel(Answer):
+    """`log_level`: the least severity that is logged."""
+
+    log_level: str
+
+
 class Timeline(OpenAnswer):
     """What happened to a request."""

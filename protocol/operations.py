@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from protocol import answers
-from protocol.administration import AbortRequest
+from protocol.administration import AbortRequest, ConfigureLogging
 from protocol.dialect import Method, Operation, asks, finds
 from protocol.dialects import DIALECTS
 from protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
@@ -56,5 +56,6 @@ ADMINISTRATION = (
     Operation("post", "/start_profile", "Record what the next steps do.", answers.Success, errors=(400, 503)),
     Operation("post", "/stop_profile", "What was recorded, as a Chrome trace.", answers.Trace, errors=(409, 503)),
     Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
+    Operation("post", "/configure_logging", "Log more or less.", answers.LogLevel, [ConfigureLogging], (400, 413)),
 )
 """Routes that exist where there are administrators' keys."""

@@ -1,4 +1,4 @@
-"""The state of server and engine, the prefix cache, aborts and profiles, for those who hold one of `admin_keys`.
+"""State of server and engine, prefix cache, aborts, profiles and log level, for those who hold one of `admin_keys`.
 
 Without such keys these routes do not exist.
 """
@@ -14,11 +14,12 @@ import orjson
 
 from app.engine_facts import describe
 from app.generation import parse
+from app.logs import set_level
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Server
 from engine.commands import GetSnapshot, Profile, ResetPrefixCache, StartProfile, StopProfile
-from protocol.administration import AbortRequest
+from protocol.administration import AbortRequest, ConfigureLogging
 from protocol.errors import ApiError
 
 T = TypeVar("T")
@@ -106,3 +107,10 @@ def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
         events += (event | {"pid": engine} for event in orjson.loads(profile.events))
         events.append({"name": "process_name", "ph": "M", "pid": engine, "args": {"name": f"engine {engine}"}})
     return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+async def configure_logging(server: Server, request: RequestScope) -> None:
+    """POST /configure_logging: the server logs from another severity on, until it ends."""
+    body = await parse(server, ConfigureLogging, request)
+    set_level(body.log_level)
+    await request.send_json(200, orjson.dumps({"log_level": body.log_level}))

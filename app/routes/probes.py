@@ -31,7 +31,7 @@ async def readyz(server: Server, request: RequestScope) -> None:
 
 
 async def startupz(server: Server, request: RequestScope) -> None:
-    started = server.phase in (Phase.READY, Phase.STOPPING)
+    started = server.phase not in (Phase.STARTING, Phase.FAILED)
     await request.send_json(200 if started else 503, orjson.dumps(server.status()))
 
 

@@ -191,3 +191,27 @@ def test_whatever_is_queued_reserves_hold_limits_hold_and_the_books_balance(
         assert room.total == room._inside == 0
         assert not room._taken
     assert admission._num_waiting_tenants == 0
+
+
+def test_tenants_that_come_and_go_while_others_wait_leave_the_accounts_right() -> None:
+    """Whoever is told of later has the same part as if it had been there from the start."""
+    first, heavy, newcomer = tenants_of(1, 3, 1)
+    admission = admission_of(20, [first, heavy])
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(admission.queue(first, 1, 1, None))
+        admission.set_tenants([first, newcomer])
+        with ExitStack() as others:
+            expected = admission_of(20, [first, newcomer])
+            for _ in range(3):
+                others.enter_context(expected.queue(first, 1, 1, None))
+            assert fill(admission, newcomer, stack)[0] == fill(expected, newcomer, others)[0]
+            assert fill(admission, first, stack)[0] == fill(expected, first, others)[0]
+    assert admission.places.total == admission.tokens.total == 0
+    now_heavier = newcomer.model_copy(update={"weight": 9.0})
+    with ExitStack() as stack:
+        stack.enter_context(admission.queue(newcomer, 1, 1, None))
+        admission.set_tenants([now_heavier, heavy])
+        stack.enter_context(admission.queue(now_heavier, 1, 1, None))
+    with ExitStack() as stack:
+        assert fill(admission, heavy, stack)[0] == 20 - place_reserves(20, [now_heavier, heavy])[newcomer.name]

@@ -50,7 +50,7 @@ class Server:
 
     def __init__(self, worker_class: str = "uvloop", **settings: object) -> None:
         self.worker_class = worker_class
-        self.port = _free_port()
+        self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.base_url, timeout=TIMEOUT, trust_env=False)
         self._settings = {
@@ -62,6 +62,7 @@ class Server:
             "log_format": "json",
         } | settings
         self.environment: dict[str, str] = {}  # more than settings, for servers that are not `app:main`
+        self.descriptors: tuple[int, ...] = ()  # that the process inherits
         self.max_open_files: int | None = None  # of the process; None: as many as the tests may open
         # Its position is shared with the process: only because writes append may the log be read while it is written.
         self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115 - as long as this object
@@ -82,6 +83,7 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            pass_fds=self.descriptors,
             preexec_fn=partial(_prepare_process, self.max_open_files),  # noqa: PLW1509 - takes no lock
         )
         return self
@@ -115,9 +117,17 @@ class Server:
 
     def stop(self) -> int:
         """SIGTERM and the exit status."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         return self.wait_exit()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process that was started."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def setting(self, name: str) -> object:
+        """What it was started with."""
+        return self._settings[name]
 
     def kill(self) -> None:
         """SIGKILL to all of its processes, and wait until they are gone."""
@@ -253,7 +263,7 @@ def _prepare_process(max_open_files: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_open_files, max_open_files))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

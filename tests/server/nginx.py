@@ -10,10 +10,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from tests.server.harness import TIMEOUT
+from tests.server.harness import REPOSITORY, TIMEOUT
 from tests.server.raw_client import RawClient
 
 POOL = 4  # idle connections that nginx keeps to the server
@@ -75,15 +76,7 @@ class Nginx:
         program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
         assert program, "these tests need nginx; on Debian: apt install nginx-light"
         home = Path(self._home.name)
-        configuration = _CONFIGURATION.format(
-            home=home,
-            upstream_port=self._upstream_port,
-            port=self.port,
-            impatient_port=self.impatient_port,
-            impatient_timeout=IMPATIENT_TIMEOUT,
-            pool=POOL,
-        )
-        (home / "nginx.conf").write_text(configuration)
+        (home / "nginx.conf").write_text(self._configuration(home))
         self._process = subprocess.Popen([program, "-p", str(home), "-c", "nginx.conf", "-e", str(home / "error.log")])
         self._wait_listening()
         return self
@@ -93,6 +86,16 @@ class Nginx:
         self._process.terminate()
         self._process.wait(TIMEOUT)
         self._home.cleanup()
+
+    def _configuration(self, home: Path) -> str:
+        return _CONFIGURATION.format(
+            home=home,
+            upstream_port=self._upstream_port,
+            port=self.port,
+            impatient_port=self.impatient_port,
+            impatient_timeout=IMPATIENT_TIMEOUT,
+            pool=POOL,
+        )
 
     def connect(self) -> RawClient:
         return RawClient("127.0.0.1", self.port, timeout=TIMEOUT)
@@ -114,6 +117,10 @@ class Nginx:
                 ports.add(int(local.split(":")[1], 16))
         return ports
 
+    @property
+    def access_log(self) -> str:
+        return (Path(self._home.name) / "access.log").read_text()
+
     def _wait_listening(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + TIMEOUT
@@ -125,3 +132,23 @@ class Nginx:
                 assert self._process.poll() is None, self.error_log
                 assert time.monotonic() < deadline, self.error_log
                 time.sleep(0.01)
+
+
+class DeployedNginx(Nginx):
+    """The shipped deploy/nginx/headrace.conf before three servers, in two workers."""
+
+    def __init__(self, upstream_ports: Sequence[int]) -> None:
+        super().__init__(upstream_ports[0])
+        self._upstream_ports = upstream_ports
+
+    def _configuration(self, home: Path) -> str:
+        main, _, common = _CONFIGURATION.partition("events {{}}")
+        common = common.partition("    client_max_body_size")[0].replace("access_log {home}/access.log;", "")
+        shipped = (REPOSITORY / "deploy/nginx/headrace.conf").read_text()
+        replaced = {"listen 80;": f"listen 127.0.0.1:{self.port};", "/var/log/nginx/headrace.log": f"{home}/access.log"}
+        replaced |= {f":{8001 + index} ": f":{port} " for index, port in enumerate(self._upstream_ports)}
+        for old, new in replaced.items():
+            assert old in shipped, old
+            shipped = shipped.replace(old, new)
+        workers = main.replace("master_process off;", "worker_processes 2; user root;") + "events {{}}"
+        return (workers + common).format(home=home) + shipped + "}\n"

@@ -465,7 +465,7 @@ def test_cve_2026_71486_there_is_nothing_to_administer_with_and_nothing_to_use_w
     absent = (
         *("/v1/completions/render", "/derender", "/invocations", "/pause", "/sleep", "/abort_requests", "/rerank"),
         *("/update_weights", "/v1/load_lora_adapter", "/v1/files", "/collective_rpc", "/server_info"),
-        *("/reset_prefix_cache", "/engine_state"),
+        *("/reset_prefix_cache", "/engine_state", "/configure_logging"),
     )
     for path in (*absent, "/tokenize", "/detokenize", "/v1/embeddings", "/dashboard/frames", "/openapi.json", "/load"):
         assert (server.post(path, {}).status_code == 404) == (path in absent)

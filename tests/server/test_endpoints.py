@@ -159,7 +159,7 @@ def test_only_administrators_govern_and_govern_only(governed: Server) -> None:
     for method, path in (
         *(("GET", "/server_info"), ("GET", "/engine_state")),
         *(("POST", "/reset_prefix_cache"), ("POST", "/abort_requests")),
-        *(("POST", "/start_profile"), ("POST", "/stop_profile")),
+        *(("POST", "/start_profile"), ("POST", "/stop_profile"), ("POST", "/configure_logging")),
     ):
         assert ask(governed, method, path, key="client").status_code == 401
         assert governed.client.request(method, path).status_code == 401
@@ -173,6 +173,7 @@ def test_where_nobody_governs_there_is_nothing(server: Server) -> None:
     assert server.client.get("/engine_state").status_code == 404
     assert server.post("/reset_prefix_cache", {}).status_code == 404
     assert server.post("/abort_requests", {"request_ids": ["a"]}).status_code == 404
+    assert server.post("/configure_logging", {"log_level": "error"}).status_code == 404
 
 
 def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
@@ -198,6 +199,21 @@ def test_administration_is_described_where_there_is_one(governed: Server, server
     assert {"/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"} <= described.keys()
     assert {"/start_profile", "/stop_profile"} <= described.keys()
     assert "/server_info" not in server.client.get("/openapi.json").json()["paths"]
+
+
+def test_the_log_level_changes_while_the_server_runs(governed: Server) -> None:
+    def is_logged(name: str) -> bool:
+        body = {"prompt": [5, 6, 7], "max_tokens": 1}
+        governed.post("/v1/completions", body, **{"x-api-key": "client", "x-request-id": name})
+        return name in governed.log
+
+    assert ask(governed, "POST", "/configure_logging", {"log_level": "error"}).json() == {"log_level": "error"}
+    assert not is_logged("while-errors-are")
+    refused = ask(governed, "POST", "/configure_logging", {"log_level": "loud"})
+    assert refused.status_code == 400
+    assert "log_level" in refused.text
+    assert ask(governed, "POST", "/configure_logging", {"log_level": "info"}).status_code == 200
+    assert is_logged("while-all-are")
 
 
 def test_the_prefix_cache_is_forgotten(governed: Server) -> None:

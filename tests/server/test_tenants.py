@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,8 +15,8 @@ from pydantic import SecretStr
 from app.settings import Settings, SettingsError
 from app.tenants import Tenants
 from tests.server.harness import Server
-from tests.server.raw_client import RawClient
-from tests.server.tiny_model import CONTEXT, tiny_server
+from tests.server.raw_client import RawClient, sse_events
+from tests.server.tiny_model import CONTEXT, deployed_tiny_server, tiny_server
 
 COMPLETIONS = "/v1/completions"
 FILE = """
@@ -39,7 +40,9 @@ SLOTS = 3
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("tenants") / "tenants.toml"
     path.write_text(FILE)
-    with tiny_server(api_keys_file=path, api_keys="environment-secret", max_num_seqs=SLOTS) as running:
+    # Under the shipped configuration, where the process that was started is the one that serves and gets signals.
+    settings: dict[str, Any] = {"api_keys": "environment-secret", "max_num_seqs": SLOTS, "max_model_len": CONTEXT}
+    with deployed_tiny_server(api_keys_file=path, kv_cache_memory="16MiB", **settings) as running:
         running.client.headers["authorization"] = "Bearer environment-secret"
         yield running.wait_ready()
 
@@ -171,6 +174,60 @@ def test_keys_are_in_no_log_and_no_metric_and_no_answer(server: Server) -> None:
 
 
 # --- the file
+
+
+@pytest.fixture
+def keys_file(server: Server) -> Iterator[Path]:
+    """The server's, for a test that changes it."""
+    path = Path(str(server.setting("api_keys_file")))
+    yield path
+    path.write_text(FILE)
+    reload(server, "tenants and keys were read again")
+
+
+def reload(server: Server, expected: str) -> None:
+    """SIGHUP, and wait until the log has another line that says so."""
+    before = server.log.lower().count(expected)
+    server.send_signal(signal.SIGHUP)
+    server.poll(lambda: server.log.lower().count(expected), lambda count: count > before)
+
+
+def test_keys_change_while_the_server_runs_and_requests_that_run_keep_theirs(server: Server, keys_file: Path) -> None:
+    with ExitStack() as stack:
+        running = connect(server, stack, "guest-secret", max_tokens=100, stream=True)
+        assert running.read_head().status_code == 200
+        keys_file.write_text(
+            FILE.replace("guest-secret", "new-secret") + "[tenants.newcomer]\nkeys = ['late-secret']\n"
+        )
+        reload(server, "read again: 5 tenants")
+        assert ask(server, "guest-secret").status_code == 401
+        for key in ("flood-secret-1", "new-secret", "late-secret", "environment-secret"):
+            assert ask(server, key).status_code == 200
+        *_, done = sse_events(running.chunks())
+        assert done == "[DONE]"
+        waiting = [connect(server, stack, "late-secret", max_tokens=2000) for _ in range(SLOTS + 2)]
+        server.wait_until(lambda now: now.waiting == 2)
+        keys_file.write_text(FILE)
+        reload(server, "read again: 4 tenants")
+        assert ask(server, "late-secret").status_code == 401
+        assert server.metrics().samples["headrace:tenant_requests_total{status=2xx,tenant=newcomer}"] == 1
+        assert waiting[-1].read_head().status_code == 200, "it waited while its tenant was removed"
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("content", ["[tenants.a]\nkeys = ['flood-secret-1'", "", None])
+def test_a_file_that_went_wrong_changes_nothing_and_is_told(
+    server: Server, keys_file: Path, content: str | None
+) -> None:
+    if content is None:
+        keys_file.unlink()
+    else:
+        keys_file.write_text(content)
+    reload(server, "tenants and keys stay what they were. api_keys_file: ")
+    for key in SECRETS:
+        assert ask(server, key).status_code == 200
+    assert ask(server, "a").status_code == 401
+    assert not any(secret in server.log for secret in SECRETS)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 // Swagger UI over this server's own description. Keys are the dashboard's, and go out as it sends them.
 import { keys } from "../../dashboard/files/server.js";
 
-const ADMIN = ["/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests"];
+const ADMIN = ["/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/configure_logging"];
 
 function begin() {
   window.SwaggerUIBundle({

@@ -72,7 +72,7 @@ class FailedStep:
         raise self._error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInFlight:
     """A plan that the executor has got."""
 
@@ -116,15 +116,15 @@ class EngineCore:
         self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
         self._clock = clock
-        self._costs = StepCosts(config, costs, learns=learns_costs, keep=keep_costs)
-        self._costs.measure_on(executor, self.scheduler, clock)
+        self._costs = StepCosts(config, self.scheduler, costs, learns=learns_costs, keep=keep_costs)
+        self._costs.measure_on(executor, clock)
         self._quarantine = Quarantine()
         self._structured = StructuredOutputManager(grammars) if grammars is not None else None
         self._failures_in_a_row = 0
         self._num_waiting_told = 0
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
-        self._goes_on = False  # there was work when it was over
+        self._goes_on = False  # somebody still ran when it was over
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self._profiler: StepProfiler | None = None
         self.is_closed = False  # it was told to end
@@ -247,8 +247,8 @@ class EngineCore:
             # What the host does between two steps is a part of what they cost.
             lasted = ended - (self._last_end if self._goes_on else began)
             self._last_end = ended
+            self._costs.observe(plan, num_prefill_tokens, lasted)
             outputs = self.scheduler.update(plan, output, ended)
-            self._costs.observe(self.scheduler, lasted)
             self._name_failed(outputs)
             if self._tiers is not None:
                 self._tiers.write_back(ended - began)
@@ -271,7 +271,7 @@ class EngineCore:
         if self._profiler is not None:
             self._profiler.note(self._past_steps[-1], step.planned_at, step.submitted_at, goes_on=self._goes_on)
         self.num_steps += 1
-        self._goes_on = self.has_work
+        self._goes_on = bool(self.scheduler.running)
         self.heartbeat.beat()
         return self._told(outputs)
 
@@ -315,10 +315,10 @@ class EngineCore:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
                 return  # what comes next depends on how the step in flight ends
-            planned_at, prefill_budget = self._clock(), self._costs.pace_prefill(self.scheduler)
+            planned_at = self._clock()
             plan = self.scheduler.schedule(
                 planned_at,
-                max_prefill_tokens=prefill_budget,
+                pace_prefill=self._costs.pace_prefill,
                 seconds_per_prefill_token=self._costs.seconds_per_prefill_token,
                 only=self._quarantine.suspects,
             )
@@ -337,7 +337,7 @@ class EngineCore:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
             except Exception as error:
                 handle = FailedStep(error)
-            self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, prefill_budget))
+            self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, self._costs.prefill_tokens))
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known.
@@ -368,9 +368,11 @@ class EngineCore:
     @staticmethod
     def _name_failed(outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:
+            if output.error is None:
+                continue
             if output.refusal is not None:
                 logger.info("request %s was refused: %s", output.request_id, output.error)
-            elif output.finish_reason is FinishReason.ERROR:
+            else:
                 logger.error("request %s failed: %s", output.request_id, output.error)
 
     def shutdown(self) -> None:

@@ -4,21 +4,24 @@ them, and says when the front end is to be told. Owned by the EngineCore."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine.clock import Clock
 from engine.core.calibration import Calibration
 from engine.core.config import EngineConfig
 from engine.core.executor import Executor
 from engine.scheduler.cost_tracker import StepCostTracker
+from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_budget import StepBudget
-from engine.scheduler.step_cost import StepCostTable
+from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 
 logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_NEWS = 256  # after which the front end is told anew, in the beginning sooner
-DECODES_PER_LOOK = 8  # steps of decodes alone of which one is looked at, after the beginning
+FIRST_LOOKS = 32  # so many steps, from the first on, are looked at all
+DECODES_PER_LOOK = 8  # steps of decodes alone of which one is looked at afterwards
 
 
 class StepCosts:
@@ -32,28 +35,30 @@ class StepCosts:
     def __init__(
         self,
         config: EngineConfig,
+        scheduler: Scheduler,
         table: StepCostTable | None,
         *,
         learns: bool = True,
         keep: Callable[[StepCostTable], None] | None = None,
     ) -> None:
         self.table = table or StepCostTable.unknown(config.max_num_seqs, config.max_num_batched_tokens)
-        self.seconds_per_prefill_token = self.table.seconds_per_prefill_token
+        self.prefill_tokens = config.max_num_batched_tokens  # of the latest step that had to be paced
         self._config = config
+        self._scheduler = scheduler
         self._tracker = StepCostTracker(self.table) if learns else None
         self._budget = StepBudget(self.table, config.max_num_batched_tokens, config.target_inter_token_latency)
-        self._prefill_tokens = config.max_num_batched_tokens
         self._keep = keep
         self._calibration: Calibration | None = None
         self._num_steps = 0
         self._due = 1  # the step after which the front end is told
+        self._tell_scheduler()
         if self.table.is_known:
             logger.info("Step costs, as they were: %s", self.table.summary)
 
-    def measure_on(self, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+    def measure_on(self, executor: Executor, clock: Clock) -> None:
         """Measure while there is no work, if that is wanted."""
         if self._keep is not None and self._tracker is not None and not self.table.is_known:
-            self._calibration = Calibration(executor, self._config, scheduler.kv.pool, self._tracker, clock)
+            self._calibration = Calibration(executor, self._config, self._scheduler.kv.pool, self._tracker, clock)
 
     @property
     def is_measuring(self) -> bool:
@@ -75,27 +80,31 @@ class StepCosts:
         if calibration is not None and self.table.is_known:
             logger.info("Step costs, measured in %.1f s: %s", calibration.seconds, self.table.summary)
             self._due = 0
+            self._tell_scheduler()
             self.keep()
 
-    def observe(self, scheduler: Scheduler, seconds: float) -> None:
-        """The step whose load the scheduler has just told took so long, with what the host did before it."""
+    def observe(self, plan: SchedulerOutput, num_prefill_tokens: int, seconds: float) -> None:
+        """A step took so long, with what the host did before it. It is yet to be accounted for: its requests are where
+        it found them."""
         if self._tracker is None:
             return
         self._num_steps += 1
-        load = scheduler.latest_load
         # A look takes a tenth of what a fast device's step does on the host. Steps of decodes alone come by thousands.
-        if load.num_prefill_tokens or self._num_steps < STEPS_BETWEEN_NEWS or not self._num_steps % DECODES_PER_LOOK:
-            self._tracker.observe(load, seconds)
+        if num_prefill_tokens or self._num_steps <= FIRST_LOOKS or not self._num_steps % DECODES_PER_LOOK:
+            self._tracker.observe(_load(plan, self._scheduler.requests), seconds)
+            if num_prefill_tokens:
+                self._tell_scheduler()
 
-    def pace_prefill(self, scheduler: Scheduler) -> int:
-        """How many tokens of prefill the next step may carry beside decodes. Looked up only where there may be any,
-        and with it what a token takes, for deadlines and for what is worth to be kept."""
-        if scheduler.waiting or scheduler.latest_load.num_prefills:
-            self.seconds_per_prefill_token = self.table.seconds_per_prefill_token
-            if scheduler.kv.tiers is not None:
-                scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token
-            self._prefill_tokens = self._budget.prefill_tokens(scheduler.latest_load, scheduler.prefill_start)
-        return self._prefill_tokens
+    def pace_prefill(self, decodes: StepLoad, start: int) -> int:
+        """How many tokens of prompts a step may carry beside these decodes, the first of them at this position."""
+        self.prefill_tokens = self._budget.prefill_tokens(decodes, start)
+        return self.prefill_tokens
+
+    def _tell_scheduler(self) -> None:
+        """What a token of a prompt takes, for deadlines and for what is worth to be kept."""
+        self.seconds_per_prefill_token = self.table.seconds_per_prefill_token
+        if self._scheduler.kv.tiers is not None:
+            self._scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token
 
     def are_news(self, num_steps: int) -> bool:
         """Whether the front end should be told, after so many steps."""
@@ -109,3 +118,20 @@ class StepCosts:
     def keep(self) -> None:
         if self._keep is not None and self.table.is_known:
             self._keep(self.table)
+
+
+def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:
+    """What a step computes. Of a request that has ended since it was planned, nobody knows any more how far it was."""
+    decodes = decode_keys = prefills = tokens = keys = 0
+    scheduled = zip(plan.request_ids, plan.num_scheduled_tokens, plan.num_sampled_tokens, strict=True)
+    for request_id, num_tokens, num_sampled in scheduled:
+        request = requests.get(request_id)
+        own = chunk_keys(0 if request is None else request.num_computed_tokens, num_tokens)
+        if num_tokens == num_sampled:
+            decodes += num_tokens
+            decode_keys += own
+        else:
+            prefills += 1
+            tokens += num_tokens
+            keys += own
+    return StepLoad(decodes, decode_keys, prefills, tokens, keys)

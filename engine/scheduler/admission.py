@@ -78,7 +78,7 @@ class Admission:
             if not fits:
                 break
             kv.adopt_prefix(request, prefix)
-            num_tokens = min(num_missing, plan.budget)
+            num_tokens = plan.chunk(request.num_computed_tokens, num_missing)
             kv.extend(request, request.num_computed_tokens + num_tokens)
             being_computed.update(
                 kv.block_hash(request, index) for index in self._blocks_completed(request, num_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from engine.scheduler.request import Request
 
@@ -18,6 +20,16 @@ class PlanDraft:
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []
         self.ran_out_of_blocks = False  # so that nobody new should start
+        # How many tokens of prompts fit beside those that decode, the first being at this position. Asked once there
+        # is such a token, because most steps have none.
+        self.pace: Callable[[int], int] | None = None
+
+    def chunk(self, start: int, num_missing: int) -> int:
+        """How many tokens a request may get that lacks so many from `start` on. It gets them by `add_prefill`."""
+        pace, self.pace = self.pace, None
+        if pace is not None:
+            self.budget = min(self.budget, pace(start))
+        return min(num_missing, self.budget)
 
     def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
         """Give a request that lacks `num_missing` tokens so many of them."""

@@ -197,12 +197,13 @@ class Request:
         if not self.generates:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
-        for position, token_id in enumerate(token_ids, 1):
-            self.token_ids.append(token_id)
-            if self.grammar is None and token_id not in self._ends and len(self.token_ids) < self.max_num_tokens:
+        known, before = self.token_ids, len(self.token_ids)
+        for token_id in token_ids:
+            known.append(token_id)
+            if self.grammar is None and token_id not in self._ends and len(known) < self.max_num_tokens:
                 continue  # the usual case
             if self._is_ended_by(token_id):
-                del token_ids[position:]
+                del token_ids[len(known) - before :]
                 return True
         return False
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -40,7 +41,8 @@ from engine.scheduler.plan_draft import PlanDraft
 from engine.scheduler.preemption import bystander, worst_ranked
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.request_table import RequestTable
-from engine.scheduler.step_cost import StepLoad, chunk_keys
+from engine.scheduler.step_budget import PacePrefill
+from engine.scheduler.step_cost import StepLoad
 from engine.scheduler.tiers import BlockTier
 from engine.snapshot import WaitsFor
 from engine.structured import TokenMatcher
@@ -75,7 +77,6 @@ class Scheduler:
         self._step = 0
         self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
         self._prompt_tokens = 0
-        self.latest_load = StepLoad()  # of the step that was accounted for last
 
     @property
     def has_work(self) -> bool:
@@ -86,12 +87,6 @@ class Scheduler:
         """Go on with another `max_num_seqs`, `max_num_batched_tokens` or `max_sampled_tokens`. Who runs goes on."""
         self.config = replace(self.config, **limits)
         self._admission.max_num_seqs = self.config.max_num_seqs
-
-    @property
-    def prefill_start(self) -> int:
-        """How far the running request is that is the first to get a chunk of its prompt; 0 if none is behind."""
-        behind = (each for each in self.running.values() if each.num_tokens > each.num_computed_tokens + 1)
-        return next((each.num_computed_tokens for each in behind), 0)
 
     # --- arrivals and departures
 
@@ -155,7 +150,7 @@ class Scheduler:
         self,
         now: float = 0.0,
         *,
-        max_prefill_tokens: int | None = None,
+        pace_prefill: PacePrefill | None = None,
         seconds_per_prefill_token: float = 0.0,
         only: Collection[str] | None = None,
     ) -> SchedulerOutput:
@@ -164,7 +159,7 @@ class Scheduler:
         It may be made while the step before it is in flight (`engine/scheduler/in_flight.py`), but not while two are.
         Then it holds no request whose latest token has to be known first, and may be empty though there is work.
 
-        `max_prefill_tokens` bounds what requests further behind than one token get while others decode.
+        `pace_prefill` bounds what requests further behind than one token get while others decode.
         `seconds_per_prefill_token` is the measured speed, by which waiting requests that cannot keep their
         deadline are given up. `only` restricts the step to these requests.
         """
@@ -172,11 +167,13 @@ class Scheduler:
             self._end(request, RequestStatus.FINISHED_EXPIRED)
         if self.kv.tiers is not None:
             self.kv.tiers.poll(now, is_busy=bool(self.running))
-        plan = PlanDraft(self.config.max_num_batched_tokens)
+        budget = self.config.max_num_batched_tokens
+        plan = PlanDraft(budget)
         in_flight = self._in_flight.latest.num_tokens
         # Drafts leave a token for everybody else: the budget has room for one of each.
-        most_sampled = min(self.config.max_sampled_tokens, plan.budget // max(len(self.running), 1))
+        most_sampled = min(self.config.max_sampled_tokens, budget // max(len(self.running), 1))
         behind: list[tuple[Request, int]] = []
+        is_running = RequestStatus.RUNNING  # to look up an enum's member takes as long as all else of a turn
         for request in list(self.running.values()):
             if only is not None and request.request_id not in only:
                 continue
@@ -186,22 +183,22 @@ class Scheduler:
             num_behind = len(request.token_ids) - start
             if num_behind > 1:
                 behind.append((request, num_behind))
-            elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is RequestStatus.RUNNING:
+            elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is is_running:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens
                 if end <= request.room or self._extend(plan, request, end, now, only):
                     plan.num_tokens[request.request_id] = num_tokens
-                    plan.budget -= num_tokens
-        if plan.num_tokens and max_prefill_tokens is not None:
-            plan.budget = min(plan.budget, max_prefill_tokens)
+        plan.budget = budget - sum(plan.num_tokens.values())
+        if plan.num_tokens and pace_prefill is not None and (behind or self.waiting):
+            plan.pace = partial(self._pace, pace_prefill, plan)
         for request, num_behind in behind:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago for one before it
-            num_tokens = min(num_behind, plan.budget)
-            end = len(request.token_ids) - num_behind + num_tokens
-            if self._extend(plan, request, end, now, only):
+            start = len(request.token_ids) - num_behind
+            num_tokens = plan.chunk(start, num_behind)
+            if self._extend(plan, request, start + num_tokens, now, only):
                 plan.add_prefill(request, num_tokens, num_behind)
         if not plan.ran_out_of_blocks and plan.budget > 0 and self.waiting:
             for request in self._admission.admit(plan, now, seconds_per_prefill_token, only):
@@ -214,6 +211,12 @@ class Scheduler:
         self._in_flight.begin(plan)
         removed, self._table.removed = self._table.removed, []
         return plan.as_plan(self._step, removed)
+
+    def _pace(self, pace_prefill: PacePrefill, plan: PlanDraft, start: int) -> int:
+        """How much prefill fits into a plan that has none yet."""
+        num_tokens = sum(plan.num_tokens.values())
+        keys = sum(self.requests[request_id].num_computed_tokens for request_id in plan.num_tokens)
+        return pace_prefill(StepLoad(num_tokens, keys + num_tokens), start)
 
     def retract(self, plan: SchedulerOutput) -> None:
         """The latest plan is not handed on: it has no requests."""
@@ -285,7 +288,6 @@ class Scheduler:
         gained = self.take_ended()
         num_sampled_of: defaultdict[str, int] = defaultdict(int)  # by tenant
         ended: list[Request] = []
-        decode_keys = num_prefills = num_prefill_tokens = prefill_keys = 0
         block_size = self.kv.block_size
         logprobs = output.logprobs
         prompt_logprobs, embeddings = output.prompt_logprobs, output.embeddings
@@ -308,15 +310,8 @@ class Scheduler:
             has_ended = bool(token_ids) and request.append_output_tokens(token_ids)
             computed_before = request.num_computed_tokens
             request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
-            if num_scheduled > num_sampled:
-                num_prefills += 1
-                num_prefill_tokens += num_scheduled
-                prefill_keys += chunk_keys(computed_before, num_scheduled)
+            if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
                 self._account_prefill(request, computed_before, num_scheduled, now)
-            else:
-                decode_keys += computed_before
-                if computed_before < request.num_prompt_tokens:
-                    self._account_prefill(request, computed_before, num_scheduled, now)
             if request.num_computed_tokens // block_size > request.num_committed_blocks:
                 self.kv.commit(request)
             if token_ids:
@@ -340,10 +335,6 @@ class Scheduler:
                 gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
             if embeddings and index in embeddings:
                 gain.embedding = embeddings[index]
-        num_decodes = plan.total_num_scheduled_tokens - num_prefill_tokens
-        self.latest_load = StepLoad(
-            num_decodes, decode_keys + num_decodes, num_prefills, num_prefill_tokens, prefill_keys
-        )
         for tenant, num_tokens in num_sampled_of.items():
             self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
         for request in ended:

@@ -8,10 +8,15 @@ Owned by the EngineCore.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 
 MIN_PREFILL_TOKENS = 16  # a prefill always gets somewhere, whatever the target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
+
+PacePrefill = Callable[[StepLoad, int], int]
+"""`StepBudget.prefill_tokens`."""
 
 
 class StepBudget:

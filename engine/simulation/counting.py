@@ -50,7 +50,6 @@ class CountingExecutor:
         self._sleep = sleep
         self.num_steps = 0
         self.ends: list[float] = []  # of the steps of the latest plan
-        self.latest_load = StepLoad()  # of the last of them
         self._foreseen: list[float] = []
         self._busy_until = 0.0
         self._computed: dict[str, int] = {}  # tokens of each request that are computed
@@ -61,8 +60,7 @@ class CountingExecutor:
         to be just that."""
         ends, end = self._foreseen, max(self._busy_until, self._clock())
         while len(ends) < most and end < horizon:
-            self.latest_load = StepLoad(num_rows, num_keys)
-            end += self.cost(self.latest_load)
+            end += self.cost(StepLoad(num_rows, num_keys))
             num_keys += num_rows
             ends.append(end)
         return len(ends)

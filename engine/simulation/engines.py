@@ -50,8 +50,6 @@ class Replica:
                     max_num_batched_tokens=max(budget, most * len(self.core.scheduler.running)),
                 )
             self.outputs = self.core.step()
-            if len(self.executor.ends) > 1:
-                self.core.scheduler.latest_load = self.executor.latest_load
 
     def _num_steps_at_once(self, horizon: float) -> int:
         """For how many steps all that run decode, nobody starts, ends or is preempted before the last of them, and

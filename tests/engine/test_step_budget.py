@@ -10,6 +10,7 @@ import pytest
 
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
+from engine.messages import FinishReason
 from engine.scheduler.cost_tracker import StepCostTracker
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.step_budget import MIN_PREFILL_TOKENS, StepBudget
@@ -159,6 +160,29 @@ def test_it_follows_when_costs_change_in_the_middle(after: Costs) -> None:
     assert max(seconds) <= 1.25 * TARGET or max(chunks) == MIN_PREFILL_TOKENS
     for each, chunk in list(zip(seconds, chunks, strict=True))[2:-1]:
         assert each >= 0.75 * TARGET or chunk >= MAX_TOKENS - 8
+
+
+def test_only_a_step_with_prefill_asks_how_much_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[StepLoad] = []
+    prefill_tokens = StepBudget.prefill_tokens
+
+    def asks(budget: StepBudget, decodes: StepLoad, start: int) -> int:
+        asked.append(decodes)
+        return prefill_tokens(budget, decodes, start)
+
+    monkeypatch.setattr(StepBudget, "prefill_tokens", asks)
+    device = Device(Costs())
+    device.stream(8)  # all running slots
+    device.core.add(make_request([99] * 20, "waits"))
+    asked.clear()
+    for _ in range(10):
+        device.core.step()
+    assert not asked, "a full queue behind full slots costs steps nothing"
+    device.core.finish_request(next(iter(device.core.scheduler.running)), FinishReason.ABORT)
+    device.core.step()
+    lengths = [request.num_computed_tokens for request in device.core.scheduler.running.values()]
+    (decodes,) = asked
+    assert decodes == StepLoad(7, sum(lengths[:7])), "what this very step decodes"
 
 
 def test_one_step_that_was_held_up_is_forgotten_soon() -> None:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +18,13 @@ from typing import Self
 from tests.server.harness import REPOSITORY, TIMEOUT
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+def _take_terminal() -> None:
+    """In the new process: the terminal is its own, and Ctrl-C means it, also where the tests run in the background of a
+    shell, which has it ignored. Takes no lock."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -40,8 +48,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            # Its own, so that Ctrl-C means it. Takes no lock.
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+            preexec_fn=_take_terminal,  # noqa: PLW1509
         )
         os.close(slave)
 

@@ -14,9 +14,9 @@ from engine.core.config import EngineConfig
 SHOWN_SETTINGS = (
     *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
-    *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "worker_class"),
+    *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
     *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),
-    *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs"),
+    *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class"),
 )
 
 

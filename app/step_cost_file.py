@@ -33,23 +33,25 @@ SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_l
 
 
 def latest(settings: Settings) -> Path | None:
-    """The file of the engine that ended last, of this model if one is given; None if there is none."""
-    try:
-        kept = [file for file in _folder(settings).glob("*.json") if file.is_file()]
-        kept.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in kept:
-            if "model" not in settings.model_fields_set or _models(file) & set(settings.model_names):
-                return file
-    except OSError:  # one that is gone meanwhile
-        pass
-    return None
+    """The file of the engine of this model that ended last, with these settings or those that differ least; None if
+    there is none."""
+    ranks = {file: rank for file in _folder(settings).glob("*.json") if (rank := _rank(file, settings)) is not None}
+    return min(ranks, key=lambda file: ranks[file], default=None)
 
 
-def _models(file: Path) -> set[str]:
+def _rank(file: Path, settings: Settings) -> tuple[int, float] | None:
+    """How many of the settings that change costs are others, and then the latest first; None for another model, and for
+    what is no such file."""
     try:
-        return set(orjson.loads(file.read_bytes())["models"])
-    except (ValueError, TypeError, LookupError):
-        return set()
+        if not file.is_file():
+            return None
+        content = orjson.loads(file.read_bytes())
+        if not set(content["models"]) & set(settings.model_names):
+            return None
+        differences = sum(content["settings"].get(name) != getattr(settings, name) for name in SETTINGS)
+        return differences, -file.stat().st_mtime
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
 
 
 def _folder(settings: Settings) -> Path:

@@ -43,7 +43,7 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="JSON of step costs: what a server answers to GET /server_info, what loadtest.gpu_bench wrote, or a "
         "table alone. Settings that the server tells there hold where none is given. Default: what the last engine "
-        "on this machine has measured, of --model if that is given.",
+        "of this model has measured on this machine.",
     )
     group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
     add_workload_flags(parser)
@@ -157,10 +157,11 @@ def run(settings: Settings, **given: Any) -> int:
 def _latest_table(settings: Settings) -> Path:
     if (path := latest(settings)) is None:
         raise SettingsError(
-            "--table: no engine has measured here what its steps cost. Start `headrace serve` once, or name a file: "
-            "what a server answers to GET /server_info"
+            f"--table: no engine of {settings.model_names[0]} has measured here what its steps cost. Start `headrace "
+            "serve` once, or name a file: what a server answers to GET /server_info"
         )
-    print(f"Step costs: {path}, of {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}")
+    when = datetime.fromtimestamp(path.stat().st_mtime)
+    print(f"Step costs of {settings.model_names[0]}: {path}, of {when:%Y-%m-%d %H:%M}")
     return path
 
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from app.engine_facts import describe
 from app.settings import Settings
+from app.simulate.machine import Machine
 from app.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, latest
 from engine.scheduler.step_cost import StepCostTable
+
+ENGINE = Machine(table=StepCostTable.unknown(8, 64))
 
 
 @pytest.fixture
@@ -76,15 +80,16 @@ def test_of_too_many_files_the_oldest_go(tmp_path: Path, table: StepCostTable) -
     assert StepCostFile(tmp_path / f"{MAX_FILES + 4}.json").read() == table
 
 
-def test_the_latest_is_found_and_the_latest_of_a_model(tmp_path: Path, table: StepCostTable) -> None:
-    here = Settings(cache_dir=tmp_path)
-    assert latest(here) is None
-    for age, model in enumerate(("new", "old", "older")):
-        file = StepCostFile(tmp_path / FOLDER / f"{model}.json", {"models": [model]})
+def test_the_latest_of_a_model_and_of_the_nearest_settings_is_found(tmp_path: Path, table: StepCostTable) -> None:
+    assert latest(Settings(cache_dir=tmp_path, model="a")) is None
+    for age, (name, model, seqs) in enumerate((("1", "b", 64), ("2", "a", 8), ("3", "a", 64), ("4", "a", 64))):
+        settings = Settings(model=model, max_num_seqs=seqs)
+        file = StepCostFile(tmp_path / FOLDER / f"{name}.json", describe(ENGINE, settings))
         file.write(table)
         os.utime(file.path, (1e9 - age, 1e9 - age))
-    (tmp_path / FOLDER / "torn.json").write_text("{")
-    os.utime(tmp_path / FOLDER / "torn.json", (0, 0))
-    assert latest(here) == tmp_path / FOLDER / "new.json"
-    assert latest(Settings(cache_dir=tmp_path, model="old")) == tmp_path / FOLDER / "old.json"
-    assert latest(Settings(cache_dir=tmp_path, model="another")) is None
+    for torn in ("{", "[]", "{}", '{"models": ["a"]}'):
+        (tmp_path / FOLDER / "torn.json").write_text(torn)
+        for model, seqs, name in (("b", 64, "1"), ("a", 8, "2"), ("a", 64, "3"), ("b", 8, "1")):
+            found = latest(Settings(cache_dir=tmp_path, model=model, max_num_seqs=seqs))
+            assert found == tmp_path / FOLDER / f"{name}.json"
+    assert latest(Settings(cache_dir=tmp_path, model="c")) is None

@@ -74,7 +74,7 @@ def test_what_a_server_tells_of_itself_is_a_table(tmp_path: Path, capsys: pytest
 def test_what_the_last_engine_measured_is_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"simulate --cache-dir {tmp_path} --num-prompts 20 --output-len 20 --json {tmp_path / 'out.json'}".split()
     assert main(flags) == 1
-    assert "--table: no engine has measured here" in capsys.readouterr().err
+    assert "--table: no engine of smollm2-135m-instruct has measured here" in capsys.readouterr().err
     settings = Settings(max_num_seqs=3)
     description = describe(Machine(table=TABLE, num_blocks=77, max_model_len=1234), settings)
     StepCostFile(tmp_path / FOLDER / "a.json", description).write(TABLE)

@@ -22,7 +22,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm chromium compiler emulator nginx npm prometheus lock clean
+.PHONY: help serve chat test check lint format storm chromium compiler emulator images nginx npm prometheus lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,7 +54,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 # Minutes of load and faults; not part of `make test`.
-storm: $(VENV)/.dev nginx
+storm: $(VENV)/.dev images nginx
 	$(BIN)/pytest -m storm --timeout 900 --hypothesis-profile explored
 
 # Pins what the environment holds now. Run it in a fresh environment after changing pyproject.toml.
@@ -83,7 +83,7 @@ $(BIN)/python:
 $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/csrc/*) | $(BIN)/python
 	@echo "Installing into $(VENV) (torch is large: minutes the first time)"
 	@$(INSTALL) setuptools
-	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable .
+	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch]'
 	@case "$$(uname -m)" in x86_64|aarch64) ;; *) exit ;; esac; ls gpu/cpu/*.so >/dev/null 2>&1 || { \
 	  if command -v c++ >/dev/null; \
 	  then echo "The C++ library did not compile; $(BIN)/python setup.py build_ext --inplace says why."; \
@@ -95,7 +95,7 @@ $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/c
 # kernels run in its interpreter.
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing what the tests need"
-	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[dev,otel,load]'
+	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch,dev,otel,load]'
 	@$(INSTALL) --no-deps instructor==1.17.0
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) triton==3.9.0
 	@touch $@
@@ -133,6 +133,11 @@ prometheus: | $(BIN)/python
 	    dpkg-deb --extract $$folder/*.deb $$folder && mv $$folder/usr/bin/prom* $(BIN); } >/dev/null; \
 	  status=$$?; rm -r $$folder; [ $$status = 0 ] || \
 	  { echo "The tests need prometheus and promtool, and they could not be fetched. Put them on the PATH" >&2; exit 1; }
+
+# What builds the container image without Docker.
+images:
+	$(call from_debian,buildah,buildah)
+	$(call from_debian,mmdebstrap,mmdebstrap)
 
 # What the tests open the pages with.
 chromium:

@@ -26,7 +26,7 @@ from engine.errors import HeadraceError
 from engine.scheduler.step_cost import StepCostTable
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, usable
-from gpu.host import available_memory, cuda_devices, processor_flags, processor_name, usable_cores
+from gpu.host import available_memory, cuda_devices, has_torch, processor_flags, processor_name, usable_cores
 from gpu.kv_cache_size import size_text
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -122,6 +122,12 @@ def _devices(settings: Settings) -> Iterator[Finding]:
     devices = [] if settings.device == "cpu" else cuda_devices()
     if not devices:
         yield Finding(OK, "device", "cpu" if settings.device == "cpu" else "cpu: there is no CUDA device")
+        return
+    if not has_torch():
+        yield Finding(
+            WRONG if settings.device == "cuda" else NOTE, "device",
+            f"there are {len(devices)} CUDA devices, and torch is not installed", "pip install 'headrace[torch]'",
+        )  # fmt: skip
         return
     import torch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -56,6 +57,11 @@ def processor_name(root: Path = _ROOT) -> str:
 def has_bfloat16_instructions(root: Path = _ROOT) -> bool:
     """Whether the processor multiplies bfloat16 natively; emulated, it is slower than float32."""
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(processor_flags(root))
+
+
+def has_torch() -> bool:
+    """Whether it is installed; it is not imported, which takes a second."""
+    return find_spec("torch") is not None
 
 
 def cuda_devices(root: Path = _ROOT) -> list[str]:

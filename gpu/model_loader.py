@@ -16,9 +16,11 @@ from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
-from gpu.host import available_memory, usable_cores
+from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.runner import LanguageModel
+
+LIBRARY_DTYPES = ("auto", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,7 @@ def load_model(
 
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
     """The library, if it computes this model as the options ask; None where torch does."""
-    if device != "cpu" or options.dtype not in ("auto", "bfloat16") or options.runner == "device":
+    if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
         return None
     return load_library() if CPUCausalLM.supports(config) else None
 
@@ -144,9 +146,11 @@ def check_quantization(options: WorkerOptions, library: Library | None, device: 
 
 def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
     """Import the modules that `load_model` needs, so that its caller may choose when. Raises ConfigError for a device
-    that is not there."""
+    that is not there, and for torch if it is needed and not installed."""
     device = resolve_device(options.device)
     if library_for(config, options, device) is None:
+        if not has_torch():
+            raise _why_torch(config, options)
         import gpu.models.served
     if device != "cpu":
         import gpu.device  # noqa: F401
@@ -164,8 +168,10 @@ def free_memory(device: str) -> int:
 def resolve_device(name: str) -> str:
     """The device of a setting, as torch names it. Raises ConfigError for one that this machine or this torch does not
     have."""
-    if name == "cpu" or (name == "auto" and not _has_cuda_driver()):
+    if name == "cpu" or (name == "auto" and not (_has_cuda_driver() and has_torch())):
         return "cpu"
+    if not has_torch():
+        raise _needs_torch("device", name, "it", "device=cpu works")
     import torch
 
     if name == "auto":
@@ -179,6 +185,21 @@ def resolve_device(name: str) -> str:
         return name
     found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
     raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
+
+
+def _why_torch(config: ModelConfig, options: WorkerOptions) -> ConfigError:
+    """What the library of the CPU path lacks, where torch is not installed."""
+    if options.dtype not in LIBRARY_DTYPES:
+        return _needs_torch("dtype", options.dtype, "on a CPU it", "dtype=auto works")
+    if load_library() is None:
+        who = "no build of the C++ library runs on this processor, so every model"
+        return _needs_torch("device", "cpu", who, "x86 with AVX2 and 64-bit ARM work")
+    return _needs_torch("model", config.architecture, "a model of this kind or shape", "smollm2-135m-instruct works")
+
+
+def _needs_torch(setting: str, value: str, who: str, hint: str) -> ConfigError:
+    allowed = f"{who} needs torch, which is not installed (pip install 'headrace[torch]')"
+    return ConfigError(setting, value, allowed=allowed, hint=f"Without it {hint}")
 
 
 def _has_cuda_driver() -> bool:

@@ -5,6 +5,7 @@ Asked is a real process what it has mapped, so that nothing escapes that is impo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.library import load_library
 from tests.server.harness import MODEL, Server
-from tests.server.tiny_model import CONFIG, write_tiny_model
+from tests.server.tiny_model import CONFIG, tiny_server, write_tiny_model
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="torch serves where the library does not run")
 
@@ -79,3 +80,13 @@ def test_the_embedded_model_fits_into_250_mb() -> None:
         status = Path(f"/proc/{server._process.pid}/status").read_text()
         (resident,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
         assert resident < MAX_RESIDENT
+
+
+def test_where_torch_is_not_installed_a_server_says_what_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
+    server = tiny_server(dtype="float32")
+    server.environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with server:
+        assert server.wait_exit() != 0
+        last = server.log.strip().splitlines()[-1]
+    assert last.startswith("error: dtype is float32: on a CPU it needs torch, which is not installed"), last

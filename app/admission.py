@@ -11,8 +11,10 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from heapq import heappop, heappush
 
 from app.expected_wait import ExpectedWait
 from app.queue_shares import SharedRoom, place_reserves, token_reserves
@@ -23,6 +25,9 @@ from protocol.errors import ApiError
 
 MAX_RETRY_AFTER = 60  # seconds
 _MEMORY = 10.0  # seconds over which rates are averaged
+_GRACE = 2.0  # seconds that a place is left to who was told to come back
+_KEPT = 0.75  # of `max_queue_time`: what is beyond is left to them
+_MAX_RETURNS = 10_000
 
 
 class Limit(enum.StrEnum):
@@ -69,6 +74,36 @@ class Pace:
     def per_second(self) -> float:
         """Choices that start per second; 0 while nothing is known."""
         return self._starts / self._seconds if self._seconds > 0.0 else 0.0
+
+
+class Returns:
+    """Those who were refused, by the time at which they were told to come back.
+
+    A client that asks again the moment it is answered would else take each place that becomes free, and those who do as
+    they were told would come in vain for ever.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._times: list[float] = []  # a heap
+
+    def __len__(self) -> int:
+        """How many are expected."""
+        while self._times and self._times[0] < self._clock() - _GRACE:
+            heappop(self._times)
+        return len(self._times)
+
+    def expect(self, seconds: float) -> None:
+        """One was told to come back after so long."""
+        if len(self._times) < _MAX_RETURNS:
+            heappush(self._times, self._clock() + seconds)
+
+    def claim(self) -> bool:
+        """Somebody comes. Returns whether one was expected now, whom this is taken for."""
+        if not len(self) or self._times[0] > self._clock():
+            return False
+        heappop(self._times)
+        return True
 
 
 class QueueTicket:
@@ -147,6 +182,7 @@ class Admission:
         self._clock = clock
         self._pace = Pace(clock)  # of all together
         self._paces: dict[str, Pace] = {}
+        self._returns: defaultdict[str, Returns] = defaultdict(lambda: Returns(clock))
 
     def set_tenants(self, tenants: Collection[Tenant]) -> None:
         """These are all there are, from now on. Who waits keeps its place."""
@@ -280,15 +316,18 @@ class Admission:
                 f"The queue is too long for a first token within {timeout:g} s: {own} wait, and it is expected to take "
                 f"{expected:.2g} s.",
             )
-        if expected > self._max_queue_time:
-            again = expected - 0.9 * self._max_queue_time + (self._paces[name].refusals / rate if rate else 0.0)
-            raise self._refusal(
+        returns, kept = self._returns[name], _KEPT * self._max_queue_time
+        if expected > self._max_queue_time or (expected > kept and len(returns) and not returns.claim()):
+            again = expected - kept + (len(returns) / rate if rate else 0.0)
+            refusal = self._refusal(
                 tenant,
                 Limit.TIME,
                 f"The queue is too long: {expected:.0f} s are expected to pass until the first token, and "
-                f"{self._max_queue_time:g} s may.",
+                f"{self._max_queue_time:g} s may, less while others were told to come back.",
                 again,
             )
+            returns.expect(float(refusal.headers["retry-after"]))
+            raise refusal
 
     @staticmethod
     def _full(room: SharedRoom, tenant: str, what: str) -> str:

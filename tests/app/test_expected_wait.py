@@ -156,6 +156,16 @@ def test_one_who_comes_when_told_is_let_in() -> None:
     assert server.send(late) is None
 
 
+def test_who_comes_back_when_told_is_served_about_as_often_as_who_asks_again_at_once() -> None:
+    server = Server(max_queue_time=5)
+    server.clients = [Client(f"c{n}", ANONYMOUS, (10, 60)) for n in range(60)]
+    server.run(300)
+    assert server.refused
+    served = sorted(client.number for client in server.clients)
+    assert served[0] > served[30] / 3, served
+    assert server.core.scheduler.running, "and the engine has work"
+
+
 def test_a_tenant_without_a_queue_is_not_refused_for_anothers() -> None:
     flood, other = Tenant(name="flood"), Tenant(name="other")
     server = Server(flood, other, max_queue_time=10)

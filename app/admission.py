@@ -207,7 +207,7 @@ class Admission:
         could never be one.
         """
         self._advance(tenant)
-        answer = self.wait.part_of_answer(max_tokens)
+        answer = self.wait.typical.part_of_answer(max_tokens)
         expected = self._expected(tenant, 1, tokens, answer)
         self._check(tenant, choices, tokens, timeout, expected)
         ticket = QueueTicket(self, tenant, choices, tokens, answer, expected)
@@ -245,7 +245,7 @@ class Admission:
         """Called by a QueueTicket, for a choice that had begun."""
         self.wait.end(ticket.tenant.name)
         if num_output_tokens and ticket.generates:
-            self.wait.learn_answer(ticket.prompt_tokens, num_output_tokens)
+            self.wait.typical.learn(ticket.prompt_tokens, num_output_tokens)
 
     def _count_tenant(self, tenant: Tenant, change: int) -> None:
         """The tenant is about to have its first choice waiting, or has none any more."""

@@ -21,14 +21,13 @@ from collections import Counter
 from app.settings import Settings
 from app.tenants import Tenant
 from engine.clock import Clock
-from engine.scheduler.step_cost import StepCostTable, StepLoad
+from engine.scheduler.expected_work import TypicalRequest
+from engine.scheduler.step_cost import StepCostTable
 
 _MEMORY = 60.0  # seconds after which a wait counts a third
 _LEAST_WAIT = 0.25  # seconds: shorter ones say nothing of a queue
 _BELIEF = 5.0  # seconds of waits that came true, which the expectation begins with
 _MOST_OFF = 4.0
-_ANSWERS = 32  # latest answers that count most
-_CHUNK = 128  # tokens: of prefill beside decodes, by which its price is told
 
 
 class ExpectedWait:
@@ -42,8 +41,7 @@ class ExpectedWait:
         self._clock = clock
         self._running: Counter[str] = Counter()  # choices that have begun, by tenant
         self._num_running = 0
-        self._output_tokens = 0.0  # of a typical answer; 0 while none has ended
-        self._prompt_tokens = 0.0  # of a typical prompt
+        self.typical = TypicalRequest()
         self._waited = self._expected = 0.0  # seconds, the latest counting most
         self._updated = clock()
 
@@ -62,12 +60,6 @@ class ExpectedWait:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
-
-    def learn_answer(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """An answer has ended by itself."""
-        part = 1 / _ANSWERS if self._output_tokens else 1.0
-        self._output_tokens += (max(num_output_tokens, 1) - self._output_tokens) * part
-        self._prompt_tokens += (num_prompt_tokens - self._prompt_tokens) * part
 
     def learn_wait(self, waited: float, expected: float) -> None:
         """A request that was let in got its first token after so many seconds; `expected` is what `seconds` said,
@@ -91,10 +83,6 @@ class ExpectedWait:
         self._expected *= kept
         self._updated = now
 
-    def part_of_answer(self, max_tokens: int | None) -> float:
-        """How much of a typical answer a choice is taken to get that may get so many tokens."""
-        return 1.0 if max_tokens is None else min(1.0, max_tokens / max(self._output_tokens, 1.0))
-
     def seconds(
         self,
         tenant: Tenant,
@@ -109,8 +97,8 @@ class ExpectedWait:
         """Until the last of `own` choices has begun that this tenant will have waiting, with `own_tokens` of prompts;
         others have some more, and together that weight. All who wait are taken to get that part of a typical answer.
         None where there is nothing to go by; 0 where there are running slots for all."""
-        costs = self.costs
-        if costs is None or not costs.is_known or not self._output_tokens:
+        costs, typical = self.costs, self.typical
+        if costs is None or not costs.is_known or not typical.num_output_tokens:
             return None
         slots = self._effective_slots()
         passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
@@ -120,18 +108,16 @@ class ExpectedWait:
         if have_to_end <= 0 and have_to_end_of_own <= 0:
             return 0.0
         rows = max(1, round(min(slots, self._num_running + own + others) / self._engines))
-        keys = int(rows * (self._prompt_tokens + self._output_tokens / 2))
-        step = costs.cost(StepLoad(rows, keys))
-        chunk_keys = int(_CHUNK * min(self._prompt_tokens, _CHUNK) / 2)
-        chunk = costs.cost(StepLoad(rows, keys, 1, _CHUNK, chunk_keys)) - step
+        prices = typical.prices(costs, rows)
         tokens = own_tokens + (others_tokens * passed / others if others else 0.0)
-        prefill = tokens * chunk / _CHUNK / self._engines
+        prefill = tokens * prices.prompt_token / self._engines
         turns = max(have_to_end / slots, have_to_end_of_own / limit, 0.0)
         waiting = own + others
         part = (part_of_answer * waiting + self._num_running) / (waiting + self._num_running)
-        return turns * part * self._output_tokens * step + prefill
+        return turns * part * typical.num_output_tokens * prices.step + prefill
 
     def _effective_slots(self) -> float:
         """Requests that run at once: fewer than there are running slots, where typical ones fill the KV caches."""
-        fit = self.num_kv_tokens / max(self._prompt_tokens + self._output_tokens, 1.0)
+        typical = self.typical
+        fit = self.num_kv_tokens / max(typical.num_prompt_tokens + typical.num_output_tokens, 1.0)
         return max(min(float(self._slots), fit), self._num_running, 1.0)

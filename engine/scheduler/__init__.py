@@ -19,6 +19,7 @@ admission         which waiting requests start
 deadlines         who is out of time
 step_cost         what a step costs, by what it computes
 cost_tracker      keeps that true, by the steps that are made
+expected_work     how much work a request is, before it is known how long its answer gets
 step_budget       how much prefill a step can afford beside running streams
 scheduler         all of it together: `schedule` and `update`
 """

@@ -11,7 +11,7 @@ from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
-from engine.transport.router import Router, weights
+from engine.transport.router import WHOLE, Router
 
 MakeCore = Callable[[VirtualClock], tuple[EngineCore, CountingExecutor]]
 
@@ -84,7 +84,7 @@ class Engines:
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
         self._router = Router(size) if size > 1 else None
-        self._owners: dict[str, tuple[Replica, float]] = {}  # of those that have not ended, with their weight
+        self._owners: dict[str, Replica] = {}  # of those that have not ended
 
     @property
     def due(self) -> float:
@@ -99,15 +99,17 @@ class Engines:
     def add(self, request: EngineCoreRequest) -> None:
         """Run a request."""
         command = AddRequests.of([request])
-        index, weight = 0, 0.0
+        index = 0
         if self._router is not None:
-            index, weight = self._router.choose(command, range(len(self.replicas))), weights(command)[0]
-        self._owners[request.request_id] = self.replicas[index], weight
+            for replica in self.replicas:
+                self._router.set_costs(replica.index, replica.core.costs)
+            index = self._router.choose(command, range(len(self.replicas)))
+        self._owners[request.request_id] = self.replicas[index]
         self.replicas[index].inbox.append(command)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request from outside."""
-        owner = self._forget(request_id)
+        owner = self._forget(request_id, by_itself=reason in WHOLE)
         if owner is not None:
             owner.inbox.append(FinishRequests([request_id], reason))
 
@@ -126,8 +128,10 @@ class Engines:
                 replica.outputs = None
         for outputs, _ in ended:
             for output in outputs.outputs:
+                if self._router is not None:
+                    self._router.advanced(output.request_id, len(output.new_token_ids))
                 if output.finish_reason is not None:
-                    self._forget(output.request_id)
+                    self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
         return ended
 
     def begin(self, horizon: float) -> None:
@@ -137,8 +141,8 @@ class Engines:
             if replica.outputs is None and (replica.inbox or replica.core.has_work):
                 replica.begin(self.now, horizon)
 
-    def _forget(self, request_id: str) -> Replica | None:
-        replica, weight = self._owners.pop(request_id, (None, 0.0))
-        if replica is not None and self._router is not None:
-            self._router.ended(replica.index, weight)
+    def _forget(self, request_id: str, *, by_itself: bool = False) -> Replica | None:
+        replica = self._owners.pop(request_id, None)
+        if self._router is not None:
+            self._router.ended(request_id, by_itself=by_itself)
         return replica

@@ -18,9 +18,10 @@ import msgspec
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
 from engine.errors import EngineDead, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
+from engine.scheduler.step_cost import StepCostTable
 from engine.transport.channel import Deliver
 from engine.transport.client import EngineClient
-from engine.transport.router import Router, weights
+from engine.transport.router import WHOLE, Router
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class DataParallelClient:
                 for request_id in request_ids:
                     replica = self._owners.get(request_id)
                     if replica is not None:
-                        self._forget(request_id)
+                        self._forget(request_id, by_itself=reason in WHOLE)
                         by_replica.setdefault(replica.index, []).append(request_id)
                 for index, ids in by_replica.items():
                     self.replicas[index].client.send(FinishRequests(ids, reason))
@@ -92,8 +93,8 @@ class DataParallelClient:
 
     def _place(self, command: AddRequests, replica: Replica) -> None:
         now = time.monotonic()
-        for request, weight in zip(command.choices, weights(command), strict=True):
-            replica.requests[request.request_id] = _Open(now, weight)
+        for request in command.choices:
+            replica.requests[request.request_id] = now
             self._owners[request.request_id] = replica
         replica.client.send(command)
 
@@ -142,12 +143,15 @@ class DataParallelClient:
         """What the front end is told of an event."""
         if isinstance(event, EngineCoreOutputs):
             replica.stats = event.stats
+            self._take_costs(replica, event.stats.step_costs)
             for output in event.outputs:
+                self._router.advanced(output.request_id, len(output.new_token_ids))
                 if output.finish_reason is not None:
-                    self._forget(output.request_id)
+                    self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
             replica.engine_info = event
+            self._take_costs(replica, event.step_costs)
             if self._announced:
                 logger.info("Engine %d runs again", replica.index)
             elif len(self._alive()) == len(self.replicas):
@@ -184,10 +188,15 @@ class DataParallelClient:
         for replica in self.replicas:
             replica.ended.set()
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, *, by_itself: bool = False) -> None:
         replica = self._owners.pop(request_id, None)
         if replica is not None:
-            self._router.ended(replica.index, replica.requests.pop(request_id).weight)
+            del replica.requests[request_id]
+            self._router.ended(request_id, by_itself=by_itself)
+
+    def _take_costs(self, replica: Replica, costs: bytes | None) -> None:
+        if costs:
+            self._router.set_costs(replica.index, StepCostTable.from_json(costs))
 
     # --- as one
 
@@ -228,13 +237,6 @@ _NOTHING_DONE = SchedulerStats(
 )
 
 
-class _Open(msgspec.Struct, gc=False):
-    """A choice that a replica runs."""
-
-    since: float
-    weight: float
-
-
 class Replica:
     """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
 
@@ -242,7 +244,7 @@ class Replica:
         self.index = index
         self._make = make
         self.engine_info: EngineReady | None = None  # while it lives
-        self.requests: dict[str, _Open] = {}
+        self.requests: dict[str, float] = {}  # since when it has had each
         self.restart()
 
     def restart(self) -> None:
@@ -268,4 +270,4 @@ class Replica:
         if not self.client.is_asleep:
             return self.client.last_progress
         oldest = next(iter(self.requests.values()), None)
-        return None if oldest is None else max(self.client.last_progress, oldest.since)
+        return None if oldest is None else max(self.client.last_progress, oldest)

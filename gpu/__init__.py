@@ -12,6 +12,7 @@ rows            the row table: what is remembered of every request between steps
 columns         what a column of the row table is
 input_batch     tokens and blocks of the rows on the host, and a step's inputs made from them
 prompt_outputs  what a request wants of its prompt: log-probabilities, pooled hidden states
+profile         what the device does with its time, while somebody wants to know
 perplexity      how well a model that was quantized at load still reads a short text
 device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there

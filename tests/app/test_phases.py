@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.phases import MAX_SPANS, PhaseSpan, phases
+from app.phases import MAX_EVENTS, MAX_SPANS, PhaseSpan, phases
 from app.trace_names import Phase
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, EventKind, RequestEvent, SamplingParams
@@ -81,11 +81,19 @@ def test_the_choice_that_is_furthest_is_what_the_answer_waits_for() -> None:
     ]
 
 
-def test_who_leaves_during_the_prompt_never_decodes() -> None:
-    assert track([(0, EventKind.SCHEDULED, 2.0, 0), (0, EventKind.PREFILL, 3.0, 50)]) == [
-        ("queue", 2.0),
-        ("prefill", 20.0),
+def test_without_a_token_nothing_decodes() -> None:
+    for tokens in (50, 100):  # it left during the prompt; the prompt was all
+        events = [(0, EventKind.SCHEDULED, 2.0, 0), (0, EventKind.PREFILL, 3.0, tokens)]
+        assert track(events) == [("queue", 2.0), ("prefill", 20.0)]
+
+
+def test_what_is_told_of_a_request_is_bounded() -> None:
+    often = [
+        (0, (EventKind.SCHEDULED, EventKind.PREEMPTED)[number % 2], 2.0 + number / 100, 100) for number in range(1000)
     ]
+    spans = phases_of(often, first_token=2.0)
+    assert len(spans) == MAX_SPANS + 1
+    assert max(len(span.events) for span in spans) == MAX_EVENTS
 
 
 EVENTS = st.lists(

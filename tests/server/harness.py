@@ -272,7 +272,7 @@ def free_port() -> int:
 def _kill_group(group: int) -> bool:
     """End what is left of a process group. Returns whether there was anything."""
     # Hypercorn's worker and multiprocessing's resource tracker follow their parent within moments.
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not _lives(group):
             return False

@@ -130,7 +130,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
         (("--burstiness", "-1"), "--burstiness: got -1.0"),
         (("--random-range-ratio", "1.5"), "--random-range-ratio: got '1.5'"),
         (("--dataset-path", "x"), "reads no file"),
-        (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot read /nowhere as sharegpt"),
+        (("--dataset-name", "sharegpt", "--dataset-path", "/nowhere"), "cannot read /nowhere: No such file"),
         (("--dataset-name", "custom"), "needs a file"),
         (("--ramp-up-strategy", "linear"), "--ramp-up-start-rps"),
         (("--ramp-up-strategy", "linear", "--request-rate", "2"), "--request-rate: leave it out"),

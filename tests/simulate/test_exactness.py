@@ -151,7 +151,7 @@ def test_the_door_refuses_as_the_servers_does() -> None:
     outcome = simulated([asked(0.0, 100, 50, f"r{number}") for number in range(20)], max_queued_requests=8)
     refused = [record for record in outcome.records if record.refused]
     assert len(refused) == 12
-    assert "The queue is full: 8 of 8 places are taken." in refused[0].error
+    assert refused[0].error == "HTTP 429 queue_full"
     assert outcome.result()["refused"] == 12
 
 

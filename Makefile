@@ -22,7 +22,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm chromium compiler emulator images nginx npm prometheus lock clean
+.PHONY: help serve chat test check lint format storm chromium compiler emulator images nginx npm prometheus systemd lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -34,7 +34,7 @@ serve: $(VENV)/.runtime
 chat: $(VENV)/.runtime
 	@exec $(BIN)/headrace chat $(ARGS)
 
-test: chromium compiler emulator lint nginx npm prometheus
+test: chromium compiler emulator lint nginx npm prometheus systemd
 	$(BIN)/headrace pull
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
@@ -113,6 +113,10 @@ endef
 # The proxy that the server's tests put before it.
 nginx:
 	$(call from_debian,nginx,nginx-light)
+
+# What judges the shipped units, and knows the groups of system calls that they allow. It is not started.
+systemd:
+	$(call from_debian,systemd-analyze,systemd)
 
 # What the library of gpu/cpu is built with: the tests hold it to its word.
 compiler:

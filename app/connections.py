@@ -171,6 +171,7 @@ class ConnectionGuard:
         timeout = min(self._send_timeout, self._head_timeout, 8.0)
         while True:
             await anyio.sleep(0.1 if self._draining or self._ending_since is not None else timeout / 8)
+            await anyio.sleep(0.01)  # what came while the process stood still is read first: it makes connections busy
             self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:

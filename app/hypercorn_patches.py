@@ -259,7 +259,7 @@ class Connection:
 
     def answer_once_more(self) -> None:
         """Say in every answer from now on that the connection ends with it; and so do all others. HTTP/1 only."""
-        self.config.keep_alive_max_requests = 0
+        self.config.keep_alive_max_requests = 1  # with the one that is answered; those of HTTP/2 count one by one
 
     def close(self) -> None:
         """Close the connection in order, once what is in the transport has been sent."""

@@ -49,7 +49,7 @@ MODEL: dict[str, Any] = {
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG = {"max_tokens": 300, "ignore_eos": True}
 # What only a fault counts: no load does.
-FAULTS = {"headrace:kv_tier_failed_loads_total"}
+FAULTS = {"headrace:kv_tier_failed_loads_total", "headrace:lost_traces_total"}
 
 
 def prompt(seed: int, length: int) -> list[int]:

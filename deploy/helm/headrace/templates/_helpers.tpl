@@ -1,0 +1,69 @@
+{{- define "headrace.name" -}}
+{{- .Values.nameOverride | default .Chart.Name | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "headrace.fullname" -}}
+{{- $name := include "headrace.name" . }}
+{{- $both := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
+{{- .Values.fullnameOverride | default $both | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "headrace.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "headrace.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "headrace.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "headrace.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "headrace.metadata" -}}
+name: {{ include "headrace.fullname" . }}
+namespace: {{ .Release.Namespace }}
+labels:
+  {{- include "headrace.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "headrace.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "headrace.fullname" .) "default" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- define "headrace.image" -}}
+{{- with .Values.image }}
+{{- .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- /* After the drain the server has 3 s for its connections and 10 s for its engine; 2 s are to spare. */}}
+{{- define "headrace.gracePeriod" -}}
+{{- add .Values.preStopSleep (ceil .Values.settings.drain_timeout) 15 }}
+{{- end }}
+
+{{- define "headrace.environmentFromSecret" -}}
+- name: {{ .name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .secret.existingSecret }}
+      key: {{ .secret.key }}
+{{- end }}
+
+{{- /* What no schema can say: combinations that would be installed and not work. */}}
+{{- define "headrace.validate" -}}
+{{- $v := .Values }}
+{{- $prefix := $v.settings.metrics_prefix | default "vllm:" }}
+{{- if and (ne $prefix "vllm:") (or $v.prometheusRule.enabled $v.inferencePool.enabled) }}
+{{- fail (printf "settings.metrics_prefix is %q, and prometheusRule and inferencePool read metrics that begin with \"vllm:\"" $prefix) }}
+{{- end }}
+{{- if and $v.serviceMonitor.enabled (or $v.apiKeys.existingSecret $v.tenants.existingSecret) (not $v.serviceMonitor.authorization.existingSecret) }}
+{{- fail "apiKeys or tenants make /metrics ask for a key: name a Secret with one in serviceMonitor.authorization.existingSecret" }}
+{{- end }}
+{{- if gt ($v.gpu.count | int) ($v.settings.data_parallel_size | default 1 | int) }}
+{{- fail (printf "gpu.count is %v, and an engine uses one device: set settings.data_parallel_size to as many, and settings.engine to process" $v.gpu.count) }}
+{{- end }}
+{{- if gt ($v.autoscaling.minReplicas | int) ($v.autoscaling.maxReplicas | int) }}
+{{- fail (printf "autoscaling.minReplicas is %v, and autoscaling.maxReplicas %v" $v.autoscaling.minReplicas $v.autoscaling.maxReplicas) }}
+{{- end }}
+{{- end }}

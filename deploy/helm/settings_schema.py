@@ -1,0 +1,48 @@
+"""Writes what values.schema.json of the chart beside this file says of `settings`, from app.settings. Run it after a
+change of a setting; a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize
+
+from app.setting_types import is_secret, without_none
+from app.settings import Settings
+
+SCHEMA = Path(__file__).parent / "headrace" / "values.schema.json"
+ELSEWHERE = {"port", "reuse_port", "api_keys_file"}  # a pod has its port alone; keys come from Secrets
+
+
+def settings_schema() -> dict[str, Any]:
+    """Properties of `settings`, in JSON Schema."""
+    written = Settings.model_json_schema()["properties"]
+    return {
+        name: _property(written[name], is_size=without_none(field.annotation) is ByteSize)
+        for name, field in sorted(Settings.model_fields.items())
+        if name not in ELSEWHERE and not is_secret(field)
+    }
+
+
+def _property(written: dict[str, Any], *, is_size: bool) -> dict[str, Any]:
+    if is_size:
+        return {"description": written["description"], "type": ["integer", "string"]}
+    given = written | written.get("anyOf", [{}])[0]  # what it is, and not null
+    if given["type"] == "array":
+        return {"description": written["description"], "type": "string"}  # commas in an environment variable
+    return {
+        key: value for key, value in given.items() if key not in ("title", "default", "examples", "anyOf", "format")
+    }
+
+
+def written(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the settings as they are now."""
+    settings = schema["properties"]["settings"] | {"properties": settings_schema()}
+    return schema | {"properties": schema["properties"] | {"settings": settings}}
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(json.dumps(written(json.loads(SCHEMA.read_text())), indent=2) + "\n")

@@ -1,13 +1,21 @@
-"""The body of a request, whole and in time, or the reason why not. For `app.scope`, which owns `receive()`."""
+"""The headers of a request, and its body, whole and in time, or why not. For `app.scope`, which owns `receive()`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import anyio
 from starlette.types import Receive
 
 from protocol.errors import ApiError
+
+
+def decode_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """By lower-case name; of a header that comes twice, the first."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return headers
 
 
 class ClientGone(Exception):

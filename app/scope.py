@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 from app.hypercorn_patches import Connection, current_connection
 from app.hypercorn_streams import CALL_ON_DISCONNECT
 from app.logs import request_logger
-from app.request_body import ClientGone, read_body
+from app.request_body import ClientGone, decode_headers, read_body
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
 from app.trace_names import Phase
@@ -86,7 +86,7 @@ class RequestScope:
         self.http_version: str = scope["http_version"]
         self.query_string: bytes = scope["query_string"]
         self.path_params: Mapping[str, str] = scope.get("path_params", {})
-        self.headers = _decode_headers(scope["headers"])
+        self.headers = decode_headers(scope["headers"])
         self.tenant: Tenant = scope.get("headrace.tenant", ANONYMOUS)
         self.request_id = self._choose_request_id()
         self.arrival_time = time.monotonic()
@@ -396,11 +396,3 @@ class RequestScope:
     def _choose_request_id(self) -> str:
         given = self.headers.get("x-request-id", "")
         return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _decode_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """By lower-case name; of a header that comes twice, the first."""
-    headers: dict[str, str] = {}
-    for name, value in raw:
-        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-    return headers

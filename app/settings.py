@@ -97,8 +97,7 @@ class Settings(BaseSettings):
     )
     data_parallel_size: int = Field(
         1,
-        description="Engines that share the requests, each with all weights and a KV cache; more than 1 needs "
-        "engine = process.",
+        description="Engines that share the requests, each with all weights; more than 1 needs engine = process.",
         ge=1,
         le=64,
     )
@@ -138,8 +137,7 @@ class Settings(BaseSettings):
     )
     kv_cache_dir: UserPath | None = Field(
         None,
-        description="Directory where KV blocks of prompts are kept, so that they outlive a restart; several engines of "
-        "a machine may share one. Default: none are kept.",
+        description="Directory where KV blocks of prompts outlive a restart; engines may share one. Default: none.",
         examples=["/var/cache/headrace/kv"],
     )
     kv_cache_dir_size: ByteSize = Field(
@@ -150,15 +148,13 @@ class Settings(BaseSettings):
     )
     kv_cache_ram: ByteSize = Field(
         ByteSize(0),
-        description="Memory of the host for KV blocks that a device's own memory does not hold; 0: none. Not for CPUs, "
-        "which compute in that memory.",
+        description="Host memory for KV blocks beside a device's own; 0: none. Not for CPUs, which compute in it.",
         ge=0,
         examples=["16GiB"],
     )
     gpu_memory_utilization: float = Field(
         0.9,
-        description="Share of a CUDA device's memory that weights, steps and KV cache may fill, if kv_cache_memory "
-        "does not say how large the cache is.",
+        description="Share of a CUDA device's memory to fill, unless kv_cache_memory says how large the cache is.",
         gt=0,
         le=1,
     )
@@ -197,8 +193,7 @@ class Settings(BaseSettings):
     )
     template_kwargs: CommaSeparated = Field(
         ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string"),
-        description="Variables of the chat template that a request may set with chat_template_kwargs, comma separated; "
-        "*: any.",
+        description="Template variables that chat_template_kwargs may set, comma separated; *: any.",
         examples=["enable_thinking,date_string"],
     )
     template_timeout: float = Field(

@@ -1,7 +1,7 @@
 """What crosses the seams: the structs between client code, front end and engine core.
 
-Everything here is a `msgspec.Struct` without behaviour beyond checks, so that it can cross a thread for free and a
-process as msgpack. The protocol room imports this module and `engine.errors`, and nothing else of the engine.
+All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. Of the
+engine, the protocol room imports this module and `engine.errors` alone.
 
 Times are seconds of `time.monotonic()`, which is one clock for all processes of a machine on Linux.
 """
@@ -28,7 +28,6 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
-
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, MAX_N),
@@ -341,8 +340,7 @@ class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """The stats after one step. The last ones, from `num_preemptions` on, are what this step added, the others are
-    levels."""
+    """The stats after one step: levels, and from `num_preemptions` on what this step added."""
 
     step: int
     num_running: int
@@ -368,8 +366,8 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True,
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     """What the caller of `AsyncLLM.stream` sees: the new part of one choice since the last look.
 
-    `text`, `token_ids` and `logprobs` are deltas; when the caller lags, several steps' deltas arrive merged. Text may
-    trail the token ids: what could still become part of a stop string or of an unfinished character is held back.
+    `text`, `token_ids` and `logprobs` are deltas, of several steps if the caller lags. Text may trail the token ids:
+    what could become part of a stop string or of an unfinished character is held back.
     """
 
     request_id: str

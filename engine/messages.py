@@ -1,7 +1,7 @@
 """What crosses the seams: the structs between client code, front end and engine core.
 
-All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. Of the
-engine, the protocol room imports this module and `engine.errors` alone.
+All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. The
+protocol room imports this module and `engine.errors`, and nothing else of the engine.
 
 Times are seconds of `time.monotonic()`, which is one clock for all processes of a machine on Linux.
 """

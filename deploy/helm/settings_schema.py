@@ -16,6 +16,9 @@ from app.settings import Settings
 SCHEMA = Path(__file__).parent / "headrace" / "values.schema.json"
 ELSEWHERE = {"port", "reuse_port", "api_keys_file"}  # a pod has its port alone; keys come from Secrets
 
+# What `headrace serve --help` says of a setting is not repeated, or each of its words would be here twice.
+KEPT = ("type", "enum", "pattern", "minLength", "minimum", "exclusiveMinimum", "maximum")
+
 
 def settings_schema() -> dict[str, Any]:
     """Properties of `settings`, in JSON Schema."""
@@ -29,13 +32,11 @@ def settings_schema() -> dict[str, Any]:
 
 def _property(written: dict[str, Any], *, is_size: bool) -> dict[str, Any]:
     if is_size:
-        return {"description": written["description"], "type": ["integer", "string"]}
+        return {"type": ["integer", "string"]}
     given = written | written.get("anyOf", [{}])[0]  # what it is, and not null
     if given["type"] == "array":
-        return {"description": written["description"], "type": "string"}  # commas in an environment variable
-    return {
-        key: value for key, value in given.items() if key not in ("title", "default", "examples", "anyOf", "format")
-    }
+        return {"type": "string"}  # commas in an environment variable
+    return {key: value for key, value in given.items() if key in KEPT}
 
 
 def written(schema: dict[str, Any]) -> dict[str, Any]:

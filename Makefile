@@ -5,6 +5,7 @@
 #   make test     environment, install, every check and test
 #   make check    what takes about a minute of it: lint, types, unit tests without servers or downloads
 #   make storm    minutes of load and faults
+#   make soak     an hour of everything at once (HOURS=8)
 #
 # Flags for the server: make serve ARGS="--port 9000 --model path/to/model". Another Python: make PYTHON=python3.12 test
 
@@ -22,7 +23,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm chromium compiler emulator images nginx npm prometheus systemd lock clean
+.PHONY: help serve chat test check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +57,12 @@ format: $(VENV)/.dev
 # Minutes of load and faults; not part of `make test`.
 storm: $(VENV)/.dev images nginx
 	$(BIN)/pytest -m storm --timeout 900 --hypothesis-profile explored
+
+# Whether a server is after hours what it was.
+HOURS ?= 1
+soak: $(VENV)/.dev
+	$(BIN)/headrace pull
+	$(BIN)/python -m loadtest.soak --hours $(HOURS)
 
 # Pins what the environment holds now. Run it in a fresh environment after changing pyproject.toml.
 lock: $(VENV)/.dev

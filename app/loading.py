@@ -114,7 +114,9 @@ def make_client(
     if settings.data_parallel_size == 1:
         return make_process_client(Share(settings), progress)
     shares = divide(settings)
-    return DataParallelClient(lambda index: make_process_client(shares[index], progress, index), len(shares))
+    return DataParallelClient(
+        lambda index: make_process_client(shares[index], progress, index), len(shares), settings.max_num_seqs
+    )
 
 
 @dataclass(frozen=True)

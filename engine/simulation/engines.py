@@ -83,7 +83,8 @@ class Engines:
         self.replicas = [Replica(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
-        self._router = Router(size) if size > 1 else None
+        slots = self.replicas[0].core.config.max_num_seqs
+        self._router = Router(size, slots) if size > 1 else None
         self._owners: dict[str, Replica] = {}  # of those that have not ended
 
     @property

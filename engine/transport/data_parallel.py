@@ -31,11 +31,12 @@ RESTART_SECONDS = 0.5  # between a death and the new start
 
 
 class DataParallelClient:
-    """An `EngineClient` over `size` others; `make_replica` makes the one of an index, also for a restart."""
+    """An `EngineClient` over `size` others, of `max_num_seqs` running slots each; `make_replica` makes the one of an
+    index, also for a restart."""
 
-    def __init__(self, make_replica: Callable[[int], EngineClient], size: int) -> None:
+    def __init__(self, make_replica: Callable[[int], EngineClient], size: int, max_num_seqs: int) -> None:
         self.replicas = [Replica(index, make_replica) for index in range(size)]
-        self._router = Router(size)
+        self._router = Router(size, max_num_seqs)
         self._owners: dict[str, Replica] = {}  # of requests that have not ended
         self._step = 0
         self._deaths: deque[float] = deque()

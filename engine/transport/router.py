@@ -47,7 +47,10 @@ class Router:
     costs a prefill and nothing else, so Python's own hash is good enough here.
     """
 
-    def __init__(self, size: int, max_chunks: int = MAX_CHUNKS) -> None:
+    def __init__(self, size: int, max_num_seqs: int, max_chunks: int = MAX_CHUNKS) -> None:
+        """`max_num_seqs`: running slots of each engine."""
+        self._max_num_seqs = max_num_seqs
+        self._num_choices = [0] * size
         self._typical = TypicalRequest()
         self._costs: list[StepCostTable | None] = [None] * size
         self._prompt_tokens = [0] * size
@@ -71,7 +74,9 @@ class Router:
         first = added.choices[0]
         chunks = list(_chunks((first.tenant, first.cache_salt), added.prompt_token_ids))
         loads = self.loads
-        least = min(alive, key=loads.__getitem__)
+        # Prices are measured, and may be wrong: nobody waits for one engine while another has slots to spare.
+        most = self._max_num_seqs - len(added.choices)
+        least = min(alive, key=lambda engine: (self._num_choices[engine] > most, loads[engine]))
         answer_price = self._prices(self._costs[least])[1]
         limit = loads[least] * (1 + EXTRA_SHARE) + EXTRA_ANSWERS * answer_price * self._typical_answer
         knowing = self._who_knows_most(chunks, alive)
@@ -83,6 +88,7 @@ class Router:
             longest, typical = choice.sampling.max_tokens, round(self._typical_answer)
             answer = typical if longest is None else min(typical, longest)
             self._work[choice.request_id] = Work(chosen, uncached, answer, len(added.prompt_token_ids))
+            self._num_choices[chosen] += 1
             self._prompt_tokens[chosen] += uncached
             self._answer_tokens[chosen] += answer
             uncached = 0  # the first stands for the prompt, which is computed once for all
@@ -101,6 +107,7 @@ class Router:
         work = self._work.pop(request_id, None)
         if work is not None:
             self._leave(work, 0)
+            self._num_choices[work.engine] -= 1
             if by_itself and work.num_output_tokens:
                 self._typical.learn(work.num_prompt_tokens, work.num_output_tokens)
 

@@ -73,7 +73,8 @@ async def serving(where: EngineClient | Where, **options: Any) -> AsyncIterator[
 
 
 def replicas(size: int, **options: Any) -> DataParallelClient:
-    return DataParallelClient(lambda index: process_client(**options), size)
+    slots = options.get("max_num_seqs", 8)
+    return DataParallelClient(lambda index: process_client(**options), size, slots)
 
 
 def process_of(parallel: DataParallelClient, index: int) -> int:

@@ -17,6 +17,7 @@ from engine.transport.router import CHUNK, EXTRA_ANSWERS, TOKENS_PER_ANSWER, Rou
 from tests.engine import helpers
 
 ALL = (0, 1, 2)
+SLOTS = 10_000  # more than anybody here takes
 
 
 def make_request(prompt: Sequence[int], *, tenant: str = "", max_tokens: int | None = None) -> EngineCoreRequest:
@@ -51,20 +52,38 @@ def costs(token: float, speed: float = 1.0) -> StepCostTable:
 
 
 def test_unknown_prompts_go_where_least_is_to_do() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
     assert sorted(choose(router, [number]) for number in range(3)) == [0, 1, 2]
     assert sorted(choose(router, [number]) for number in range(3)) == [0, 1, 2]
+
+
+def test_nobody_waits_for_one_engine_while_another_has_slots() -> None:
+    """Though the one says that it is ten times as fast."""
+    router = Router(2, 4)
+    router.set_costs(0, costs(0.001, speed=10.0))
+    router.set_costs(1, costs(0.001))
+    requests = [make_request([number]) for number in range(10)]
+    chosen = [router.choose(added(request), (0, 1)) for request in requests]
+    assert sorted(chosen[:8]) == [0] * 4 + [1] * 4
+    assert chosen[8:] == [0, 0], "by seconds, where neither has any"
+    end(router, requests[chosen.index(1)])
+    assert router.choose(added(make_request([99])), (0, 1)) == 1
+    end(router, *(request for request, engine in zip(requests[6:8], chosen[6:8], strict=True) if engine == 1))
+    both = make_request([98])
+    other = msgspec.structs.replace(both, request_id="other")
+    assert router.choose(added(both, other), (0, 1)) == 1
+    assert router.choose(added(make_request([97])), (0, 1)) == 0
 
 
 def test_a_long_prompt_weighs_more_than_a_short_one() -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     request = make_request(range(5000))
     long = router.choose(added(request), (0, 1))
     assert [router.choose(added(make_request([i])), (0, 1)) for i in range(9)] == [1 - long] * 9
 
 
 def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
 
     requests = [make_request(prompt(1)), make_request(prompt(2))]
     first, other = (router.choose(added(request), ALL) for request in requests)
@@ -78,13 +97,13 @@ def test_a_prompt_goes_where_the_longest_part_of_it_is_known() -> None:
 
 
 def test_less_than_a_chunk_is_not_worth_a_detour() -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     token_ids = list(range(CHUNK - 1))
     assert [router.choose(added(make_request(token_ids)), (0, 1)) for _ in range(2)] == [0, 1]
 
 
 def test_a_known_beginning_does_not_make_a_queue() -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     chosen = [router.choose(added(make_request(prompt(1, tail=i))), (0, 1)) for i in range(40)]
     assert set(chosen[: int(EXTRA_ANSWERS) - 1]) == {chosen[0]}, "while there is little to do it stays"
     assert 10 <= chosen.count(0) <= 30
@@ -92,7 +111,7 @@ def test_a_known_beginning_does_not_make_a_queue() -> None:
 
 
 def test_who_has_spilled_over_is_known_in_both_places() -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     requests = [make_request(prompt(1, tail=i)) for i in range(12)]
     chosen = [router.choose(added(request), (0, 1)) for request in requests]
     assert set(chosen) == {0, 1}
@@ -103,14 +122,14 @@ def test_who_has_spilled_over_is_known_in_both_places() -> None:
 
 
 def test_tenants_share_no_beginnings() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
     first = choose(router, prompt(1), tenant="a")
     assert choose(router, prompt(1), tenant="b") != first
     assert choose(router, prompt(1), tenant="a") == first
 
 
 def test_choices_of_one_prompt_stay_together_and_count_it_once() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
     shared = list(range(TOKENS_PER_ANSWER))
     children = [msgspec.structs.replace(make_request([1]), prompt_token_ids=shared) for _ in range(8)]
     chosen = router.choose(added(*children), ALL)
@@ -123,7 +142,7 @@ def test_choices_of_one_prompt_stay_together_and_count_it_once() -> None:
 @given(st.lists(st.tuples(st.integers(1, 4000), st.integers(1, 500)), min_size=60, max_size=120), st.floats(0, 1e-3))
 @settings(deadline=None)
 def test_an_engine_that_is_twice_as_fast_gets_twice_the_work(sizes: list[tuple[int, int]], token: float) -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     for engine, speed in enumerate((1.0, 2.0)):
         router.set_costs(engine, costs(token, speed))
     price = costs(token)
@@ -140,7 +159,7 @@ def test_an_engine_that_is_twice_as_fast_gets_twice_the_work(sizes: list[tuple[i
 @given(st.integers(1000, 8000), st.floats(1e-5, 1e-3))
 @settings(deadline=None)
 def test_a_long_prompt_counts_as_what_it_takes(length: int, token: float) -> None:
-    router = Router(2)
+    router = Router(2, SLOTS)
     router.set_costs(0, costs(token))  # the other has not told, and is taken to be like it
     long = router.choose(added(make_request(range(length), max_tokens=1)), (0, 1))
     answer = 0.01 / 32 * 256 + token
@@ -150,7 +169,7 @@ def test_a_long_prompt_counts_as_what_it_takes(length: int, token: float) -> Non
 
 
 def test_what_is_computed_is_no_work_any_more_and_ended_answers_tell_how_long_they_get() -> None:
-    router = Router(1)
+    router = Router(1, SLOTS)
     request = make_request(prompt(1))
     router.choose(added(request), [0])
     assert router.loads == [pytest.approx(1 + len(prompt(1)) / TOKENS_PER_ANSWER)]
@@ -164,7 +183,7 @@ def test_what_is_computed_is_no_work_any_more_and_ended_answers_tell_how_long_th
 
 
 def test_an_engine_that_has_gone_is_forgotten() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
     first = choose(router, prompt(1))
     rest = [engine for engine in ALL if engine != first]
     router.forget(first)
@@ -174,13 +193,13 @@ def test_an_engine_that_has_gone_is_forgotten() -> None:
 
 
 def test_only_engines_that_live_are_chosen() -> None:
-    router = Router(3)
+    router = Router(3, SLOTS)
     choose(router, prompt(1))
     assert [router.choose(added(make_request(prompt(1))), [2]) for _ in range(20)] == [2] * 20
 
 
 def test_the_memory_of_beginnings_is_bounded_and_keeps_what_is_used() -> None:
-    router = Router(3, max_chunks=40)
+    router = Router(3, SLOTS, max_chunks=40)
     first = choose(router, prompt(1))
     for number in range(2, 200):
         requests = [make_request(prompt(each)) for each in ([number, 1] if number % 5 == 0 else [number])]

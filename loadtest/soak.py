@@ -193,6 +193,8 @@ class Soak:
         )
         with urllib.request.urlopen(request, timeout=60) as feed:
             for _ in range(draw.randint(1, 40)):
+                if self._stop.is_set():  # an idle server has little to tell
+                    break
                 feed.readline()
 
     def _read_slowly(self, draw: random.Random) -> None:
@@ -285,7 +287,7 @@ def main() -> int:
                 soak.cycle(options.cycle, options.seed * 10_000 + len(samples))
                 samples.append(look_at(target) | {"requests": sum(soak.count.values())})
                 told = ", ".join(f"{name} {value:,.0f}" for name, value in samples[-1].items())
-                print(f"{len(samples):4}: {told}, faults {sum(soak.faults.values())}", flush=True)
+                print(f"{len(samples):4}: {told}, faults {dict(soak.faults)}", flush=True)
             if options.json is not None:
                 told_all = {"samples": samples, "count": soak.count, "faults": soak.faults}
                 options.json.write_text(json.dumps(told_all, indent=1))

@@ -50,10 +50,9 @@ async def test_killed_engine_ends_its_streams_at_once() -> None:
             async with engine.llm.stream(make_request(range(9), max_tokens=100)) as stream:
                 await anext(stream)
                 os.kill(engine.client.pid, signal.SIGKILL)
-                killed = time.monotonic()
-                await collect(stream)
+                with anyio.fail_after(30):  # it is not waited for, however slow the machine is
+                    await collect(stream)
         assert "killed by SIGKILL" in str(dead.value.__cause__)
-        assert time.monotonic() - killed < 30, "it was not waited for"
         assert not engine.llm.is_available
         with pytest.raises(EngineDead):
             await engine.read(make_request([1]))

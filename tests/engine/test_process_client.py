@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import anyio
 import pytest
 
 from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import anyio
+import msgspec
 import pytest
 
 from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot

@@ -51,7 +51,7 @@ WRONG: list[tuple[str, bytes]] = [
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "temperature": 9}'),
     ("/v1/completions", b'{"prompt": [999999999]}'),
     ("/v1/completions", b'{"prompt": "x", "model": "no-such-model"}'),
-    ("/v1/completions", b'{"prompt": "x", "max_tokens": -1}'),
+    ("/v1/completions", b'{"prompt": "x", "max_tokens": -2}'),
     ("/v1/embeddings", b'{"input": []}'),
     ("/v1/no/such/path", b"{}"),
     ("/v1/completions", b'{"prompt": "x", "guided_regex": "("}'),

@@ -23,6 +23,7 @@ host            what this process may use of its machine: cores, memory, instruc
 rotary          the angles of rotary position embedding
 checkpoint      what a model is, read from its files; imports no torch
 weights         from an opened checkpoint to tensors on a device
+parallel        a model on several ranks
 models          the models, wired from layers
 layers          what a transformer is built of
 attention       attention over the paged KV cache

@@ -20,6 +20,7 @@ gguf_config         its metadata as the model's shape
 gguf_tokenizer      its metadata as a tokenizer
 gguf_sentencepiece  the same where the tokenizer is SentencePiece's
 quantized_rows      a quantized tensor as its file holds it
+slices              the part of a tensor that one rank of several has
 hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape
 json_file           its JSON files, within bounds

@@ -14,6 +14,8 @@ from typing import Any
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.header_fields import HeaderField
 
+Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a part begins and ends
+
 
 @dataclass(frozen=True)
 class Part:
@@ -26,6 +28,7 @@ class Part:
     offset: float = 0.0  # to be added to what a Hugging Face checkpoint has; a GGUF file has the sums
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
     suffix: str = ".weight"  # a GGUF file's is always this
+    ranges: Ranges | None = None  # of the checkpoint's tensor, where this is one rank's part (`gpu.parallel.cuts`)
 
     @property
     def weight_name(self) -> str:
@@ -110,14 +113,16 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer."""
+    """A decoder-only transformer, or what one rank has of it (`gpu.parallel.cuts`): a stage that is not the last has
+    neither norm nor head, and one that is not the first has an embedding only if that is its head."""
 
-    embedding: Part
+    embedding: Part | None
     layers: tuple[LayerSpec, ...]
-    norm: RMSNormSpec
+    norm: RMSNormSpec | None
     head: Part | None  # None: the embedding is the head too
     embedding_scale: float = 1.0  # rows of the embedding are multiplied by it
     softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
+    first_layer: int = 0  # of the model's that `layers` begin with
 
 
 def records_of(spec: object) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gpu.checkpoint.architecture import parts_of
+from gpu.checkpoint.architecture import Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import GGUF_KEYS, default_sampling
 from gpu.checkpoint.families import spec_of
@@ -20,6 +21,7 @@ from gpu.checkpoint.gguf_tokenizer import special_tokens_from_gguf, tokenizer_fr
 from gpu.checkpoint.header_fields import check_chat_template
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.quantized_rows import QuantizedRows
+from gpu.checkpoint.slices import sliced
 from gpu.checkpoint.tensors import check_shapes
 
 T = TypeVar("T", bound=np.generic)
@@ -56,14 +58,24 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
     return rows.reshape(num_heads, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def read_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
-    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type."""
+def read_tensors(
+    file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None] | None = None
+) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
+    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. With
+    `ranges`, only those that it names, and of these no more than it says."""
     for name, tensor, num_heads in _named(file, config):
-        dtype = _PLAIN.get(tensor.type.name)
-        rows = file.packed(tensor.name) if dtype is None else file.packed(tensor.name).view(dtype)
-        if num_heads:
-            rows = unpermute_rows(rows, num_heads)
-        yield name, QuantizedRows(tensor.type.name, tensor.shape, rows) if dtype is None else rows
+        if ranges is not None and name not in ranges:
+            continue
+        dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
+        whole = QuantizedRows(tensor.type.name, tensor.shape, packed) if dtype is None else packed.view(dtype)
+        weight = whole if ranges is None else sliced(whole, ranges[name])
+        if num_heads:  # of which a part has some, whole
+            heads = num_heads * weight.shape[0] // tensor.shape[0]
+            if isinstance(weight, QuantizedRows):
+                weight = replace(weight, data=unpermute_rows(weight.data, heads))
+            else:
+                weight = unpermute_rows(weight, heads)
+        yield name, weight
 
 
 def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int]]:

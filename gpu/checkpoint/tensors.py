@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from gpu.checkpoint.architecture import parts_of
+from gpu.checkpoint.architecture import DecoderSpec, parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import spec_of
@@ -35,8 +35,13 @@ W = TypeVar("W", bound=Shaped)
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight of a model, linear weights as [out_features, in_features]."""
+    return shapes_of(spec_of(config))
+
+
+def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """As `tensor_shapes`, of a model or of what a rank has of one."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in parts_of(spec_of(config)):
+    for part in parts_of(spec):
         shapes[part.weight_name] = part.shape
         if part.bias:
             shapes[f"{part.name}.bias"] = part.shape[:1]
@@ -48,10 +53,12 @@ def text_name(name: str) -> str:
     return _OF_TEXT.sub("model.", name, count=1) if _OF_TEXT.match(name) else name
 
 
-def checked(weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str) -> Iterator[tuple[str, W]]:
-    """Pass on the weights that `config` calls for, each once and in its shape. Raises `ModelError` at the end if they
-    did not all come, or others did: it names what is wrong, all of it."""
-    check = _Check(config)
+def checked(
+    weights: Iterable[tuple[str, W]], config: ModelConfig, *, source: str, spec: DecoderSpec | None = None
+) -> Iterator[tuple[str, W]]:
+    """Pass on the weights that `config` calls for, or a rank's `spec` of it, each once and in its shape. Raises
+    `ModelError` at the end if they did not all come, or others did: it names what is wrong, all of it."""
+    check = _Check(config, spec)
     for given, weight in weights:
         name = text_name(given)
         if check.takes(name, tuple(weight.shape)):
@@ -76,9 +83,9 @@ class _Check:
     A tensor too many is refused like one too few: a bias that nobody adds changes every token without a sign.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, spec: DecoderSpec | None = None) -> None:
         self._config = config
-        self._shapes = tensor_shapes(config)
+        self._shapes = tensor_shapes(config) if spec is None else shapes_of(spec)
         self._missing = dict(self._shapes)
         self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 

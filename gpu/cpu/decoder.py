@@ -101,7 +101,7 @@ class CPUCausalLM:
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerStruct)),
             num_layers=len(spec.layers),
             hidden=config.hidden_size,
-            epsilon=spec.norm.eps,
+            epsilon=spec.layers[0].attention_norm.eps,
             embedding_scale=spec.embedding_scale,
             gelu=type(spec.layers[0].feed_forward) is GeGLUSpec,
         )
@@ -122,7 +122,7 @@ class CPUCausalLM:
         records = list(records_of(spec))
         if not {type(record) for record in records} <= _KINDS:
             return False
-        heads = spec.layers[0].attention.heads
+        heads, epsilon = spec.layers[0].attention.heads, spec.layers[0].attention_norm.eps
         merged = [layer.attention.qkv for layer in spec.layers]  # whose biases are one vector, or none
         unmerged = set(parts_of(spec)).difference(*merged)
         return (
@@ -132,7 +132,7 @@ class CPUCausalLM:
             and config.intermediate_size % LANES == 0
             and len({type(layer.feed_forward) for layer in spec.layers}) == 1
             and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1
-            and all(record.eps == spec.norm.eps for record in records if type(record) is RMSNormSpec)
+            and all(record.eps == epsilon for record in records if type(record) is RMSNormSpec)
             and all(len({part.bias for part in parts}) == 1 for parts in merged)
             and not any(part.bias for part in unmerged)
         )
@@ -276,8 +276,10 @@ class CPUCausalLM:
             norm(struct, "mlp_norm", layer.feed_forward_norm)
             matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
             matrix(struct, "down", network.down)
-        norm(self._model, "final_norm", spec.norm)
-        matrix(self._model, "embedding", spec.embedding)
+        if spec.norm is not None:
+            norm(self._model, "final_norm", spec.norm)
+        if spec.embedding is not None:
+            matrix(self._model, "embedding", spec.embedding)
         if spec.head is not None:
             matrix(self._model, "head", spec.head)
         return {member: group for group in groups for member in group.members}

@@ -49,6 +49,8 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         spec, attention = spec_of(config), cache(attention)
+        assert spec.embedding is not None
+        assert spec.norm is not None
         self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, dtype=dtype, device=device)
         ropes = [layer.attention.rope for layer in spec.layers]
         rotaries = {

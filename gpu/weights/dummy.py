@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,16 @@ from gpu.checkpoint.tensors import tensor_shapes
 STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
 
 
-def dummy_weights(config: ModelConfig) -> Iterator[tuple[str, NDArray[Any]]]:
+def dummy_weights(config: ModelConfig, names: Container[str] | None = None) -> Iterator[tuple[str, NDArray[Any]]]:
     """Yield every tensor of the model in `config.torch_dtype`, as a `gpu.weights.Weight`: norm weights are 1, all else
-    is N(0, 0.02).
+    is N(0, 0.02). With `names`, only these.
 
     Each tensor has its own generator, seeded by its name, so that its values depend neither on the order in which
     tensors are drawn nor on which ranks draw them.
     """
     for name, shape in tensor_shapes(config).items():
+        if names is not None and name not in names:
+            continue
         if name.endswith("norm.weight"):
             numbers = np.ones(shape, dtype=np.float32)
         else:

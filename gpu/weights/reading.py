@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelFiles, QuantizedRows
-from gpu.checkpoint.architecture import parts_of
+from gpu.checkpoint.architecture import DecoderSpec, parts_of
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.safetensors_header import read_header
-from gpu.checkpoint.tensors import checked, tensor_shapes, text_name
+from gpu.checkpoint.slices import ranges_of
+from gpu.checkpoint.tensors import checked, shapes_of, text_name
+from gpu.parallel.cuts import cut
 from gpu.weights.dummy import dummy_weights
 
 # uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
@@ -32,15 +34,16 @@ MAPPED_AT_ONCE = 2**25  # bytes of a file that may be in this process's memory, 
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of safetensors
 
 
-def read_weights(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
-    """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order.
+def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator[tuple[str, Weight]]:
+    """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order. Of a rank's
+    `spec` (`gpu.parallel.cuts`) only its parts, and nothing else is read.
 
     They are as the file has them, quantized or in its type. `lm_head.weight` is left out where the embedding is tied.
     They may share memory with the mapped file: copy them, do not write to them. Raises `ModelError` for a tensor that
     is missing, unknown, misshapen or of an unsupported type.
     """
-    total = len(tensor_shapes(files.config))
-    for done, weight in enumerate(checked(_read(files), files.config, source=files.name), start=1):
+    total = len(shapes_of(spec or spec_of(files.config)))
+    for done, weight in enumerate(checked(_read(files, spec), files.config, source=files.name, spec=spec), start=1):
         yield weight
         files.progress("Loading weights", done, total)
 
@@ -54,17 +57,21 @@ def floats(weight: Weight) -> NDArray[np.float32]:
     return weight.astype(np.float32, copy=False)
 
 
-def _read(files: ModelFiles) -> Iterator[tuple[str, Weight]]:
+def _read(files: ModelFiles, spec: DecoderSpec | None) -> Iterator[tuple[str, Weight]]:
+    ranges = None if spec is None else ranges_of(spec)
     if files.tensors is None:
-        yield from dummy_weights(files.config)
+        weights = dummy_weights(files.config, ranges)
+        yield from weights if spec is None else cut(weights, spec)
     elif isinstance(files.tensors, GGUFFile):
-        yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config))
+        yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
         offsets = {part.weight_name: part.offset for part in parts_of(spec_of(files.config)) if part.offset}
         for path in files.tensors:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
-            for name, weight in _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _read_safetensors(path, mapped)):
+            weights = _read_safetensors(path, mapped)
+            parts = weights if spec is None else cut(weights, spec)
+            for name, weight in _released(partial(mapped.madvise, mmap.MADV_DONTNEED), parts):
                 offset = offsets.get(text_name(name))
                 yield name, weight if offset is None else floats(weight) + np.float32(offset)
 

@@ -73,7 +73,7 @@ def _layer(config: ModelConfig, index: int, *, largest: int) -> LayerSpec:
 def _finish(spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
     return replace(
         spec,
-        norm=_gemma_norm(spec.norm),
+        norm=spec.norm and _gemma_norm(spec.norm),
         embedding_scale=config.hidden_size**0.5,
         softcap=config.numbers.get("final_logit_softcapping") or None,
     )

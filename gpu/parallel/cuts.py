@@ -1,0 +1,193 @@
+"""Which part of every tensor a rank has.
+
+A stage of the pipeline has some of the layers; of each, a tensor rank has some heads and some inner features, and some
+of the vocabulary at both ends. Heads are cut by KV group, so that no key is computed twice; where there are fewer KV
+heads than ranks, several ranks have the same one and share its queries. Nothing has to divide evenly.
+
+What follows heads and inner features is cut in one of two ways. By its inputs (Megatron-LM, arXiv:1909.08053): then
+every rank has a part of each sum, and they are added up. Or by its outputs, like all else: then the ranks put their
+inputs together first, and each output is the same sum in the same order whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ConfigError
+from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, GeGLUSpec, LayerSpec, Part, SwiGLUSpec, parts_of
+from gpu.checkpoint.slices import ranges_of, sliced
+from gpu.checkpoint.tensors import text_name
+from gpu.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from gpu.weights import Weight
+
+Range = tuple[int, int]
+
+TILE = 16  # outputs that the CPU library computes together: cuts lie between tiles
+BLOCK = 32  # inputs that share a scale in most quantized types: cuts lie between blocks where ranks get one each
+
+
+def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
+    """What this rank has of a model: its parts with their own shapes and their ranges. `gathers`: every matrix is cut
+    by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
+    if layout.world_size == 1:
+        return spec
+    cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
+    first, last = stages(spec, layout.pipeline_parallel_size)[layout.pp_rank]
+    has_embedding = layout.is_first_stage or (layout.is_last_stage and spec.head is None)
+    return replace(
+        spec,
+        embedding=spec.embedding and cutter.vocabulary(spec.embedding) if has_embedding else None,
+        layers=tuple(cutter.layer(layer) for layer in spec.layers[first:last]),
+        norm=spec.norm if layout.is_last_stage else None,
+        head=spec.head and cutter.vocabulary(spec.head) if layout.is_last_stage else None,
+        first_layer=first,
+    )
+
+
+def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
+    """Of a model's weights those that `spec` has, and of each its part; others pass unread."""
+    ranges = ranges_of(spec)
+    for given, weight in weights:
+        name = text_name(given)
+        if name in ranges:
+            yield name, sliced(weight, ranges[name])
+
+
+def stages(spec: DecoderSpec, count: int) -> list[Range]:
+    """Which layers each stage has, at least one: so that the stage with the most weights has as few as can be, the
+    head's among them. (Of the embedding a step reads a row for each token.) Raises ConfigError."""
+    if count > len(spec.layers):
+        raise ConfigError(
+            "pipeline_parallel_size",
+            count,
+            allowed=f"it is at most the model's {len(spec.layers)} layers",
+            hint=f"pipeline_parallel_size={len(spec.layers)} works",
+        )
+    costs = [sum(math.prod(part.shape) for part in parts_of(layer)) for layer in spec.layers]
+    head = spec.head or spec.embedding
+    costs[-1] += math.prod(head.shape) if head is not None else 0
+
+    @cache
+    def ends(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The largest stage of `left` for the layers from `first` on, and where each ends."""
+        if left == 1:
+            return sum(costs[first:]), (len(costs),)
+        return min(
+            (max(sum(costs[first:end]), rest), (end, *further))
+            for end in range(first + 1, len(costs) - left + 2)
+            for rest, further in [ends(end, left - 1)]
+        )
+
+    places = (0, *ends(0, count)[1])
+    return list(itertools.pairwise(places))
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts for one tensor rank."""
+
+    size: int
+    rank: int
+    gathers: bool
+    whole_experts: bool
+
+    def layer(self, layer: LayerSpec) -> LayerSpec:
+        kind = type(layer.feed_forward)
+        if kind not in FEED_FORWARD:
+            raise ConfigError(
+                "tensor_parallel_size", self.size, allowed=f"a {kind.__name__} cannot be cut", hint="1 works"
+            )
+        return replace(
+            layer, attention=self.attention(layer.attention), feed_forward=FEED_FORWARD[kind](self, layer.feed_forward)
+        )
+
+    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        queries, kv = self.heads(spec.heads.query, spec.heads.kv)
+        dim = spec.heads.dim
+        rows, kv_rows = (queries[0] * dim, queries[1] * dim), (kv[0] * dim, kv[1] * dim)
+        query, key, value = spec.qkv
+        return replace(
+            spec,
+            heads=replace(spec.heads, query=queries[1] - queries[0], kv=kv[1] - kv[0]),
+            qkv=(outputs(query, rows), outputs(key, kv_rows), outputs(value, kv_rows)),
+            out=self.after(spec.out, rows),
+            sinks=spec.sinks and outputs(spec.sinks, queries),
+        )
+
+    def heads(self, query: int, kv: int) -> tuple[Range, Range]:
+        """Which query and which KV heads this rank has."""
+        if self.size > query:
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"it is at most the model's {query} query heads",
+                hint=f"tensor_parallel_size={kv} works",
+            )
+        group = query // kv
+        if self.size <= kv:
+            first, last = share(kv, self.size, self.rank)
+            return (first * group, last * group), (first, last)
+        # Some ranks have one group together: as many as evenly come upon each.
+        of_group = [share(self.size, kv, index) for index in range(kv)]
+        index, (begin, end) = next((i, bounds) for i, bounds in enumerate(of_group) if self.rank < bounds[1])
+        first, last = share(group, end - begin, self.rank - begin)
+        return (index * group + first, index * group + last), (index, index + 1)
+
+    def gated(self, spec: SwiGLUSpec) -> SwiGLUSpec:
+        inner = self.features(spec.gate.shape[0])
+        gate, up = outputs(spec.gate, inner), outputs(spec.up, inner)
+        return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
+
+    def after(self, part: Part, columns: Range) -> Part:
+        """A matrix whose inputs are computed by all ranks, these by this one."""
+        if self.gathers:
+            return outputs(part, self.features(part.shape[0]))
+        # Partial sums are added up, and the bias is in one of them.
+        return _cut(replace(part, bias=part.bias and self.rank == 0), -1, columns)
+
+    def vocabulary(self, part: Part) -> Part:
+        return outputs(part, self.features(part.shape[0]))
+
+    def features(self, size: int) -> Range:
+        """This rank's share of so many features, in units."""
+        unit = BLOCK if size % BLOCK == 0 and size // BLOCK >= self.size else TILE
+        count = -(-size // unit)
+        if self.size > count:
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"{size} features of this model are cut in units of {unit}, of which each rank needs one",
+                hint=f"tensor_parallel_size={count} works",
+            )
+        first, last = share(count, self.size, self.rank)
+        return first * unit, min(last * unit, size)
+
+
+# How a feed-forward network of each kind is cut.
+FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {SwiGLUSpec: _Cutter.gated, GeGLUSpec: _Cutter.gated}
+
+
+def share(count: int, ranks: int, rank: int) -> Range:
+    """Which of `count` things a rank has: as many as any other, or one more."""
+    each, more = divmod(count, ranks)
+    return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+
+def outputs(part: Part, rows: Range) -> Part:
+    """These outputs of a matrix or elements of a vector, with their bias."""
+    return _cut(part, 0, rows)
+
+
+def _cut(part: Part, dimension: int, bounds: Range) -> Part:
+    ranges = list(part.ranges or ((0, size) for size in part.shape))
+    if ranges[dimension] == bounds:
+        return part
+    ranges[dimension] = bounds
+    return replace(part, shape=tuple(stop - start for start, stop in ranges), ranges=tuple(ranges))

@@ -1,0 +1,248 @@
+"""What the ranks have of a model is the model: each weight once, or as often as told; and no rank reads more."""
+
+import itertools
+import math
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from engine.errors import ConfigError
+from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, open_model
+from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, parts_of
+from gpu.checkpoint.families import FAMILIES, spec_of
+from gpu.checkpoint.tensors import checked, shapes_of
+from gpu.parallel import Layout, cut, sharded
+from gpu.parallel.cuts import BLOCK, TILE, stages
+from gpu.weights import Weight, floats, read_weights
+from gpu.weights.dummy import dummy_weights
+from tests.embedded_model import embedded_gguf
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
+
+FAMILY_NAMES = sorted({family.name for family in FAMILIES.values()})
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    kv = draw(st.integers(1, 5))
+    return replace(
+        TINY,
+        architecture=draw(st.sampled_from(FAMILY_NAMES)),
+        vocab_size=draw(st.integers(1, 200)),
+        hidden_size=draw(st.integers(1, 12)) * 16,
+        intermediate_size=draw(st.integers(1, 12)) * 16,
+        num_hidden_layers=draw(st.integers(1, 6)),
+        num_attention_heads=kv * draw(st.integers(1, 5)),
+        num_key_value_heads=kv,
+        head_dim=draw(st.sampled_from([2, 4, 16])),
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        numbers={"rope_local_base_freq": 10000.0},
+    )
+
+
+def with_biases(spec: DecoderSpec) -> DecoderSpec:
+    """Biases on what follows heads and inner features, as gpt-oss has them on the former."""
+
+    def layer(spec: LayerSpec) -> LayerSpec:
+        attention, network = spec.attention, spec.feed_forward
+        return replace(
+            spec,
+            attention=replace(attention, out=replace(attention.out, bias=True)),
+            feed_forward=replace(network, down=replace(network.down, bias=True)),
+        )
+
+    return replace(spec, layers=tuple(map(layer, spec.layers)))
+
+
+def layouts(tp: int, pp: int) -> list[Layout]:
+    return [Layout(tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank) for rank in range(tp * pp)]
+
+
+def units(size: int, tp: int) -> int:
+    return size // BLOCK if size % BLOCK == 0 and size // BLOCK >= tp else -(-size // TILE)
+
+
+@settings(deadline=None, max_examples=80)
+@given(configs(), st.integers(1, 7), st.integers(1, 4), st.booleans(), st.booleans())
+def test_what_the_ranks_have_is_the_model(config: ModelConfig, tp: int, pp: int, gathers: bool, biases: bool) -> None:
+    spec = with_biases(spec_of(config)) if biases else spec_of(config)
+    sizes = [config.intermediate_size, config.vocab_size, *([config.hidden_size] if gathers else [])]
+    if tp > config.num_attention_heads or any(tp > units(size, tp) for size in sizes):
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size is {tp}: "):
+            [sharded(spec, layout, gathers=gathers) for layout in layouts(tp, 1)]
+        return
+    if pp > config.num_hidden_layers:
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size is {pp}: "):
+            sharded(spec, layouts(tp, pp)[0], gathers=gathers)
+        return
+
+    shapes = shapes_of(spec)
+    whole = {name: np.arange(math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+    times = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
+    heads: Counter[int] = Counter()
+    for layout in layouts(tp, pp):
+        local = sharded(spec, layout, gathers=gathers)
+        for name, weight in checked(cut(whole.items(), local), config, source="m", spec=local):
+            np.add.at(times[name].reshape(-1), weight.reshape(-1), 1)
+        for index, layer in enumerate(local.layers, start=local.first_layer):
+            assert layer.attention.heads.query % layer.attention.heads.kv == 0
+            heads[index] += layer.attention.heads.query
+    assert heads == dict.fromkeys(range(config.num_hidden_layers), config.num_attention_heads)
+
+    for name, count in times.items():
+        if name.endswith("norm.weight") or name in {
+            part.weight_name for part in parts_of(spec) if len(part.shape) == 1
+        }:
+            expected = {tp}
+        elif gathers is False and name.endswith(("o_proj.bias", "down_proj.bias")):
+            expected = {1}  # of the ranks whose sums are added one adds it
+        elif ".k_proj" in name or ".v_proj" in name:
+            kv = config.num_key_value_heads
+            expected = {1} if tp <= kv else {tp // kv, -(-tp // kv)}
+        elif name == "model.embed_tokens.weight" and spec.head is None and pp > 1:
+            expected = {2}  # and its last stage has it as its head
+        else:
+            expected = {1}
+        assert set(np.unique(count)) <= expected, name
+
+
+@settings(deadline=None, max_examples=50)
+@given(configs(), st.integers(2, 7))
+def test_query_heads_are_with_their_keys(config: ModelConfig, tp: int) -> None:
+    assume(tp <= min(config.num_attention_heads, units(config.intermediate_size, tp), units(config.vocab_size, tp)))
+    group = config.num_attention_heads // config.num_key_value_heads
+    counts = []
+    for layout in layouts(tp, 1):
+        local = sharded(spec_of(config), layout, gathers=False)
+        attention = local.layers[0].attention
+        query, key, _ = attention.qkv
+        first, last = (place // config.head_dim for place in (query.ranges or [(0, query.shape[0])])[0])
+        kv_first, kv_last = (place // config.head_dim for place in (key.ranges or [(0, key.shape[0])])[0])
+        assert {head // group for head in range(first, last)} == set(range(kv_first, kv_last))
+        counts.append((attention.heads.kv, attention.heads.query))
+    assert max(kv for kv, _ in counts) - min(kv for kv, _ in counts) <= 1  # as even as groups allow
+
+
+def test_heads_of_smollm_on_two_ranks() -> None:
+    """9 query and 3 KV heads: two groups and one."""
+    config = replace(TINY, num_attention_heads=9, num_key_value_heads=3)
+    of_ranks = [sharded(spec_of(config), layout, gathers=True).layers[0].attention.heads for layout in layouts(2, 1)]
+    assert [(heads.query, heads.kv) for heads in of_ranks] == [(6, 2), (3, 1)]
+
+
+def test_one_rank_has_the_model_as_it_is() -> None:
+    spec = spec_of(TINY)
+    assert sharded(spec, Layout(), gathers=False) is spec
+    assert sharded(spec, Layout(), gathers=True) is spec
+
+
+@settings(deadline=None, max_examples=50)
+@given(configs(), st.integers(1, 4))
+def test_the_largest_stage_is_as_small_as_can_be(config: ModelConfig, count: int) -> None:
+    assume(count <= config.num_hidden_layers)
+    spec = spec_of(config)
+    costs = [sum(math.prod(part.shape) for part in parts_of(layer)) for layer in spec.layers]
+    costs[-1] += config.vocab_size * config.hidden_size
+
+    def largest(places: tuple[int, ...]) -> int:
+        return max(sum(costs[first:last]) for first, last in itertools.pairwise((0, *places, len(costs))))
+
+    found = stages(spec, count)
+    assert [first for first, _ in found[1:]] == [last for _, last in found[:-1]]
+    best = min(largest(places) for places in itertools.combinations(range(1, len(costs)), count - 1))
+    assert largest(tuple(first for first, _ in found[1:])) == best
+
+
+def test_sizes_and_ranks_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 0"):
+        Layout(pipeline_parallel_size=0)
+    with pytest.raises(ValueError, match="no rank 4 of 4"):
+        Layout(tensor_parallel_size=2, pipeline_parallel_size=2, rank=4)
+
+
+def test_a_part_that_does_not_come_is_missed() -> None:
+    local = sharded(spec_of(TINY), layouts(2, 1)[1], gathers=False)
+    weights = [
+        (name, weight) for name, weight in cut(random_weights(TINY).items(), local) if "layers.1.mlp.up" not in name
+    ]
+    with pytest.raises(ModelError, match=r"1 missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        list(checked(weights, TINY, source="m", spec=local))
+    with pytest.raises(ModelError, match="misshapen"):  # the whole model's do not pass for a part
+        list(checked(random_weights(TINY).items(), TINY, source="m", spec=local))
+
+
+def pieces(files: ModelFiles, tp: int, pp: int, *, gathers: bool) -> Iterator[tuple[str, tuple[slice, ...], Weight]]:
+    for layout in layouts(tp, pp):
+        local = sharded(spec_of(files.config), layout, gathers=gathers)
+        ranges = {part.weight_name: part.ranges for part in parts_of(local)}
+        for name, weight in read_weights(files, local):
+            index = tuple(slice(*bounds) for bounds in ranges.get(name) or ((0, size) for size in weight.shape))
+            yield name, index, weight
+
+
+@pytest.mark.parametrize("quantization", ["F32", "Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(("tp", "pp", "gathers"), [(2, 1, False), (3, 2, False), (4, 1, True)])
+def test_slices_of_a_gguf_file(tmp_path, quantization: str, tp: int, pp: int, gathers: bool) -> None:
+    """Rows of queries and keys, which lie in another order in the file; columns within blocks of 256 too."""
+    path = TinyGGUF(tmp_path / "m.gguf").add_tokenizer().add_weights(random_weights(TINY), quantization).save()
+    files = open_model(str(path))
+    whole = {name: floats(weight) for name, weight in read_weights(files)}
+    left = {name: np.ones(weight.shape, bool) for name, weight in whole.items()}
+    for name, index, weight in pieces(files, tp, pp, gathers=gathers):
+        np.testing.assert_array_equal(floats(weight), whole[name][index])
+        left[name][index] = False
+    assert not any(places.any() for places in left.values())
+
+
+def test_slices_of_safetensors(tmp_path) -> None:
+    weights = {name: torch.from_numpy(weight).bfloat16() for name, weight in random_weights(TINY).items()}
+    path = tmp_path / "model.safetensors"
+    save_file(weights, path)
+    files = replace(open_model("smollm2-135m-instruct", load_format="dummy"), config=TINY, tensors=(path,))
+    left = {name: np.ones(weight.shape, bool) for name, weight in weights.items()}
+    for name, index, weight in pieces(files, 3, 2, gathers=False):
+        np.testing.assert_array_equal(floats(weight), weights[name][index].float().numpy())
+        left[name][index] = False
+    assert not any(places.any() for places in left.values())
+
+
+def test_slices_of_random_weights_are_those_of_one_rank() -> None:
+    files = replace(open_model("smollm2-135m-instruct", load_format="dummy"), config=TINY)
+    whole = dict(dummy_weights(TINY))
+    for name, index, weight in pieces(files, 2, 2, gathers=True):
+        np.testing.assert_array_equal(weight, whole[name][index])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_rank_of_the_embedded_model_reads_its_part_alone(gathers: bool) -> None:
+    """Byte for byte the file's, as views of it; only rows that lie in another order there are copied."""
+    files = open_model(str(embedded_gguf()))
+    whole = dict(read_weights(files))
+    for layout in layouts(3, 1):
+        local = sharded(spec_of(files.config), layout, gathers=gathers)
+        ranges = {part.weight_name: part.ranges for part in parts_of(local)}
+        weights = dict(read_weights(files, local))
+        for name, weight in weights.items():
+            of_all, (rows, *columns) = whole[name], ranges[name] or ((0, len(weight.data)), (0, weight.shape[-1]))
+            if isinstance(weight, QuantizedRows) and isinstance(of_all, QuantizedRows):
+                first, last = (place * of_all.data.shape[-1] // of_all.shape[1] for place in columns[0])
+                assert np.array_equal(weight.data, of_all.data[slice(*rows), first:last])
+            else:  # norms
+                assert np.array_equal(floats(weight), floats(of_all))
+        tracemalloc.start()
+        for _ in read_weights(files, local):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        copied = weights["model.layers.0.self_attn.q_proj.weight"].nbytes  # as half of it is, on its way
+        assert peak < 2 * copied + 2**18

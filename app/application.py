@@ -88,23 +88,26 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
         outlive_lack_of_descriptors()
         drain_before_shutdown(shutdown.wait_and_drain, guard)
         end_with_parent()
-        async with anyio.create_task_group() as task_group:
-            server.task_group = task_group
-            task_group.start_soon(server.run)
-            task_group.start_soon(server.watch_requests)
-            task_group.start_soon(guard.watch)
-            task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
-            task_group.start_soon(shutdown.listen_for_signals)
-            task_group.start_soon(reload_on_hangup, server)
-            task_group.start_soon(keep_informed, server)
-            if shares_port:
-                await _loaded_or_ended(server, shutdown)
-            yield
-            # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
-            last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
-            last_resort.daemon = True
-            last_resort.start()
-            task_group.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as task_group:
+                server.task_group = task_group
+                task_group.start_soon(server.run)
+                task_group.start_soon(server.watch_requests)
+                task_group.start_soon(guard.watch)
+                task_group.start_soon(measure_lag, server.metrics.on_loop_lag)
+                task_group.start_soon(shutdown.listen_for_signals)
+                task_group.start_soon(reload_on_hangup, server)
+                task_group.start_soon(keep_informed, server)
+                if shares_port:
+                    await _loaded_or_ended(server, shutdown)
+                yield
+                # Neither a step nor a thread that loads can be interrupted; one that hangs must not keep the process.
+                last_resort = threading.Timer(ENGINE_END_SECONDS, _end_without_engine)
+                last_resort.daemon = True
+                last_resort.start()
+                task_group.cancel_scope.cancel()
+        except Exception as error:  # of a task that the server is nothing without
+            end_process(error)
         last_resort.cancel()
         await to_thread.run_sync(server.tracer.close)
 
@@ -178,8 +181,10 @@ def end_process(error: BaseException) -> NoReturn:
     exception from the lifespan is logged and the server goes on without it. A supervisor must see that this is
     over, so the process ends here.
     """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if not isinstance(error, HeadraceError):
-        logger.error("The engine failed", exc_info=error)
+        logger.error("The server has failed", exc_info=error)
     elif error.__cause__ is not None:
         # Of an operator's mistake the last line tells everything.
         level = logging.DEBUG if isinstance(error, SettingsError | ConfigError) else logging.ERROR

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024
 GRACEFUL_TIMEOUT = 3  # seconds, after the application's own drain
+SHUTDOWN_TIMEOUT = 10  # seconds, of the lifespan, after that
 STARTUP_TIMEOUT = 7 * 86400  # seconds: where the port is shared, the application starts when the model is loaded
 
 
@@ -102,6 +103,7 @@ def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
     config.keep_alive_timeout = 75
     config.keep_alive_max_requests = 1_000_000
     config.graceful_timeout = GRACEFUL_TIMEOUT
+    config.shutdown_timeout = SHUTDOWN_TIMEOUT
     config.startup_timeout = STARTUP_TIMEOUT
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False

@@ -128,7 +128,7 @@ def _from_file(path: Path | None) -> dict[str, Given]:
         raise SettingsError(
             f"Cannot read the settings file {path}: {error.strerror}. Name one that exists, or leave out --config."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers and of lists in lists, too, not of TOML alone
         raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
     problems = [
         f"{path}: {unknown_setting(name, {n: n for n in Settings.model_fields})}"

@@ -22,13 +22,24 @@ FIRST_DESCRIPTOR = 3  # SD_LISTEN_FDS_START
 
 
 def inherited_listener() -> socket.socket | None:
-    """The listening socket that came with the process, if one did. Other processes may have it, too."""
+    """The listening socket that came with the process, if one did. Other processes may have it, too.
+
+    Raises SettingsError if what came is something else."""
     process, count = (os.environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS"))
     if process != str(os.getpid()):
         return None
     if count != "1":
         raise SettingsError(f"LISTEN_FDS: got {count} sockets; one is served. What works: a single ListenStream=")
-    return socket.socket(fileno=FIRST_DESCRIPTOR)
+    try:
+        listener = socket.socket(fileno=FIRST_DESCRIPTOR)
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError:
+        is_listening = False
+    if not is_listening:
+        raise SettingsError(
+            f"LISTEN_FDS: descriptor {FIRST_DESCRIPTOR} is no socket that listens. What works: ListenStream="
+        )
+    return listener
 
 
 def notify(state: str) -> None:

@@ -26,6 +26,8 @@ from pydantic_core import ErrorDetails
 
 from app.settings import Settings, SettingsError
 
+MOST_CHOICES = 1_000_000
+
 
 class Tenant(BaseModel):
     """Compared and hashed by name. `weight` is relative; the limits count choices, None is no limit. Without
@@ -35,8 +37,8 @@ class Tenant(BaseModel):
 
     name: str = Field(min_length=1)
     weight: float = Field(default=1.0, ge=0.001, le=1000, allow_inf_nan=False)
-    max_running: int | None = Field(default=None, ge=1)
-    max_queued_requests: int | None = Field(default=None, ge=1)
+    max_running: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    max_queued_requests: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     priority_over_others: bool = Field(default=False, strict=True)
 
     def precedence(self, priority: int) -> int:
@@ -124,7 +126,7 @@ def _read(path: Path) -> list[_TenantEntry]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. {works}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of numbers and of lists in lists, too, not of TOML alone
         raise SettingsError(f"api_keys_file: {path} is not TOML: {error}. {works}") from None
     tables = document.pop("tenants", None)
     # A file without any tenant would open the server to everybody.
@@ -138,8 +140,8 @@ def _read(path: Path) -> list[_TenantEntry]:
             wrong = ", ".join(map(_shown, error.errors())) if isinstance(error, ValidationError) else "name"
             raise SettingsError(
                 f"api_keys_file: tenants.{name} in {path} is wrong at {wrong}: allowed are keys (a list of strings "
-                f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (at least "
-                f"1), priority_over_others (true or false). {works}"
+                f"without blanks around them), weight (0.001 to 1000), max_running and max_queued_requests (1 to "
+                f"{MOST_CHOICES:,}), priority_over_others (true or false). {works}"
             ) from None
     return entries
 

@@ -38,10 +38,11 @@ class StopProfile(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Profile(msgspec.Struct, frozen=True, tag_field="object", tag="profile"):
-    """What was recorded of so many steps: a JSON list of events of Chrome's trace format."""
+    """What was recorded of so many steps: a JSON list of events of Chrome's trace format, unless it is too large."""
 
     events: bytes = b"[]"
     num_steps: int = 0
+    is_too_large: bool = False
 
 
 # --- commands
@@ -88,6 +89,12 @@ class ResetPrefixCache(_Command):
     """Find nothing any more of what has been computed so far. Requests keep the blocks that they hold."""
 
 
+class SetLogLevel(_Command):
+    """Log from this severity on, as the process does that has sent this: ``"debug"``."""
+
+    level: str
+
+
 class Ask(_Command):
     """Answer a question, between two steps, with an `Answered` of the same number."""
 
@@ -126,5 +133,5 @@ class EngineDied(msgspec.Struct, tag=True, array_like=True):
 
 Question = GetSnapshot | StartProfile | StopProfile
 Answer = EngineSnapshot | Profile
-Command = AddRequests | FinishRequests | ResetPrefixCache | Ask | Close
+Command = AddRequests | FinishRequests | ResetPrefixCache | SetLogLevel | Ask | Close
 Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

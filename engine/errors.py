@@ -37,6 +37,10 @@ class RequestFailed(HeadraceError):
     """One request failed inside the engine (`FinishReason.ERROR`); others are unharmed."""
 
 
+class ProfileTooLarge(HeadraceError):
+    """What was recorded of an executor's steps is more than an answer may hold."""
+
+
 class ConfigError(HeadraceError):
     """A setting that cannot work with this model or on this machine; the operator must change it.
 

@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.core.executor import MAX_PROFILE_BYTES
+from engine.errors import ProfileTooLarge
 from gpu.model_runner import ModelRunner
 from gpu.runner import LanguageModel, ModelInputs
 
@@ -86,6 +88,8 @@ class TorchProfile:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             self._profile.export_chrome_trace(path)
+            if (size := os.path.getsize(path)) > MAX_PROFILE_BYTES:  # it would take gigabytes as objects
+                raise ProfileTooLarge(f"torch's profile takes {size} bytes")
             with open(path, "rb") as file:
                 trace = json.load(file)
         # Its times are of the day, from a base on.

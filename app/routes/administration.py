@@ -17,8 +17,8 @@ from app.generation import parse
 from app.logs import set_level
 from app.routes.probes import VERSION
 from app.scope import RequestScope
-from app.server import Server
-from engine.commands import GetSnapshot, Profile, ResetPrefixCache, StartProfile, StopProfile
+from app.server import Phase, Server
+from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
 from protocol.administration import AbortRequest, ConfigureLogging
 from protocol.errors import ApiError
 
@@ -93,10 +93,13 @@ async def start_profile(server: Server, request: RequestScope) -> None:
 
 
 async def stop_profile(server: Server, request: RequestScope) -> None:
-    """POST /stop_profile: what was recorded since, as a Chrome trace. Raises ApiError 409 if that is nothing."""
+    """POST /stop_profile: what was recorded since, as a Chrome trace. Raises ApiError 409 if that is nothing or too
+    much."""
     profiles = await _in_time(server.model.llm.query(StopProfile()))
     if not any(profile.num_steps for profile in profiles.values()):
         raise ApiError(409, "No step was recorded: POST /start_profile, let the server work, and stop then.")
+    if any(profile.is_too_large for profile in profiles.values()):
+        raise ApiError(409, "What was recorded is too much for an answer, and dropped: record fewer steps.")
     await request.send_json(200, await anyio.to_thread.run_sync(_as_trace, profiles))
 
 
@@ -113,4 +116,6 @@ async def configure_logging(server: Server, request: RequestScope) -> None:
     """POST /configure_logging: the server logs from another severity on, until it ends."""
     body = await parse(server, ConfigureLogging, request)
     set_level(body.log_level)
+    if server.phase is Phase.READY:
+        server.model.llm.send(SetLogLevel(body.log_level))
     await request.send_json(200, orjson.dumps({"log_level": body.log_level}))

@@ -28,8 +28,8 @@ from engine.commands import (
     Event,
     FinishRequests,
     GetSnapshot,
-    Profile,
     ResetPrefixCache,
+    SetLogLevel,
     StartProfile,
     StopProfile,
 )
@@ -126,7 +126,7 @@ class EngineCore:
         self._last_end = 0.0  # when the latest step was over
         self._goes_on = False  # somebody still ran when it was over
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
-        self._profiler: StepProfiler | None = None
+        self._profiler = StepProfiler(executor)
         self.is_closed = False  # it was told to end
 
     @property
@@ -207,15 +207,6 @@ class EngineCore:
         )
         return msgspec.structs.replace(state, seconds=self._clock() - now)
 
-    def _start_profile(self, asked: StartProfile) -> Profile:
-        self._stop_profile()
-        self._profiler = StepProfiler(self.executor, asked.num_steps)
-        return Profile()
-
-    def _stop_profile(self) -> Profile:
-        profiler, self._profiler = self._profiler, None
-        return Profile() if profiler is None else profiler.stop()
-
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
 
@@ -268,8 +259,7 @@ class EngineCore:
                 left=self.scheduler.take_left(),
             )
         )
-        if self._profiler is not None:
-            self._profiler.note(self._past_steps[-1], step.planned_at, step.submitted_at, goes_on=self._goes_on)
+        self._profiler.note(self._past_steps[-1], step.planned_at, step.submitted_at, goes_on=self._goes_on)
         self.num_steps += 1
         self._goes_on = bool(self.scheduler.running)
         self.heartbeat.beat()
@@ -390,11 +380,12 @@ _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
     AddRequests: EngineCore._add_all,
     FinishRequests: EngineCore._finish_all,
     ResetPrefixCache: lambda core, command: core.scheduler.kv.reset(),
+    SetLogLevel: lambda core, command: logging.getLogger().setLevel(command.level.upper()),
     Ask: EngineCore._answer,
     Close: EngineCore._close,
 }
 _ANSWERS: dict[type, Callable[[EngineCore, Any], Answer]] = {
     GetSnapshot: lambda core, question: core.snapshot(question),
-    StartProfile: EngineCore._start_profile,
-    StopProfile: lambda core, question: core._stop_profile(),
+    StartProfile: lambda core, question: core._profiler.start(question.num_steps),
+    StopProfile: lambda core, question: core._profiler.stop(),
 }

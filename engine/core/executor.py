@@ -11,6 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
 
+MAX_PROFILE_BYTES = 64 * 2**20  # of a profile's events, as JSON
+
 
 class StepHandle(Protocol):
     """A step in flight."""
@@ -69,7 +71,9 @@ class Profiles(Protocol):
         ...
 
     def stop_profile(self) -> list[dict[str, Any]]:
-        """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on."""
+        """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on.
+
+        Raises ProfileTooLarge where they are more than `MAX_PROFILE_BYTES`, and what the device or a disk raises."""
         ...
 
 

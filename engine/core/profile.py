@@ -13,24 +13,33 @@ from typing import Any
 import msgspec
 
 from engine.commands import Profile
-from engine.core.executor import Executor, Profiles
+from engine.core.executor import MAX_PROFILE_BYTES, Executor, Profiles
+from engine.errors import ProfileTooLarge
 from engine.snapshot import StepSnapshot
 
-MAX_BYTES = 64 * 2**20  # of an answer
 HOST, STEPS = 1, 2  # tracks
 
 
 class StepProfiler:
-    """Records up to `num_steps` steps. Owned by the EngineCore."""
+    """Records steps when it is asked to. Owned by the EngineCore."""
 
-    def __init__(self, executor: Executor, num_steps: int) -> None:
-        self._events: list[dict[str, Any]] = [_name(HOST, "engine"), _name(STEPS, "steps")]
-        self._num_left = num_steps
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor if isinstance(executor, Profiles) else None
+        self._events: list[dict[str, Any]] = []
+        self._num_left = 0
         self._num_steps = 0
         self._ended: float | None = None  # the step before
-        self._executor = executor if isinstance(executor, Profiles) else None
+        self._failure: Exception | None = None  # of the executor's part
+
+    def start(self, num_steps: int) -> Profile:
+        """Record the next steps. What was recorded before is dropped."""
+        self._end_recording()
+        self._events = [_name(HOST, "engine"), _name(STEPS, "steps")]
+        self._num_steps, self._ended, self._failure = 0, None, None
         if self._executor is not None:
             self._executor.start_profile()
+        self._num_left = num_steps
+        return Profile()
 
     def note(self, step: StepSnapshot, planned_at: float, submitted_at: float, *, goes_on: bool) -> None:
         """A step has ended. `goes_on`: there was work from the end of the one before on."""
@@ -49,22 +58,32 @@ class StepProfiler:
         self._add("schedule", HOST, planned_at, submitted_at)
         self._add("execute", STEPS, max(submitted_at, step.time), self._ended, sizes)
         self._num_steps += 1
-        self._num_left -= 1
-        if not self._num_left:
-            self._take_executors()
+        if self._num_left == 1:
+            self._end_recording()
+        else:
+            self._num_left -= 1
 
     def stop(self) -> Profile:
-        """What was recorded. Called once."""
-        self._take_executors()
-        events = msgspec.json.encode(self._events)
-        if len(events) > MAX_BYTES:
-            raise ValueError(f"a profile of {self._num_steps} steps takes {len(events)} bytes")
-        return Profile(events, self._num_steps)
+        """What was recorded since the start, once."""
+        self._end_recording()
+        events, num_steps, failure = self._events, self._num_steps, self._failure
+        self._events, self._num_steps, self._failure = [], 0, None
+        if failure is not None and not isinstance(failure, ProfileTooLarge):
+            raise failure
+        encoded = msgspec.json.encode(events)
+        if failure is not None or len(encoded) > MAX_PROFILE_BYTES:
+            return Profile(num_steps=num_steps, is_too_large=True)
+        return Profile(encoded, num_steps)
 
-    def _take_executors(self) -> None:
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            self._events += executor.stop_profile()
+    def _end_recording(self) -> None:
+        if not self._num_left:
+            return
+        self._num_left = 0
+        if self._executor is not None:
+            try:
+                self._events += self._executor.stop_profile()
+            except Exception as error:  # a look at the engine must not end it
+                self._failure = error
 
     def _add(self, name: str, track: int, start: float, end: float, args: dict[str, Any] | None = None) -> None:
         event = {"name": name, "ph": "X", "pid": 0, "tid": track, "ts": start * 1e6, "dur": (end - start) * 1e6}

@@ -8,10 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+from app.runner import hypercorn_config
+from app.settings import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -122,3 +127,30 @@ def test_a_connection_serves_one_request_after_another(server: Server) -> None:
         for _ in range(3):
             client.sendall(REQUEST)
             assert b"200" in receive_until(client, END_OF_ANSWER)
+
+
+def test_the_configuration_for_hypercorn_itself_is_the_same() -> None:
+    shipped = tomllib.loads((Path(__file__).parents[2] / "deploy" / "hypercorn.toml").read_text())
+    config = hypercorn_config(Settings(), socket.socket())
+    others = shipped.keys() - {"bind", "errorlog", "worker_class", "workers"}  # settings, and what the command is
+    assert {name: getattr(config, name) for name in others} == {name: shipped[name] for name in others}
+    os.close(int(config.bind[0].removeprefix("fd://")))
+
+
+INHERITING = """
+import os, sys
+os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+os.dup2(int(sys.argv.pop()), 3)
+from app.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("kind", [None, socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_what_is_inherited_and_no_socket_that_listens_is_refused(kind: socket.SocketKind | None) -> None:
+    with open(os.devnull) if kind is None else socket.socket(type=kind) as inherited:
+        number = inherited.fileno()
+        command = [sys.executable, "-c", INHERITING, "serve", str(number)]
+        ended = subprocess.run(command, pass_fds=[number], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("error: LISTEN_FDS: descriptor 3 is no socket that listens")

@@ -37,6 +37,7 @@ from engine.commands import (
     Profile,
     Question,
     ResetPrefixCache,
+    SetLogLevel,
     StartProfile,
     StopProfile,
 )
@@ -88,6 +89,7 @@ EXAMPLES: list[Any] = [
     children(range(9), "a", "b", seed=3, logprobs=2, stop=("x",)),
     FinishRequests(["a", "b"], FinishReason.STOP),
     ResetPrefixCache(),
+    SetLogLevel("debug"),
     Ask(7, GetSnapshot()),
     Close(),
     GetSnapshot(),
@@ -95,6 +97,7 @@ EXAMPLES: list[Any] = [
     StopProfile(),
     snapshot(),
     Profile(b"[{}]", 12),
+    Profile(num_steps=12, is_too_large=True),
     LoadingProgress("Loading", 1, None),
     EngineReady(vocab_size=9, num_blocks=8, block_size=4, max_model_len=32),
     EngineCoreOutputs(

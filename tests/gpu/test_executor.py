@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import ConfigError, EngineDead
+from engine.errors import ConfigError, EngineDead, ProfileTooLarge
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions, resolve_device
 from gpu.models.served import resolve_dtype
+from gpu.profile import TorchProfile
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF
@@ -296,6 +297,14 @@ def test_a_profile_tells_what_the_device_does_and_changes_nothing(dtype: str) ->
         for call in calls:
             assert began * 1e6 - 1e3 <= call["ts"] <= call["ts"] + call["dur"] <= ended * 1e6 + 1e3
     assert told[0] == told[1]
+
+
+def test_a_profile_of_torch_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.profile.MAX_PROFILE_BYTES", 1000)
+    profile = TorchProfile()
+    torch.ones(3).sum()
+    with pytest.raises(ProfileTooLarge):
+        profile.stop()
 
 
 def two_steps() -> list[SchedulerOutput]:

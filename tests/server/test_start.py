@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.server.harness import Server
+from tests.server.tiny_model import tiny_server
 
 
 def test_port_answers_while_the_model_is_still_loading() -> None:
@@ -44,3 +45,12 @@ def test_setting_that_cannot_be_ends_the_process_and_names_itself() -> None:
     with Server("asyncio", max_num_seqs=0) as server:
         assert server.wait_exit() != 0
         assert "max_num_seqs" in server.log.lower()
+
+
+def test_a_failure_beside_the_requests_ends_the_process() -> None:
+    """Here of what tells systemd that the server is alive. It would else answer for ever that it is shutting down."""
+    server = tiny_server()
+    server.environment = {"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "soon"}
+    with server:
+        assert server.wait_exit() != 0
+        assert server.log.splitlines()[-1] == "error: ValueError: could not convert string to float: 'soon'"

@@ -215,7 +215,7 @@ def test_keys_change_while_the_server_runs_and_requests_that_run_keep_theirs(ser
     server.wait_idle()
 
 
-@pytest.mark.parametrize("content", ["[tenants.a]\nkeys = ['flood-secret-1'", "", None])
+@pytest.mark.parametrize("content", ["[tenants.a]\nkeys = ['flood-secret-1'", "", "a = " + "[" * 5000, None])
 def test_a_file_that_went_wrong_changes_nothing_and_is_told(
     server: Server, keys_file: Path, content: str | None
 ) -> None:
@@ -238,6 +238,8 @@ def test_a_file_that_went_wrong_changes_nothing_and_is_told(
         ("[tenants]\na = 1", "tables named tenants.<name>"),
         ("port = 1\n[tenants.a]\nkeys = ['hush-1']", "tables named tenants.<name>"),
         ("[tenants.a]\nkeys = ['hush-1'", "is not TOML"),
+        ("a = " + "[" * 5000, "is not TOML"),
+        ("[tenants.a]\nkeys = ['hush-1']\nweight = " + "9" * 5000, "is not TOML"),
         ("[tenants.a]", "wrong at keys"),
         ("[tenants.a]\nkeys = []", "wrong at keys"),
         ("[tenants.a]\nkeys = 'hush-1'", "wrong at keys"),
@@ -247,6 +249,10 @@ def test_a_file_that_went_wrong_changes_nothing_and_is_told(
         ("[tenants.a]\nkeys = ['hush-1']\nweight = 0", "wrong at weight = 0"),
         ("[tenants.a]\nkeys = ['hush-1']\nweight = nan", "wrong at weight = nan"),
         ("[tenants.a]\nkeys = ['hush-1']\nmax_running = 0", "wrong at max_running = 0"),
+        (
+            "[tenants.a]\nkeys = ['hush-1']\nmax_running = 9223372036854775808",
+            "wrong at max_running = 9223372036854775808",
+        ),
         ("[tenants.a]\nkeys = ['hush-1']\nmax_queued_requests = -1", "wrong at max_queued_requests = -1"),
         ("[tenants.a]\nkeys = ['hush-1']\nmax_runing = 1", "wrong at max_runing"),
         ("[tenants.a]\nkeys = ['hush-1']\npriority_over_others = 1", "wrong at priority_over_others = 1"),

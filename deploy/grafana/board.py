@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-# The filters of metrics that have a model, of those that have none, and of those that other programs have as well.
-M = 'model_name=~"$model",instance=~"$instance"'
+# The filters of metrics that only Headrace has, of those that others have as well (vLLM, or any process), and of those
+# of them that have a model.
 I = 'instance=~"$instance"'  # noqa: E741 - short beside M
 J = f'job="headrace",{I}'
+M = f'model_name=~"$model",{J}'
 LEGEND = "{{instance}}"
 
 Query = tuple[str, str]  # the expression and its legend
@@ -193,8 +194,12 @@ def board() -> str:
     """The board as JSON that Grafana loads, one panel a line."""
     variables = [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-        variable("model", "Model", "label_values(vllm:num_requests_running, model_name)"),
-        variable("instance", "Server", 'label_values(vllm:num_requests_running{model_name=~"$model"}, instance)'),
+        variable("model", "Model", 'label_values(vllm:num_requests_running{job="headrace"}, model_name)'),
+        variable(
+            "instance",
+            "Server",
+            'label_values(vllm:num_requests_running{job="headrace",model_name=~"$model"}, instance)',
+        ),
     ]
     head = {
         "uid": "headrace",

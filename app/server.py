@@ -224,13 +224,14 @@ class Server:
         return ended
 
     def status(self) -> dict[str, Any]:
-        """For /startupz and /readyz: the phase, what is being done, and for how long."""
+        """For /startupz and /readyz: the phase, what is being done and for how long, and whether the queue is full."""
         return {
             "phase": self.phase,
             "task": self.start_up.task if self.phase is Phase.STARTING else None,
             "done": self.start_up.done,
             "total": self.start_up.total,
             "elapsed_seconds": round(time.monotonic() - self._started, 3),
+            "queue_full": self.admission.is_full,
         }
 
     # --- the lifetime

@@ -169,6 +169,8 @@ def unknown_setting(name: str, known: Iterable[str]) -> str:
 
 def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
     """What to say to whoever has typed it, where `program --help` lists those that are known."""
+    if not name.startswith("-") and "--model" in known:  # as other servers take it
+        return f"{name!r} stands there without a flag. If it is a model: {program} --model {name}"
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 

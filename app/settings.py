@@ -58,7 +58,8 @@ class Settings(BaseSettings):
     )
     cache_dir: UserPath | None = Field(
         None,
-        description="Where the embedded model is kept. Default: headrace in the user's cache folder.",
+        description="Where the embedded model is kept, and what steps of any model cost; models of the hub are in "
+        "HF_HOME. Default: headrace in the user's cache folder.",
         examples=["/var/cache/headrace"],
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -92,11 +92,12 @@ class Alive(Answer):
 class Status(Answer):
     """How far the server is."""
 
-    phase: Literal["starting", "ready", "stopping", "failed"]
+    phase: Literal["starting", "ready", "leaving", "stopping", "failed"]
     task: str | None
     done: int
     total: int | None
     elapsed_seconds: float
+    queue_full: bool
 
 
 class ServerInfo(OpenAnswer):

@@ -87,6 +87,14 @@ def test_a_mistyped_flag_is_told_with_the_one_that_was_meant() -> None:
     assert done.stderr == "error: there is no setting '--prot'. Did you mean --port?\n"
 
 
+def test_a_model_without_its_flag_is_told_with_it() -> None:
+    done = run("serve", "org/model", "--port", "9000")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: 'org/model' stands there without a flag. If it is a model: headrace serve --model org/model\n"
+    )
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

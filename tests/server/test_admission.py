@@ -97,7 +97,9 @@ def test_a_full_queue_refuses_the_surplus_and_finishes_those_it_has_accepted(ser
         with all_seats_taken(server):
             assert server.client.get("/readyz").status_code == 200, "busy is not full"
             clients = stack.enter_context(waiting(server, *[SHORT] * PLACES))
-            assert server.client.get("/readyz").status_code == 503, "the next one would be refused"
+            answer = server.client.get("/readyz")
+            assert answer.status_code == 503, "the next one would be refused"
+            assert answer.json()["queue_full"]
             assert server.client.get("/health").status_code == 503
             assert server.client.get("/livez").status_code == 200, "and yet nothing is wrong"
             for _ in range(3):

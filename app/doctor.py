@@ -20,7 +20,9 @@ from app.loading import core_factory, open_files
 from app.progress import loading
 from app.runner import bind
 from app.setting_sources import flag_name
-from app.settings import Settings
+from app.settings import Settings, SettingsError
+from app.tenants import Tenants
+from app.tracing import open_tracer
 from engine.core.core import EngineCore
 from engine.errors import HeadraceError
 from engine.scheduler.step_cost import StepCostTable
@@ -63,6 +65,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     yield from _devices(settings)
     yield from _packages(requires("headrace") or ())
     yield from _network(settings)
+    yield from _beside(settings)
     core = None
     try:
         with loading() as progress:
@@ -172,6 +175,15 @@ def _network(settings: Settings) -> Iterator[Finding]:
         yield Finding(NOTE, "network", few, f"ulimit -n {ENOUGH_FILES}")
     else:
         yield Finding(OK, "network", text)
+
+
+def _beside(settings: Settings) -> Iterator[Finding]:
+    """What else a server needs, and may not get."""
+    try:
+        Tenants(settings)
+        open_tracer(settings, lambda reason, count: None).close()
+    except SettingsError as error:
+        yield Finding(WRONG, "settings", str(error))
 
 
 def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:

@@ -70,6 +70,8 @@ class OutputProcessor:
         reason = stream.finish_reason
         if reason is None or (unfinished and reason not in FAILURES):
             reason = stream.leave_reason if stream.error is None else FinishReason.ERROR
+        if stream.was_refused:
+            reason = FinishReason.ABORT  # errors are the server's own: operators are woken by them
         if stream.first_token_time is None:
             self._observer.on_prompt(stream.num_prompt_tokens)
         self._observer.on_request_finished(self._finished(stream, reason))
@@ -233,6 +235,7 @@ class _Choice:
             stream.longest_output = max(stream.longest_output, self.num_output_tokens)
             if stream.num_unfinished:
                 self.note([RequestEvent(EventKind.FINISHED, timestamp, self.num_output_tokens)])
+            stream.was_refused |= output.refusal is not None
             if stream.finish_reason not in FAILURES:  # one choice that failed is a failed request
                 stream.finish_reason = finish_reason
             stream.finished_time = timestamp

@@ -48,6 +48,7 @@ class RequestStream:
         self.num_unfinished = len(children)
         self.finished_time: float | None = None  # when the engine was done with the last choice
         self.finish_reason: FinishReason | None = None  # of the choice that finished last, or of one that failed
+        self.was_refused = False  # a choice failed by the client's fault
         self.leave_reason = FinishReason.ABORT  # why the caller leaves, if it leaves before the end
         self.error: Exception | None = None  # what the engine died of
         self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice

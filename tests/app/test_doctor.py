@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.doctor import NOTE, OK, WRONG, _instructions, _network, _packages
+from app.doctor import NOTE, OK, WRONG, _beside, _instructions, _network, _packages
 from app.settings import Settings
 from gpu.cpu import library
 from gpu.cpu.builds import BUILDS
@@ -47,6 +47,12 @@ def test_a_port_in_use_is_wrong() -> None:
         found = list(_network(Settings(port=taken.getsockname()[1])))
     assert [finding.verdict for finding in found] == [WRONG]
     assert "port" in found[0].text
+
+
+def test_keys_that_cannot_be_read_are_wrong(tmp_path: Path) -> None:
+    assert list(_beside(Settings())) == []
+    [found] = _beside(Settings(api_keys_file=tmp_path / "gone.toml"))
+    assert (found.verdict, found.text.partition(":")[0]) == (WRONG, "api_keys_file")
 
 
 def test_more_waiting_requests_than_connections_are_noted() -> None:

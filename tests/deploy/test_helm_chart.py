@@ -105,8 +105,10 @@ def chart() -> Iterator[helm_python.Chart]:
 class Release:
     """What an installation with these values would consist of."""
 
-    def __init__(self, chart: helm_python.Chart, values: dict[str, Any]) -> None:
-        texts = chart.render(values, name=RELEASE, namespace=NAMESPACE)
+    def __init__(
+        self, chart: helm_python.Chart, values: dict[str, Any], name: str = RELEASE, namespace: str = NAMESPACE
+    ) -> None:
+        texts = chart.render(values, name=name, namespace=namespace)
         self.values: dict[str, Any] = chart.merge_values(values)
         self.resources: list[Resource] = [
             resource
@@ -152,6 +154,37 @@ def test_kubernetes_takes_whatever_is_rendered(chart: helm_python.Chart) -> None
                 kubernetes_validate.validate(resource, version, strict=True)
     always = {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"}
     assert kinds == always | {"StatefulSet", "NetworkPolicy", "HorizontalPodAutoscaler"} | {kind for _, kind in CUSTOM}
+
+
+def resources_of(chart: helm_python.Chart, name: str, **more: Any) -> str:
+    """With this name wherever one is chosen."""
+    secret = {"existingSecret": name, "key": name}
+    values = {
+        "nameOverride": name,
+        "fullnameOverride": "demo",
+        "serviceAccount": {"name": name},
+        **dict.fromkeys(("apiKeys", "adminKeys", "tenants", "hubToken"), secret),
+        "serviceMonitor": {"enabled": True, "authorization": secret},
+        "prometheusRule": {"enabled": True},
+        "inferencePool": {"enabled": True, "endpointPicker": {"name": name}},
+        "gpu": {"runtimeClassName": name},
+        "autoscaling": {"kind": "HorizontalPodAutoscaler"},
+        "networkPolicy": {"enabled": True},
+    }
+    return json.dumps(Release(chart, values | more, name, name).resources)
+
+
+@pytest.mark.parametrize("name", ["true", "no", "123", "0x1f"])
+def test_names_that_look_like_something_else_stay_text(chart: helm_python.Chart, name: str) -> None:
+    assert resources_of(chart, name) == resources_of(chart, "some-name").replace("some-name", name)
+    for more in ({"cache": {"existingClaim": name}}, {"workload": "StatefulSet", "cache": {"storageClassName": name}}):
+        assert f': "{name}"' in resources_of(chart, "some-name", **more)
+
+
+def test_the_name_of_a_stateful_set_leaves_room_for_a_hash(chart: helm_python.Chart) -> None:
+    for workload, most in (("StatefulSet", 52), ("Deployment", 62)):
+        release = Release(chart, {"workload": workload}, "r" * 53)
+        assert len(release.workload["metadata"]["name"]) == most
 
 
 def test_every_resource_is_the_releases_own(release: Release) -> None:
@@ -344,6 +377,9 @@ def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Cha
         ({"settings": {"dtype": "int3"}}, ["settings", "dtype", "bfloat16"]),
         ({"settings": {"api_keys": "a-secret-key"}}, ["settings", "api_keys"]),
         ({"settings": {"drain_timeout": None}}, ["settings", "drain_timeout"]),
+        ({"extraEnv": [{"name": "LEVEL", "value": 1}]}, ["extraEnv", "value", "string"]),
+        ({"fullnameOverride": "1e3"}, ["1e3", "Service", "fullnameOverride"]),
+        ({"fullnameOverride": "headrace.v2"}, ["headrace.v2", "Service"]),
         ({"extraEnv": [{"name": "HEADRACE_API_KEYS", "value": "a-secret-key"}]}, ["extraEnv", "name"]),
         ({"apiKeys": {"value": "a-secret-key"}}, ["apiKeys", "value"]),
         ({"port": 80}, ["port", "1,024"]),
@@ -351,6 +387,7 @@ def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Cha
         ({"gpu": {"count": 2}}, ["gpu.count", "data_parallel_size"]),
         ({"workload": "StatefulSet", "cache": {"existingClaim": "shared"}}, ["cache", "existingClaim"]),
         ({"cache": {"size": "20 GB"}}, ["cache", "size"]),
+        ({"cache": {"size": "20ki"}}, ["cache", "size"]),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, ["podDisruptionBudget", "maxUnavailable"]),
         ({"autoscaling": {"kind": "KEDA"}}, ["autoscaling", "ScaledObject"]),
         ({"autoscaling": {"minReplicas": 5}}, ["minReplicas", "maxReplicas"]),

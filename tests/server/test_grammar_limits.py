@@ -122,7 +122,7 @@ def test_a_grammar_that_becomes_too_complex_is_the_clients_to_mend(
     assert "invalid_request_error" in told, told
     assert "may be sent again" not in told
     assert "server_error" not in told
-    open_server.wait_idle()
+    assert open_server.wait_idle().finished["error"] == 0
 
 
 def test_a_grammar_that_the_compiler_finds_too_complex_is_called_so(open_server: Server) -> None:

@@ -2,15 +2,17 @@
 {{- .Values.nameOverride | default .Chart.Name | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* The pods of a StatefulSet have its name and a hash in one label, of 63 characters. */}}
 {{- define "headrace.fullname" -}}
+{{- $most := ternary 52 63 (eq .Values.workload "StatefulSet") }}
 {{- $name := include "headrace.name" . }}
 {{- $both := ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) }}
-{{- .Values.fullnameOverride | default $both | trunc 63 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | default $both | trunc $most | trimSuffix "-" }}
 {{- end }}
 
 {{- define "headrace.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "headrace.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "headrace.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "headrace.labels" -}}
@@ -21,8 +23,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "headrace.metadata" -}}
-name: {{ include "headrace.fullname" . }}
-namespace: {{ .Release.Namespace }}
+name: {{ include "headrace.fullname" . | quote }}
+namespace: {{ .Release.Namespace | quote }}
 labels:
   {{- include "headrace.labels" . | nindent 2 }}
 {{- end }}
@@ -46,13 +48,17 @@ labels:
 - name: {{ .name }}
   valueFrom:
     secretKeyRef:
-      name: {{ .secret.existingSecret }}
-      key: {{ .secret.key }}
+      name: {{ .secret.existingSecret | quote }}
+      key: {{ .secret.key | quote }}
 {{- end }}
 
 {{- /* What no schema can say: combinations that would be installed and not work. */}}
 {{- define "headrace.validate" -}}
 {{- $v := .Values }}
+{{- $name := include "headrace.fullname" . }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
+{{- fail (printf "%q cannot name a Service: set fullnameOverride to a letter, and letters, digits and \"-\" after it" $name) }}
+{{- end }}
 {{- $prefix := $v.settings.metrics_prefix | default "vllm:" }}
 {{- if and (ne $prefix "vllm:") (or $v.prometheusRule.enabled $v.inferencePool.enabled) }}
 {{- fail (printf "settings.metrics_prefix is %q, and prometheusRule and inferencePool read metrics that begin with \"vllm:\"" $prefix) }}

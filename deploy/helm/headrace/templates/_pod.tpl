@@ -10,7 +10,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "headrace.serviceAccountName" . }}
+  serviceAccountName: {{ include "headrace.serviceAccountName" . | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "headrace.gracePeriod" . }}
@@ -22,7 +22,7 @@ spec:
   {{- end }}
   {{- end }}
   {{- with .Values.gpu.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- if or .Values.tolerations .Values.gpu.count }}
   tolerations:
@@ -90,7 +90,7 @@ spec:
     {{- if ne .Values.workload "StatefulSet" }}
     - name: cache
       {{- if .Values.cache.existingClaim }}
-      persistentVolumeClaim: {claimName: {{ .Values.cache.existingClaim }}}
+      persistentVolumeClaim: {claimName: {{ .Values.cache.existingClaim | quote }}}
       {{- else }}
       emptyDir: {sizeLimit: {{ .Values.cache.size }}}
       {{- end }}
@@ -103,9 +103,9 @@ spec:
     {{- if .existingSecret }}
     - name: tenants
       secret:
-        secretName: {{ .existingSecret }}
+        secretName: {{ .existingSecret | quote }}
         defaultMode: 0440
-        items: [{key: {{ .key }}, path: tenants.toml}]
+        items: [{key: {{ .key | quote }}, path: tenants.toml}]
     {{- end }}
     {{- end }}
 {{- end }}

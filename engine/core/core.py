@@ -115,7 +115,7 @@ class EngineCore:
         self.num_steps = 0
         self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
-        self._clock = clock
+        self.clock = clock  # of the front end, which says when requests have come and are due
         self._costs = StepCosts(config, self.scheduler, costs, learns=learns_costs, keep=keep_costs)
         self._costs.measure_on(executor, clock)
         self._quarantine = Quarantine()
@@ -186,7 +186,7 @@ class EngineCore:
 
     def snapshot(self, asked: GetSnapshot = EVERYTHING) -> EngineSnapshot:
         """What it looks like now."""
-        scheduler, now = self.scheduler, self._clock()
+        scheduler, now = self.scheduler, self.clock()
         running = islice(scheduler.running.values(), asked.most_requests)
         waiting = scheduler.waiting_for(asked.most_requests)
         state = EngineSnapshot(
@@ -205,7 +205,7 @@ class EngineCore:
             blocks=scheduler.kv.snapshot(scheduler.running.values()),
             steps=tuple(step for step in self._past_steps if step.time + step.seconds > asked.after),
         )
-        return msgspec.structs.replace(state, seconds=self._clock() - now)
+        return msgspec.structs.replace(state, seconds=self.clock() - now)
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
@@ -223,7 +223,7 @@ class EngineCore:
         try:
             output = step.handle.result()
         except StepAbandoned:
-            outcome, ended = StepOutcome.ABANDONED, self._clock()
+            outcome, ended = StepOutcome.ABANDONED, self.clock()
             self._last_end = ended
             self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
@@ -232,7 +232,7 @@ class EngineCore:
             outputs = self._contain(plan, error)
             ended = self._last_end
         else:
-            ended = self._clock()
+            ended = self.clock()
             if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
             # What the host does between two steps is a part of what they cost.
@@ -305,7 +305,7 @@ class EngineCore:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
                 return  # what comes next depends on how the step in flight ends
-            planned_at = self._clock()
+            planned_at = self.clock()
             plan = self.scheduler.schedule(
                 planned_at,
                 pace_prefill=self._costs.pace_prefill,
@@ -321,7 +321,7 @@ class EngineCore:
                     self._structured.wait_for_grammars()
             if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
                 self._tiers.tier.wait()
-            submitted_at = self._clock()
+            submitted_at = self.clock()
             handle: StepHandle
             try:
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
@@ -341,7 +341,7 @@ class EngineCore:
             with suppress(Exception):
                 void.handle.result()
             plans.append(void.plan)
-        now = self._last_end = self._clock()
+        now = self._last_end = self.clock()
         reach = self.scheduler.put_back(plans, now)
         logger.error("step %d failed with %d requests in it", plan.step, len(reach), exc_info=error)
         guilty = self._quarantine.split(reach) if reach else None
@@ -371,7 +371,7 @@ class EngineCore:
             self._structured.shutdown()
         if self._tiers is not None:
             if self.is_closed:  # and not broken
-                self._tiers.store_rest(self._clock)
+                self._tiers.store_rest(self.clock)
             self._tiers.tier.close()
         self.executor.shutdown()
 

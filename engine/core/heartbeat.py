@@ -56,3 +56,8 @@ class Heartbeat:
         """Something has arrived: progress counts from here."""
         self.beat()
         self._fields[_IS_AWAKE] = 1.0
+
+    def show(self, last_progress: float, *, is_asleep: bool) -> None:
+        """What the heartbeat of an engine on another machine was, by this clock."""
+        self._fields[_LAST_PROGRESS] = last_progress
+        self._fields[_IS_AWAKE] = float(not is_asleep)

@@ -1,4 +1,4 @@
-"""The front end's hold on one engine process: the process itself, its sockets, its heartbeat and its lifeline.
+"""The front end's hold on an engine process of this machine: itself, its sockets, its heartbeat and its lifeline.
 
 Made and used by `engine.transport.process_client` on one event loop. It owns everything that has to be gone at the end;
 whatever happens, leaving its block leaves neither a process nor a file.
@@ -11,32 +11,34 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import anyio
 import zmq
 
-from engine.commands import Command, Event
 from engine.core.heartbeat import Heartbeat
-from engine.transport.wire import DOWN, HEARTBEAT, UP, decoder, encoder
+from engine.transport.link import Ended, Link
+from engine.transport.wire import HEARTBEAT, Ends
 
 _LONGEST_PATH = 100  # of a Unix socket's 107 characters
+# What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
+# so that is waited for; otherwise there is only what it had said before.
+LAST_EVENT_SECONDS = 2.0
+CUT_OFF_SECONDS = 0.05
 
 
-class Child:
+class Child(Link):
     """An engine process; a context manager that starts it and, at the end, kills it if it still runs.
 
     The child gets the path of a private directory and the number of its end of the lifeline as its last arguments.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        super().__init__()
         self._command = command
         self._environment = environment
-        self._encode = encoder().encode
-        self._decode = decoder(Event).decode
-        self._peer: bytes | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -44,8 +46,9 @@ class Child:
             self.heartbeat = Heartbeat.create(directory / HEARTBEAT)
             context = zmq.Context()
             stack.callback(context.destroy, linger=0)
-            self._down = _bind(context, zmq.ROUTER, directory / DOWN)
-            self._up = _bind(context, zmq.PULL, directory / UP)
+            ends = Ends.within(directory)
+            self._down = _bind(context, zmq.ROUTER, ends.down)
+            self._up = _bind(context, zmq.PULL, ends.up)
             self._lifeline, theirs = socket.socketpair()
             stack.callback(self._lifeline.close)
             with theirs:
@@ -55,50 +58,18 @@ class Child:
             self._resources = stack.pop_all()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._resources.close()
-
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    async def connect(self, setup: Any) -> None:
-        """Wait for the child's first sign, and send it its setup: plain data, before all commands. What is sent earlier
-        would be dropped: ROUTER does not know its peer yet."""
-        while self._peer is None:
-            try:
-                self._peer, _ = self._down.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                await anyio.wait_readable(_descriptor(self._down))
-        self.send(setup)
-
-    def send(self, command: Command | Any) -> None:
-        """Never waits: the high-water mark is off. What is sent to a child that has gone is dropped."""
-        if self._peer is not None:
-            self._down.send_multipart([self._peer, self._encode(command)], zmq.NOBLOCK)
-
-    async def receive(self) -> list[Event]:
-        """Everything that has arrived, in order. Waits until there is something."""
-        while True:
-            events: list[Event] = []
-            # The descriptor of a ZMQ socket tells that something has changed, and tells it once: it may be waited for
-            # only after receiving has failed, which has looked at everything that was told so far.
-            with suppress(zmq.Again):
-                while True:
-                    events.append(self._decode(self._up.recv(zmq.NOBLOCK)))
-            if events:
-                return events
-            await anyio.wait_readable(_descriptor(self._up))
-
-    async def wait_gone(self) -> int:
-        """Wait until the process has ended, and reap it. Returns its status as `subprocess` has it."""
+    async def wait_gone(self) -> Ended:
+        """Wait until the process has ended, and reap it."""
         await anyio.wait_readable(self._lifeline)  # nothing is ever sent on it, so this is its end
         while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it is about to be a zombie
             await anyio.sleep(0.002)
-        return status
+        return Ended(_how_it_ended(status), CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
 
     def kill(self) -> None:
-        """At once, whatever it does. Nothing happens if it has ended."""
         self._process.kill()
 
     def _end(self) -> None:
@@ -117,17 +88,11 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     )
 
 
-def _descriptor(of: zmq.Socket[bytes]) -> int:
-    descriptor = of.get(zmq.FD)
-    assert isinstance(descriptor, int)
-    return descriptor
-
-
-def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, path: Path) -> zmq.Socket[bytes]:
-    bound = context.socket(kind)
-    bound.set_hwm(0)
-    bound.bind(f"ipc://{path}")
-    return bound
+def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.bind(address)
+    return socket
 
 
 def _start(arguments: list[str], environment: Mapping[str, str] | None, lifeline: int) -> subprocess.Popen[bytes]:
@@ -138,3 +103,13 @@ def _start(arguments: list[str], environment: Mapping[str, str] | None, lifeline
         return subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=(lifeline,))  # noqa: S603
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"the engine's process has ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-status}"
+    return f"the engine's process was killed by {name}"

@@ -1,17 +1,17 @@
 """The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
 
 `ProcessClient` is the counterpart of `engine.transport.client.ThreadClient`. The other end is
-`engine.transport.process_core`.
+`engine.transport.process_core`. `engine.transport.remote` has the client of one on another machine.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 
 from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
 from engine.core.heartbeat import Heartbeat
@@ -19,14 +19,11 @@ from engine.errors import EngineDead
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver
 from engine.transport.child import Child
+from engine.transport.link import Link
 from engine.transport.queries import Queries
 from engine.transport.wire import Report
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
-# What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
-# so that is waited for; otherwise there is only what it had said before.
-LAST_EVENT_SECONDS = 2.0
-CUT_OFF_SECONDS = 0.05
 
 
 class ProcessClient:
@@ -49,7 +46,7 @@ class ProcessClient:
         self._setup = setup
         self._environment = environment
         self._on_progress = on_progress or (lambda phase, done, total: None)
-        self._child: Child | None = None
+        self._child: Link | None = None
         self._queries = Queries(self.send)
         self._heartbeat = Heartbeat()
         self._is_ready = False
@@ -78,7 +75,7 @@ class ProcessClient:
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
         self._is_ready = self._is_ending = False
         self._gone, self._over = anyio.Event(), anyio.Event()
-        with Child(self._command, self._environment) as child:
+        with self._make_child() as child:
             self._child, self._heartbeat = child, child.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:
@@ -90,6 +87,9 @@ class ProcessClient:
             finally:
                 self._child = None
 
+    def _make_child(self) -> Link:
+        return Child(self._command, self._environment)
+
     def send(self, command: Command) -> None:
         if self._child is not None:
             self._child.send(command)
@@ -97,7 +97,7 @@ class ProcessClient:
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
 
-    async def _end(self, child: Child) -> None:
+    async def _end(self, child: Link) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
         self._is_ending = True
         if self._is_ready:
@@ -106,29 +106,34 @@ class ProcessClient:
                 await self._gone.wait()
         child.kill()
 
-    async def _attend(self, child: Child, deliver: Deliver) -> None:
+    async def _attend(self, child: Link, deliver: Deliver) -> None:
         """Be there for the child until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as task_group:
                     task_group.start_soon(self._listen, child, deliver)
-                    status = await child.wait_gone()
-                    with anyio.move_on_after(CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS):
+                    ended = await child.wait_gone()
+                    with anyio.move_on_after(ended.last_event_seconds):
                         await self._over.wait()
                     task_group.cancel_scope.cancel()
                 if not self._over.is_set():
                     self._over.set()
-                    ended = "the engine has been shut down" if self._is_ending else _how_it_ended(status)
-                    deliver([EngineDied(EngineDead(ended))])
+                    why = "the engine has been shut down" if self._is_ending else ended.how
+                    deliver([EngineDied(EngineDead(why))])
         finally:
             child.kill()
             self._gone.set()
 
-    async def _listen(self, child: Child, deliver: Deliver) -> None:
+    async def _listen(self, child: Link, deliver: Deliver) -> None:
         await child.connect(self._setup)
         while not self._over.is_set():
             events: list[Event] = []
-            for event in await child.receive():
+            try:
+                received = await child.receive()
+            except (msgspec.MsgspecError, RecursionError) as error:  # it is not what it was; nothing of it is believed
+                received = [EngineDied(EngineDead(f"the engine's process says what is no event: {error}"))]
+                child.kill()
+            for event in received:
                 match event:
                     case LoadingProgress(phase, done, total):
                         self._on_progress(phase, done, total)
@@ -140,13 +145,3 @@ class ProcessClient:
                 events.append(event)
             if events:
                 deliver(events)
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"the engine's process has ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-status}"
-    return f"the engine's process was killed by {name}"

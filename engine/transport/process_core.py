@@ -30,7 +30,7 @@ from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
 from engine.transport.client import run_loop
-from engine.transport.wire import DOWN, HEARTBEAT, UP, Report, decoder, encoder
+from engine.transport.wire import HEARTBEAT, Ends, Pulse, Report, decoder, encoder
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +48,21 @@ def serve_parent(build: Build) -> NoReturn:
     *_, directory, descriptor = sys.argv
     private = Path(directory)
     threading.Thread(target=_end_with_parent, args=(int(descriptor), private), name="lifeline", daemon=True).start()
-    channel = ProcessChannel(private)
+    channel = ProcessChannel(Ends.within(private))
     setup = channel.connect()
 
     def make_core() -> EngineCore:
         core = build(setup, channel.report)
         core.heartbeat = Heartbeat.open(private / HEARTBEAT)
         core.heartbeat.wake()
-        # What loading has left behind lives as long as the process: no collection needs to look at it again.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_loaded()
         return core
 
+    run_and_exit(make_core, channel)
+
+
+def run_and_exit(make_core: Callable[[], EngineCore], channel: ProcessChannel) -> NoReturn:
+    """The rest of an engine process' life."""
     run_loop(make_core, channel)
     channel.close()
     logging.shutdown()
@@ -67,28 +70,33 @@ def serve_parent(build: Build) -> NoReturn:
     os._exit(0)
 
 
-class ProcessChannel(Inbox):
-    """An `engine.transport.channel.EngineChannel` to the process that started this one."""
+def keep_what_is_loaded() -> None:
+    """It lives as long as the process: no collection needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
-    def __init__(self, directory: Path) -> None:
+
+class ProcessChannel(Inbox):
+    """An `engine.transport.channel.EngineChannel` to the front end, which has bound these ends."""
+
+    def __init__(self, ends: Ends) -> None:
         super().__init__()
-        self._directory = directory
-        self._outbox: SimpleQueue[Event | None] = SimpleQueue()
+        self._ends = ends
+        self._outbox: SimpleQueue[Event | Pulse | None] = SimpleQueue()
         # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
         self._down = zmq.Context().socket(zmq.DEALER)
-        self._output = threading.Thread(target=_vital, args=(self._talk,), name="engine-output", daemon=True)
+        self._output = threading.Thread(target=vital, args=(self._talk,), name="engine-output", daemon=True)
 
     def connect(self) -> Any:
         """Say that this process is there, wait for its setup, and start to listen and talk."""
-        self._down.set_hwm(0)
-        self._down.connect(f"ipc://{self._directory / DOWN}")
+        self._connect(self._down, self._ends.down)
         self._down.send(b"")
         setup = decoder(Any).decode(self._down.recv())
-        threading.Thread(target=_vital, args=(self._listen,), name="engine-input", daemon=True).start()
+        threading.Thread(target=vital, args=(self._listen,), name="engine-input", daemon=True).start()
         self._output.start()
         return setup
 
-    def send(self, event: Event) -> None:
+    def send(self, event: Event | Pulse) -> None:
         """Hand an event to the output thread. Never waits."""
         self._outbox.put(event)
 
@@ -101,6 +109,10 @@ class ProcessChannel(Inbox):
         self._outbox.put(None)
         self._output.join()
 
+    def _connect(self, socket: zmq.Socket[bytes], address: str) -> None:
+        socket.set_hwm(0)
+        socket.connect(address)
+
     def _listen(self) -> None:
         decode = decoder(Command).decode
         while True:
@@ -109,8 +121,7 @@ class ProcessChannel(Inbox):
     def _talk(self) -> None:
         context = zmq.Context()
         up = context.socket(zmq.PUSH)
-        up.set_hwm(0)
-        up.connect(f"ipc://{self._directory / UP}")
+        self._connect(up, self._ends.up)
         encode_into, buffer = encoder().encode_into, bytearray()
         while (event := self._outbox.get()) is not None:
             encode_into(event, buffer)
@@ -119,7 +130,7 @@ class ProcessChannel(Inbox):
         context.term()
 
 
-def _vital(work: Callable[[], None]) -> None:
+def vital(work: Callable[[], None]) -> None:
     """Run a thread without which this process would be deaf or dumb."""
     try:
         work()

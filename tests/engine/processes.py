@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import anyio
 import msgspec
 
 from engine.frontend.async_llm import AsyncLLM
@@ -15,12 +17,13 @@ from engine.messages import EngineCoreRequest
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
-from engine.transport.wire import Report
+from engine.transport.remote import RemoteClient
+from engine.transport.wire import Ends, Report
 from tests.engine.helpers import RecordingObserver, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 from tests.engine.simulated_process import COMMAND, Simulation, build
 
-Where = Literal["thread", "process"]
+Where = Literal["thread", "process", "remote"]
 
 
 def simulation(**options: Any) -> Simulation:
@@ -31,7 +34,36 @@ def process_client(on_progress: Report | None = None, **options: Any) -> Process
     return ProcessClient(COMMAND, msgspec.to_builtins(simulation(**options)), on_progress=on_progress)
 
 
+class Launched:
+    """An engine's process that is no child of its front end's, as far as that knows."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+        self.process = subprocess.Popen([*COMMAND, "remote"], stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        with self.process.stdin as pipe:
+            pipe.write(msgspec.json.encode(ends))
+
+    async def wait_ended(self) -> str:
+        while self.process.poll() is None:  # noqa: ASYNC110 - as a cluster would
+            await anyio.sleep(0.05)
+        return f"its machine says that it has ended with {self.process.returncode}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def remote_client(
+    launch: Callable[[Ends], Launched] = Launched, on_progress: Report | None = None, **options: Any
+) -> RemoteClient:
+    setup = msgspec.to_builtins(simulation(**options))
+    return RemoteClient(launch, "127.0.0.1", setup, on_progress=on_progress)
+
+
 def client(where: Where, **options: Any) -> EngineClient:
+    if where == "remote":
+        return remote_client(**options)
     if where == "process":
         return process_client(**options)
     return ThreadClient(lambda: build(simulation(**options), lambda phase, done, total: None))

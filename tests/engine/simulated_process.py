@@ -84,5 +84,14 @@ def build(simulation: Simulation, report: Report) -> SimulatedCore:
     return core
 
 
+def build_from(setup: object, report: Report) -> SimulatedCore:
+    return build(msgspec.convert(setup, Simulation), report)
+
+
 if __name__ == "__main__":
-    serve_parent(lambda setup, report: build(msgspec.convert(setup, Simulation), report))
+    if sys.argv[1:] == ["remote"]:
+        from engine.transport.remote_core import serve_remote
+        from engine.transport.wire import Ends
+
+        serve_remote(build_from, msgspec.json.decode(sys.stdin.buffer.read(), type=Ends))
+    serve_parent(build_from)

@@ -1,7 +1,8 @@
-"""What an engine promises its front end, wherever it runs: in a thread, and in a process of its own."""
+"""What an engine promises its front end, wherever it runs: in a thread, in a process, and on another machine."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -21,9 +22,28 @@ from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, assert_te
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-@pytest.fixture(params=["thread", "process"])
-def where(request: pytest.FixtureRequest) -> Where:
+LOOPS: dict[str, tuple[str, dict[str, bool]]] = {
+    "asyncio": ("asyncio", {}),
+    "uvloop": ("asyncio", {"use_uvloop": True}),
+    "trio": ("trio", {}),
+}
+# What differs between the last two is below the loop, and is asked in test_remote_client.py.
+PLACES = [*itertools.product(("thread", "process"), LOOPS), ("remote", "uvloop")]
+
+
+@pytest.fixture(params=PLACES, ids="-".join)
+def place(request: pytest.FixtureRequest) -> tuple[Where, str]:
     return request.param
+
+
+@pytest.fixture
+def where(place: tuple[Where, str]) -> Where:
+    return place[0]
+
+
+@pytest.fixture
+def anyio_backend(place: tuple[Where, str]) -> tuple[str, dict[str, bool]]:
+    return LOOPS[place[1]]
 
 
 async def test_everything_that_is_asked_for_arrives_once_and_in_order(where: Where) -> None:

@@ -133,7 +133,7 @@ def test_leaving_while_loading_leaves_nothing(filled: StillTier, reason: FinishR
 def test_a_deadline_holds_while_loading(filled: StillTier) -> None:
     now = [0.0]
     core, tier = core_with_tier(filled)
-    core._clock = lambda: now[0]
+    core.clock = lambda: now[0]
     tier.arrives = False
     request = make_request(PROMPT, max_tokens=4)
     request.deadline = 5.0
@@ -194,7 +194,7 @@ def test_a_load_that_does_not_end_is_computed_and_for_a_while_nothing_is_loaded(
 ) -> None:
     now = [1.0]
     core, tier = core_with_tier(filled)
-    core._clock = lambda: now[0]
+    core.clock = lambda: now[0]
     loading(core, tier)
     now[0] += PATIENCE + 0.1
     assert [len(tokens_of(each)) for each in run_to_end(core).values()] == [4]
@@ -248,7 +248,7 @@ def test_an_engine_that_ends_stores_what_waits_for_a_moment(caplog: pytest.LogCa
     for takes, stored in ((True, 4), (False, 0)):
         now = [0.0]
         core, tier = core_with_tier()
-        core._clock = lambda now=now: now[0]  # type: ignore[misc]
+        core.clock = lambda now=now: now[0]  # type: ignore[misc]
         tier.takes = False  # it is busy
         core.add(make_request(PROMPT, max_tokens=1))
         run_to_end(core)

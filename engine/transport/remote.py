@@ -1,0 +1,147 @@
+"""An engine on another machine, as the front end holds it: by TCP with CURVE keys that are made for it alone.
+
+Only who got the keys is let in; what strangers send is dropped by ZMQ before anybody looks at it. A connection that is
+lost is an engine that is lost: both sides end what they have, and the engine is started anew. What is said meanwhile
+could not be known to have arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol, Self
+
+import anyio
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from engine.commands import Command
+from engine.core.heartbeat import Heartbeat
+from engine.transport.link import Ended, Link
+from engine.transport.process_client import ProcessClient
+from engine.transport.wire import Ends, Keys, Ping, Pulse, Report, limited
+
+PING_SECONDS = 0.25  # a lost connection is seen by the next ping
+LAST_EVENT_SECONDS = 0.25  # what was said last and what tells the end come by two connections
+
+
+class Launched(Protocol):
+    """An engine's process somewhere."""
+
+    async def wait_ended(self) -> str:
+        """How it has ended, or why it was not started. Once it has connected, the connection may tell earlier."""
+        ...
+
+    def kill(self) -> None:
+        """At once. Nothing happens if it has ended."""
+        ...
+
+
+Launch = Callable[[Ends], Launched]
+"""Starts a process that calls `engine.transport.remote_core.serve_remote` with these ends, which are secret, and does
+not wait for it."""
+
+
+class RemoteClient(ProcessClient):
+    """An engine that `launch` starts on a machine from which `host`, an address of this one, can be reached."""
+
+    def __init__(self, launch: Launch, host: str, setup: Any, *, on_progress: Report | None = None) -> None:
+        super().__init__((), setup, on_progress=on_progress)
+        self._launch = launch
+        self._host = host
+
+    def _make_child(self) -> Link:
+        return RemoteChild(self._launch, self._host)
+
+
+class RemoteChild(Link):
+    """A hold on an engine process on another machine."""
+
+    def __init__(self, launch: Launch, host: str) -> None:
+        super().__init__()
+        self._launch = launch
+        self._host = f"[{host}]" if ":" in host else host
+        self._secret_key = b""
+        self._lost = anyio.Event()
+        self._how = "the connection to the engine is lost"
+
+    def __enter__(self) -> Self:
+        self.heartbeat = Heartbeat()
+        server_public, self._secret_key = zmq.curve_keypair()
+        public, secret = zmq.curve_keypair()
+        with ExitStack() as stack:
+            context = zmq.Context()
+            stack.callback(context.destroy, linger=0)
+            _let_in(public, context, stack)
+            self._down, self._up = self._bind(context, zmq.ROUTER), self._bind(context, zmq.PULL)
+            self._down.router_mandatory = True  # or what is sent to nobody would be dropped without a word
+            ends = Ends(_address(self._down), _address(self._up), Keys(server_public, public, secret))
+            self._launched = self._launch(ends)
+            stack.callback(self.kill)
+            self._resources = stack.pop_all()
+        return self
+
+    def send(self, command: Command | Any) -> None:
+        try:
+            super().send(command)
+        except zmq.ZMQError:
+            self._lost.set()
+
+    async def connect(self, setup: Any) -> None:
+        await super().connect(setup)
+        self._ping()  # it knows the time before anything is asked of it
+
+    def take(self, pulse: Pulse) -> None:
+        self.heartbeat.show(time.monotonic() - pulse.seconds_since_progress, is_asleep=pulse.is_asleep)
+
+    async def wait_gone(self) -> Ended:
+        async with anyio.create_task_group() as task_group:
+            task_group.start_soon(self._wait_ended)
+            while not self._lost.is_set():
+                with anyio.move_on_after(PING_SECONDS):
+                    await self._lost.wait()
+                self._ping()
+            task_group.cancel_scope.cancel()
+        return Ended(self._how, LAST_EVENT_SECONDS)
+
+    def kill(self) -> None:
+        self._launched.kill()
+        self._lost.set()
+
+    async def _wait_ended(self) -> None:
+        self._how = await self._launched.wait_ended()
+        self._lost.set()
+
+    def _ping(self) -> None:
+        self.send(Ping(time.monotonic()))
+
+    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+        socket = limited(context.socket(kind))
+        socket.curve_server = True
+        socket.curve_secretkey = self._secret_key
+        socket.ipv6 = self._host.startswith("[")
+        socket.bind(f"tcp://{self._host}:*")
+        return socket
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    address = socket.last_endpoint
+    assert isinstance(address, bytes)
+    return address.decode()
+
+
+def _let_in(key: bytes, context: zmq.Context[zmq.Socket[bytes]], stack: ExitStack) -> None:
+    """Nobody but who has this public key, and its secret."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    stack.callback(authenticator.stop)
+    authenticator.configure_curve_callback(credentials_provider=_Only(key))
+
+
+class _Only:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key

@@ -59,6 +59,7 @@ def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     set_level(settings.log_level)
+    logging.getLogger("hpack").setLevel(logging.INFO)  # of HTTP/2: it would log every header, keys as well
     _adopt(logging.getLogger("hypercorn.error"), handler)
     structlog.configure(
         processors=[

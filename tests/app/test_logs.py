@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import hpack
 import pytest
 import structlog
 from hypercorn.config import Config
@@ -50,6 +51,13 @@ def a_request(**changes: Any) -> None:
         "num_output_tokens": 8,
     }
     log_request(RequestRecord(**(known | changes)))
+
+
+def test_headers_of_http2_are_not_logged() -> None:
+    stream = log_to_text(log_level="debug")
+    header = ("x-api-key", "a-secret-key")
+    hpack.Decoder().decode(hpack.Encoder().encode([header]))
+    assert stream.getvalue() == ""
 
 
 def test_a_request_is_one_readable_line_in_a_terminal() -> None:

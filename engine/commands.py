@@ -95,6 +95,13 @@ class SetLogLevel(_Command):
     level: str
 
 
+class PublishKVEvents(_Command):
+    """Tell with each step what has come into the prefix cache and what has gone from it, beginning with all that is
+    known to be there. `key` is what chunks are hashed with, at most 64 bytes; with another one nothing is known."""
+
+    key: bytes
+
+
 class Ask(_Command):
     """Answer a question, between two steps, with an `Answered` of the same number."""
 
@@ -133,5 +140,5 @@ class EngineDied(msgspec.Struct, tag=True, array_like=True):
 
 Question = GetSnapshot | StartProfile | StopProfile
 Answer = EngineSnapshot | Profile
-Command = AddRequests | FinishRequests | ResetPrefixCache | SetLogLevel | Ask | Close
+Command = AddRequests | FinishRequests | ResetPrefixCache | PublishKVEvents | SetLogLevel | Ask | Close
 Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

@@ -1,9 +1,8 @@
 """What crosses the seams: the structs between client code, front end and engine core.
 
 All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. The
-protocol room imports this module and `engine.errors`, and nothing else of the engine.
-
-Times are seconds of `time.monotonic()`, which is one clock for all processes of a machine on Linux.
+protocol room imports this module and `engine.errors`, and nothing else of the engine. Times are seconds of
+`time.monotonic()`, which is one clock for all processes of a machine on Linux.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Collection
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.kv_events import KVEvents
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
@@ -361,6 +361,7 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True,
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float
+    kv_events: KVEvents | None = None  # only if they are published
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

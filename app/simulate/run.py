@@ -16,6 +16,7 @@ from app.simulate.door import AdmissionDoor
 from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine
 from engine.core.core import EngineCore
+from engine.routing.router import Route
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 from engine.simulation.engines import Engines
@@ -43,12 +44,18 @@ def simulate(
     settings: Settings,
     *,
     max_concurrency: int | None = None,
+    replicas: int | None = None,
+    route: Route = "prefix",
     watch: Callable[[Simulation], None] | None = None,
 ) -> Outcome:
     """Serve a workload on the virtual clock. `watch` is called now and then, before any step is forgotten.
 
+    `replicas`: as `data_parallel_size`, if it is given; `route`: how they share the requests.
+
     Raises SettingsError.
     """
+    if replicas is not None:
+        settings = settings.model_copy(update={"data_parallel_size": replicas})
     size = settings.data_parallel_size
     load = WorkloadLoad(requests, max_concurrency=max_concurrency, settings=settings)
 
@@ -58,7 +65,7 @@ def simulate(
         return core, executor
 
     try:
-        engines = Engines(make_core, size, leaps=watch is None)
+        engines = Engines(make_core, size, leaps=watch is None, route=route)
     except ValueError as error:  # no request of the longest would fit
         raise SettingsError(f"--num-blocks: {error}") from None
     simulation = Simulation(
@@ -89,6 +96,8 @@ def simulate(
         "device_utilization": sum(executor.busy_seconds for executor in executors)
         / max(simulation.now * len(executors), 1e-9),
     }
+    if size > 1:
+        figures["uncached_tokens_max_by_mean"] = engines.imbalance
     return Outcome(load.records, list(simulation.ended), figures)
 
 

@@ -28,20 +28,21 @@ from engine.commands import (
     Event,
     FinishRequests,
     GetSnapshot,
+    PublishKVEvents,
     ResetPrefixCache,
     SetLogLevel,
     StartProfile,
     StopProfile,
 )
 from engine.core.config import EngineConfig
-from engine.core.executor import Executor, KeepsBlocks, Prepares, StepHandle
+from engine.core.executor import Executor, FailedStep, KeepsBlocks, Prepares, StepHandle
 from engine.core.heartbeat import Heartbeat
 from engine.core.profile import StepProfiler
 from engine.core.quarantine import Quarantine
 from engine.core.step_costs import StepCosts
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCostTable
@@ -60,16 +61,6 @@ MOST_TENANTS = 64  # that a snapshot tells of
 EVERYTHING = GetSnapshot()
 
 IsAbandoned = Callable[[Sequence[str]], bool]
-
-
-class FailedStep:
-    """The handle of a step that the executor could not even start."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> ModelRunnerOutput:
-        raise self._error
 
 
 @dataclass(slots=True)
@@ -268,10 +259,11 @@ class EngineCore:
     @property
     def has_news(self) -> bool:
         """Whether the stats have changed since they were told, though there may be nothing to do: somebody who waited
-        alone, for a grammar, has left, or blocks were stored, or what steps cost was measured."""
+        alone, for a grammar, has left, or blocks were stored, or what steps cost was measured, or the prefix cache has
+        changed."""
         has_stored = self._tiers is not None and self._tiers.tier.has_news
         has_left = len(self.scheduler.waiting) != self._num_waiting_told
-        return has_left or has_stored or self._costs.are_news(self.num_steps)
+        return has_left or has_stored or self.scheduler.kv.has_events or self._costs.are_news(self.num_steps)
 
     def tell(self) -> EngineCoreOutputs:
         """The stats, outside of a step."""
@@ -282,7 +274,8 @@ class EngineCore:
         self._num_waiting_told = stats.num_waiting
         if self._costs.are_news(self.num_steps):
             stats.step_costs = self._costs.tell(self.num_steps)
-        return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=self.heartbeat.last_progress)
+        events, now = self.scheduler.kv.take_events(), self.heartbeat.last_progress
+        return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=now, kv_events=events)
 
     def prepare(self) -> bool:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there
@@ -379,6 +372,7 @@ class EngineCore:
 _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
     AddRequests: EngineCore._add_all,
     FinishRequests: EngineCore._finish_all,
+    PublishKVEvents: lambda core, command: core.scheduler.kv.publish_events(command.key),
     ResetPrefixCache: lambda core, command: core.scheduler.kv.reset(),
     SetLogLevel: lambda core, command: logging.getLogger().setLevel(command.level.upper()),
     Ask: EngineCore._answer,

@@ -82,3 +82,13 @@ class KeepsBlocks(Protocol):
     """An executor that may have a tier beside its KV cache."""
 
     tier: BlockTier | None
+
+
+class FailedStep:
+    """The handle of a step that the executor could not even start."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        raise self._error

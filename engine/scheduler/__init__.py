@@ -9,6 +9,7 @@ in_flight         what has been planned and not yet accounted for
 kv_groups         what the layers of a model keep, and what a block table is
 block_pool        KV blocks: reference counts, the free list, the index by hash
 tiers             prefixes kept beside the KV cache: loaded from there, stored there
+kv_event_log      what has come into the prefix cache and gone from it, for a router
 kv_cache_manager  which blocks a request has, needs and shares
 fairness          what each tenant was served, and who is owed
 waiting_queue     requests that wait for a running slot

@@ -14,7 +14,7 @@ are passed over once. All operations are O(1) per block, amortised.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.snapshot import BlocksSnapshot
 
@@ -30,6 +30,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._kept: set[int] = set()
+        self.on_removed: Callable[[int], None] | None = None  # is told what cannot be found any more
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
@@ -47,11 +48,16 @@ class BlockPool:
         block_ids = [self._next_free() for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
-            content = self._hashes[block_id]
-            if content is not None:
-                del self._by_hash[content]
-                self._hashes[block_id] = None
+            self._forget(block_id)
         return block_ids
+
+    def _forget(self, block_id: int) -> None:
+        content = self._hashes[block_id]
+        if content is not None:
+            del self._by_hash[content]
+            self._hashes[block_id] = None
+            if self.on_removed is not None:
+                self.on_removed(block_id)
 
     def _next_free(self) -> int:
         """The head of the free list; what is kept goes to its end once instead."""
@@ -92,10 +98,7 @@ class BlockPool:
     def withdraw(self, block_ids: Iterable[int]) -> None:
         """The opposite of `publish`, for blocks whose content has turned out to be wrong."""
         for block_id in block_ids:
-            content = self._hashes[block_id]
-            if content is not None:
-                del self._by_hash[content]
-                self._hashes[block_id] = None
+            self._forget(block_id)
 
     def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
         """Give one reference back for each block of a request's table, in table order.

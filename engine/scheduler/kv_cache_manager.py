@@ -22,7 +22,9 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import cycle
 
+from engine.kv_events import KVEvents
 from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.kv_event_log import KVEventLog
 from engine.scheduler.kv_groups import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.request import Request
 from engine.scheduler.tiers import BlockTier, Tiers
@@ -53,9 +55,14 @@ class KVCacheManager:
         self._has_windows = any(window is not None for window in windows)
         # What tells a group's content from another's of the same tokens: nothing for the first.
         self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
+        kinds = {window is not None: [] for window in windows}  # type: dict[bool, list[bytes]]
+        for window, mark in zip(windows, self.marks, strict=True):
+            kinds[window is not None].append(mark)
+        self.marks_by_kind = list(kinds.items())  # of groups without a window, and of those with one
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
-        self._prompt_form_differs = prompt_form_differs
+        self.prompt_form_differs = prompt_form_differs
+        self.events: KVEventLog | None = None  # while somebody wants to know
         self._key = secrets.token_bytes(32) if tier is None else tier.key
         self.tiers = None if tier is None else Tiers(self, tier, only_prompts=prompt_form_differs)
 
@@ -67,6 +74,22 @@ class KVCacheManager:
     def most_blocks(self, num_tokens: int) -> int:
         """As many blocks a request of so many tokens may come to own at a time, over all groups."""
         return most_blocks(self._windows, self.block_size, num_tokens, self.max_step_tokens)
+
+    def publish_events(self, key: bytes) -> None:
+        """From now on log what comes and goes, and tell first all that is known."""
+        if self.events is None or self.events.key != key:
+            self.events = KVEventLog(self, key)
+            self.pool.on_removed = self.events.remove
+        self.events.tells_all = True
+
+    @property
+    def has_events(self) -> bool:
+        """Whether there is anything to tell."""
+        return self.events is not None and self.events.has_news
+
+    def take_events(self) -> KVEvents | None:
+        """What has come and gone since this was asked before; None if nothing has, or nobody wants to know."""
+        return None if self.events is None else self.events.take()
 
     def find_prefix(self, request: Request) -> list[int]:
         """The block table of the longest prefix of the request's tokens whose blocks are cached. Takes no references.
@@ -158,6 +181,8 @@ class KVCacheManager:
                 content = self.block_hash(request, index)
                 for group, mark in enumerate(self.marks, index * self.num_groups):
                     self.pool.publish(request.block_ids[group], content + mark)
+            if self.events is not None:
+                self.events.note(request)
             if self.tiers is not None:
                 self.tiers.note_published(request, request.num_committed_blocks, full)
         request.num_committed_blocks = max(full, request.num_committed_blocks)
@@ -171,7 +196,7 @@ class KVCacheManager:
         else it would push out what others need. Not where a tier is to store it before.
         """
         end = len(request.block_ids)  # of what others may need
-        if self.tiers is None or self._prompt_form_differs:
+        if self.tiers is None or self.prompt_form_differs:
             end = request.num_prompt_tokens // self.block_size * self.num_groups
         for group, window in enumerate(self._windows):
             if window is not None:
@@ -200,6 +225,8 @@ class KVCacheManager:
 
     def reset(self) -> None:
         """Make nothing findable any more that is there now. What is kept elsewhere stays there."""
+        if self.events is not None:
+            self.events.clear()
         self.pool.withdraw(range(self.pool.num_blocks))
 
     def free(self, request: Request) -> None:
@@ -231,7 +258,7 @@ class KVCacheManager:
             tokens = array("I", request.token_ids[start : start + self.block_size])
             parent = hashes[-1] if hashes else self._root(request)
             content = parent + tokens.tobytes()
-            if self._prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
+            if self.prompt_form_differs and start + self.block_size > request.num_prompt_tokens:
                 content += max(request.num_prompt_tokens - start, 0).to_bytes(4, "big")
             hashes.append(blake2b(content, key=self._key, digest_size=_DIGEST_SIZE).digest())
         return hashes[index]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from engine.kv_events import PrefixHashes
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
 from engine.scheduler.kv_groups import NO_BLOCK
 from engine.scheduler.plan import NewRequestData
@@ -80,6 +81,7 @@ class Request:
         "num_prompt_tokens",
         "pooling",
         "precedence",
+        "prefix_hashes",
         "priority",
         "request_id",
         "room",
@@ -133,6 +135,7 @@ class Request:
         self.block_ids: list[int] = []
         self.room = 0
         self.block_hashes: list[bytes] = []
+        self.prefix_hashes: PrefixHashes | None = None  # of what was told of it
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0

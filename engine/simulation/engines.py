@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.commands import AddRequests, Command, FinishRequests
+from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvents
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from engine.routing.router import WHOLE, Route, Router
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
-from engine.transport.router import WHOLE, Router
 
 MakeCore = Callable[[VirtualClock], tuple[EngineCore, CountingExecutor]]
 
@@ -75,7 +75,9 @@ class Engines:
     """As `engine.transport.data_parallel` has it, without threads and processes: `add` and `finish` are done at `now`,
     `advance` ends the steps that are due next, `begin` begins the ones after them."""
 
-    def __init__(self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False) -> None:
+    def __init__(
+        self, make_core: MakeCore, size: int = 1, now: float = 0.0, *, leaps: bool = False, route: Route = "prefix"
+    ) -> None:
         """With `leaps`, one engine that makes a step at a time may make several at once where nothing can come between
         them, which gives the same in a fraction of the time. Its core must not learn what steps cost."""
         self.now = now
@@ -83,8 +85,14 @@ class Engines:
         self.replicas = [Replica(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
         for replica in self.replicas:
             replica.leaps = leaps and size == 1 and replica.core.config.pipeline_depth == 1
-        slots = self.replicas[0].core.config.max_num_seqs
-        self._router = Router(size, slots) if size > 1 else None
+        core = self.replicas[0].core
+        self._router = Router(size, core.config.max_num_seqs, route=route, key=b"simulated") if size > 1 else None
+        self._imbalances: list[float] = []  # the most by the mean uncached tokens, whenever a request came
+        if self._router is not None:
+            self._router.describe(core.executor.block_size, core.config.kv_windows)
+            for replica in self.replicas:
+                self._router.set_costs(replica.index, replica.core.costs)
+                replica.core.carry_out(PublishKVEvents(self._router.key))
         self._owners: dict[str, Replica] = {}  # of those that have not ended
 
     @property
@@ -102,11 +110,23 @@ class Engines:
         command = AddRequests.of([request])
         index = 0
         if self._router is not None:
-            for replica in self.replicas:
-                self._router.set_costs(replica.index, replica.core.costs)
-            index = self._router.choose(command, range(len(self.replicas)))
+            index = self._router.choose(
+                [request.request_id],
+                request.prompt_token_ids,
+                range(len(self.replicas)),
+                tenant=request.tenant,
+                salt=request.cache_salt,
+                max_tokens=request.sampling.max_tokens,
+            )
+            tokens = self._router.uncached_tokens
+            self._imbalances.append(max(tokens) * len(tokens) / max(sum(tokens), 1))
         self._owners[request.request_id] = self.replicas[index]
         self.replicas[index].inbox.append(command)
+
+    @property
+    def imbalance(self) -> float:
+        """Uncached tokens in flight: the most that one engine has by the mean of all, on average over arrivals."""
+        return sum(self._imbalances) / len(self._imbalances) if self._imbalances else 1.0
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request from outside."""
@@ -125,6 +145,8 @@ class Engines:
         ended: list[tuple[EngineCoreOutputs, list[float]]] = []
         for replica in self.replicas:
             if replica.outputs is not None and replica.clock.now <= now:
+                if self._router is not None and replica.outputs.kv_events is not None:
+                    self._router.apply(replica.index, replica.outputs.kv_events)
                 ended.append((replica.outputs, replica.executor.ends))
                 replica.outputs = None
         for outputs, _ in ended:

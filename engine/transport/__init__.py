@@ -12,6 +12,5 @@ process_client  `EngineClient` over one process
 process_core    the child's side of it
 remote          the front end's hold on an engine process of another machine, and its client
 remote_core     that engine's side of it
-router          which of several engines gets a request
 data_parallel   `EngineClient` over several
 """

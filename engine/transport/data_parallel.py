@@ -1,7 +1,8 @@
 """Several engines that look like one: each has all the weights and a cache of its own, and runs its own requests.
 
-A replica that dies takes its own requests with it, which end with an error, and is started again; the others do not
-notice. When replicas die again and again, or one cannot even start, the whole engine counts as dead.
+A replica that dies takes its own requests with it and is started again; the others do not notice. Those of its requests
+of which nothing had been told are given to another, once; the rest end with an error. When replicas die again and
+again, or one cannot even start, the whole engine counts as dead.
 """
 
 from __future__ import annotations
@@ -9,25 +10,27 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import anyio
 import msgspec
 
-from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, Question
+from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, PublishKVEvents, Question
 from engine.errors import EngineDead, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
+from engine.routing.router import WHOLE, Router
 from engine.scheduler.step_cost import StepCostTable
 from engine.transport.channel import Deliver
 from engine.transport.client import EngineClient
-from engine.transport.router import WHOLE, Router
 
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 5  # of all replicas, within DEATH_WINDOW; the next one is the end
 DEATH_WINDOW = 600.0  # seconds
 RESTART_SECONDS = 0.5  # between a death and the new start
+ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
 
 
 class DataParallelClient:
@@ -37,7 +40,8 @@ class DataParallelClient:
     def __init__(self, make_replica: Callable[[int], EngineClient], size: int, max_num_seqs: int) -> None:
         self.replicas = [Replica(index, make_replica) for index in range(size)]
         self._router = Router(size, max_num_seqs)
-        self._owners: dict[str, Replica] = {}  # of requests that have not ended
+        self._placed: dict[str, Placed] = {}  # requests that have not ended
+        self.num_placed_again = 0
         self._step = 0
         self._deaths: deque[float] = deque()
         self._announced = False
@@ -78,25 +82,35 @@ class DataParallelClient:
         match command:
             case AddRequests():
                 if alive:
-                    self._place(command, self.replicas[self._router.choose(command, alive)])
+                    self._place(command, alive)
             case FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
                 for request_id in request_ids:
-                    replica = self._owners.get(request_id)
-                    if replica is not None:
+                    placed = self._placed.get(request_id)
+                    if placed is not None:
                         self._forget(request_id, by_itself=reason in WHOLE)
-                        by_replica.setdefault(replica.index, []).append(request_id)
+                        by_replica.setdefault(placed.replica.index, []).append(request_id)
                 for index, ids in by_replica.items():
                     self.replicas[index].client.send(FinishRequests(ids, reason))
             case _:
                 for index in alive:
                     self.replicas[index].client.send(command)
 
-    def _place(self, command: AddRequests, replica: Replica) -> None:
-        now = time.monotonic()
+    def _place(self, command: AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
+        """Choose an engine and give it the request. One that is placed again has had its second chance."""
+        first = command.choices[0]
+        index = self._router.choose(
+            [request.request_id for request in command.choices],
+            command.prompt_token_ids,
+            alive,
+            tenant=first.tenant,
+            salt=first.cache_salt,
+            max_tokens=first.sampling.max_tokens,
+        )
+        replica, now = self.replicas[index], time.monotonic()
         for request in command.choices:
             replica.requests[request.request_id] = now
-            self._owners[request.request_id] = replica
+            self._placed[request.request_id] = Placed(replica, None if again else command)
         replica.client.send(command)
 
     async def query(self, question: Question) -> dict[int, Answer]:
@@ -145,14 +159,21 @@ class DataParallelClient:
         if isinstance(event, EngineCoreOutputs):
             replica.stats = event.stats
             self._take_costs(replica, event.stats.step_costs)
+            if event.kv_events is not None and not self._router.apply(replica.index, event.kv_events):
+                self._ask(replica)
             for output in event.outputs:
                 self._router.advanced(output.request_id, len(output.new_token_ids))
+                if output.new_token_ids or output.prompt_logprobs or output.embedding:
+                    self._begin(output.request_id)
                 if output.finish_reason is not None:
                     self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
             replica.engine_info = event
+            self._router.describe(event.block_size, event.kv_windows)
             self._take_costs(replica, event.step_costs)
+            if len(self.replicas) > 1:
+                self._ask(replica)
             if self._announced:
                 logger.info("Engine %d runs again", replica.index)
             elif len(self._alive()) == len(self.replicas):
@@ -173,10 +194,9 @@ class DataParallelClient:
             return died
         lost, error = list(replica.requests), died.error
         logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
-        for request_id in lost:
-            del self._owners[request_id]
         replica.mark_dead()
         self._router.forget(replica.index)
+        lost = self._place_again({request_id: self._placed.pop(request_id) for request_id in lost})
         why = "the engine that ran this request has died"
         outputs = [
             EngineCoreOutput(request_id=each, new_token_ids=[], finish_reason=FinishReason.ERROR, error=why)
@@ -184,15 +204,39 @@ class DataParallelClient:
         ]
         return self._merged(outputs, _NOTHING_DONE, now)
 
+    def _place_again(self, lost: dict[str, Placed]) -> list[str]:
+        """Give those of which nothing has been told to another engine, if there is one. Returns the others."""
+        alive = self._alive()
+        commands = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
+        if not alive or not commands:
+            return list(lost)
+        for command in commands.values():
+            choices = [each for each in command.choices if each.request_id in lost and lost[each.request_id].command]
+            self._place(AddRequests(command.prompt_token_ids, choices), alive, again=True)
+            self.num_placed_again += len(choices)
+        return [request_id for request_id, placed in lost.items() if placed.command is None]
+
+    def _begin(self, request_id: str) -> None:
+        """Something of it is told: no other engine can run it any more."""
+        if request_id in self._placed:
+            self._placed[request_id].command = None
+
+    def _ask(self, replica: Replica) -> None:
+        """Have an engine tell everything that it holds, and then what changes."""
+        now = time.monotonic()
+        if now - replica.asked >= ASKING_SECONDS:
+            replica.asked = now
+            replica.client.send(PublishKVEvents(self._router.key))
+
     def _end(self) -> None:
         self._over = True
         for replica in self.replicas:
             replica.ended.set()
 
     def _forget(self, request_id: str, *, by_itself: bool = False) -> None:
-        replica = self._owners.pop(request_id, None)
-        if replica is not None:
-            del replica.requests[request_id]
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            del placed.replica.requests[request_id]
             self._router.ended(request_id, by_itself=by_itself)
 
     def _take_costs(self, replica: Replica, costs: bytes | None) -> None:
@@ -238,6 +282,14 @@ _NOTHING_DONE = SchedulerStats(
 )
 
 
+@dataclass(slots=True)
+class Placed:
+    """A request in an engine. While nothing of it has been told, `command` can be given to another, once."""
+
+    replica: Replica
+    command: AddRequests | None
+
+
 class Replica:
     """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
 
@@ -252,6 +304,7 @@ class Replica:
         """Begin anew, with a client that has not been started."""
         self.client = self._make(self.index)
         self.stats = _NOTHING_DONE
+        self.asked = 0.0  # for all that it holds
         self.ended = anyio.Event()
 
     def mark_dead(self) -> None:

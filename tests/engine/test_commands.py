@@ -35,6 +35,7 @@ from engine.commands import (
     GetSnapshot,
     LoadingProgress,
     Profile,
+    PublishKVEvents,
     Question,
     ResetPrefixCache,
     SetLogLevel,
@@ -42,6 +43,7 @@ from engine.commands import (
     StopProfile,
 )
 from engine.errors import ConfigError
+from engine.kv_events import KVEvents
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -90,6 +92,7 @@ EXAMPLES: list[Any] = [
     FinishRequests(["a", "b"], FinishReason.STOP),
     ResetPrefixCache(),
     SetLogLevel("debug"),
+    PublishKVEvents(b"key"),
     Ask(7, GetSnapshot()),
     Close(),
     GetSnapshot(),
@@ -123,6 +126,7 @@ EXAMPLES: list[Any] = [
             prefix_cache_hits=7,
         ),
         timestamp=2.5,
+        kv_events=KVEvents(epoch=2**62, sequence=3, stored=b"12345678", removed=b""),
     ),
     Answered(7, snapshot()),
     Answered(8, None, "why"),

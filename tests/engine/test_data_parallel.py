@@ -50,7 +50,7 @@ async def test_several_engines_measure_and_count_as_one() -> None:
         assert sum(each.prompt_tokens for each in stats) == 6 * 20
         assert both.observer.generated_tokens == 6 * 30
         assert parallel._router.loads == [0.0, 0.0]
-        assert not parallel._owners
+        assert not parallel._placed
 
 
 async def test_choices_of_one_prompt_run_where_they_share_it() -> None:
@@ -73,7 +73,7 @@ async def test_leaving_ends_a_request_where_it_runs() -> None:
         async with both.llm.stream(make_request(range(9), max_tokens=100), make_request([1], max_tokens=100)) as stream:
             await anext(stream)
         await both.assert_nothing_left()
-        assert not parallel._owners
+        assert not parallel._placed
         assert parallel._router.loads == [0.0, 0.0]
 
 
@@ -108,10 +108,33 @@ async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back
         assert process_of(parallel, 0) != first
         async with both.llm.stream(*(make_request([i], max_tokens=40) for i in range(4))) as stream:
             await anext(stream)
-            assert [len(replica.requests) for replica in parallel.replicas] == [2, 2]
+            assert all(replica.requests for replica in parallel.replicas)
             await collect(stream)
         await both.assert_nothing_left()
         assert both.llm.error is None
+
+
+async def test_what_a_dead_replica_had_not_begun_runs_elsewhere_once() -> None:
+    """Two hang before their first tokens; the first to die hands its request on, and the second cannot."""
+    parallel = replicas(2, step_seconds=1.0)
+    async with serving(parallel) as both:
+        request = make_request(range(9), max_tokens=2)
+        last: list[RequestOutput] = []
+
+        async def run() -> None:
+            async with both.llm.stream(request) as stream:
+                last.extend([output async for output in stream])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await until(lambda: parallel._placed)
+            first = parallel._placed[next(iter(parallel._placed))].replica
+            os.kill(process_of(parallel, first.index), signal.SIGKILL)
+            await until(lambda: parallel.num_placed_again)
+            assert not last
+        assert [token_id for output in last for token_id in output.token_ids] == expected_tokens(request)
+        await both.assert_nothing_left()
+        assert not parallel._placed
 
 
 async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

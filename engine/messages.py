@@ -44,8 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
     "prompt_logprobs": (ALL_LOGPROBS, MAX_LOGPROBS),
     "thinking_token_budget": (0, _INT32),
-}
-"""Of sampling parameters: the least and the most."""
+}  # of sampling parameters: the least and the most
 LOW_END_EXCLUDED = frozenset({"top_p"})
 
 GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a refusal
@@ -361,7 +360,7 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True,
     outputs: list[EngineCoreOutput]
     stats: SchedulerStats
     timestamp: float
-    kv_events: KVEvents | None = None  # only if they are published
+    kv_events: KVEvents | None = None  # where they are published
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

@@ -177,6 +177,11 @@ class Server:
         return self._llm.error is None and self._llm.seconds_without_progress() < self.settings.stall_limit
 
     @property
+    def has_engine(self) -> bool:
+        """Whether an engine runs, or the first one is on its way: not while those that died are started again."""
+        return self._model is None or self._llm is None or self._llm.is_available
+
+    @property
     def is_ready(self) -> bool:
         """Whether the next request would be accepted, of some tenant at least."""
         if self.phase is not Phase.READY or self._llm is None:

@@ -6,17 +6,18 @@ other rooms, so a scheduler is tested without a model and a model without a serv
 
 What crosses between the parts, and then the wings, each of which lists its own modules. Reading order:
 
-messages    requests, outputs and stats, and the checks of what a client asked
-errors      what goes wrong on purpose
-clock       what time it is, handed to whoever needs to know
-snapshot    what an engine answers when it is asked how it is
-kv_events   what an engine tells of its prefix cache, and how a prompt's beginning is named there
-commands    the alphabet of the channel: what goes down, what comes up, what can be asked
-scheduler   who runs in the next step, for how many tokens, in which blocks
-core        the loop: schedule, submit, update
-structured  grammars that an output has to follow
-routing     which of several engines gets a request
-transport   the way between front end and engine, in a thread, a process, or several
-frontend    the two front doors, and the way back from token ids to text
-simulation  an engine without a device, on a clock that may be virtual
+messages         requests, outputs and stats, and the checks of what a client asked
+errors           what goes wrong on purpose
+errors_in_words  the same on the way to another process
+clock            what time it is, handed to whoever needs to know
+snapshot         what an engine answers when it is asked how it is
+kv_events        what an engine tells of its prefix cache, and how a prompt's beginning is named there
+commands         the alphabet of the channel: what goes down, what comes up, what can be asked
+scheduler        who runs in the next step, for how many tokens, in which blocks
+core             the loop: schedule, submit, update
+structured       grammars that an output has to follow
+routing          which of several engines gets a request
+transport        the way between front end and engine, in a thread, a process, or several
+frontend         the two front doors, and the way back from token ids to text
+simulation       an engine without a device, on a clock that may be virtual
 """

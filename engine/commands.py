@@ -109,6 +109,12 @@ class Ask(_Command):
     question: Question
 
 
+class Break(_Command):
+    """What computes has gone: the engine ends of this. Put by whoever watches it, not by the front end."""
+
+    error: BaseException
+
+
 class Close(_Command):
     """Last command: the engine ends its loop."""
 
@@ -140,5 +146,5 @@ class EngineDied(msgspec.Struct, tag=True, array_like=True):
 
 Question = GetSnapshot | StartProfile | StopProfile
 Answer = EngineSnapshot | Profile
-Command = AddRequests | FinishRequests | ResetPrefixCache | PublishKVEvents | SetLogLevel | Ask | Close
+Command = AddRequests | FinishRequests | ResetPrefixCache | PublishKVEvents | SetLogLevel | Ask | Break | Close
 Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

@@ -29,6 +29,15 @@ class EngineDead(HeadraceError):
     """The engine has ended; nothing will be generated any more."""
 
 
+class RankLost(EngineDead):
+    """One of the processes that compute a model together has gone, and the others are of no use without it."""
+
+    def __init__(self, rank: int, host: str, why: str) -> None:
+        super().__init__(f"rank {rank} on {host} {why}")
+        self.rank = rank
+        self.host = host
+
+
 class StepAbandoned(HeadraceError):
     """A step was broken off because every request in it has been aborted."""
 

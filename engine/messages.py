@@ -323,6 +323,7 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second of them on
     embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order
     refusal: Refusal | None = None  # set with FinishReason.ERROR if the client is at fault, and not the server
+    rank_lost: str | None = None  # set with FinishReason.ERROR: which rank of the engine has gone, and how
 
 
 class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
@@ -384,6 +385,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first; with the first output
     embedding: bytes | None = None
     refusal: Refusal | None = None
+    rank_lost: str | None = None
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

@@ -33,32 +33,32 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     files.
     """
     options = options or WorkerOptions()
-    device = resolve_device(options.device)
-    check_tiers(options, device)
+    check_tiers(options, resolve_device(options.device))
     digest = digest_of_weights(files) if options.kv_cache_dir is not None else None  # beside loading them
-    if options.quantization != "none":
-        executor = _load_quantized(files, options)
-    elif device == "cpu":
-        executor = UniProcExecutor(Worker(files.config, read_weights(files), options), files.config.vocab_size)
-    else:
-        from gpu.weights.tensors import weights_of
-
-        executor = UniProcExecutor(Worker(files.config, weights_of(files, device), options), files.config.vocab_size)
+    worker, cost = load_worker(files, options)
+    executor = UniProcExecutor(worker, files.config.vocab_size)
+    executor.summary += cost
     executor.open_tier(files, options, digest)
     return executor
 
 
-def _load_quantized(files: ModelFiles, options: WorkerOptions) -> UniProcExecutor:
-    """The same with rounded weights, and what that has cost in the summary."""
-    quantization = Quantization(options.quantization, files.config)
-    weights = quantization.applied_to(read_weights(files))
-    worker = Worker(files.config, weights, options, text=sample_text(files.tokenizer, files.config))
-    executor = UniProcExecutor(worker, files.config.vocab_size)
-    executor.summary += (
-        f". Weights were quantized to {quantization.name}: {quantization.relative_error:.2%} off (root mean square); "
-        f"{worker.perplexity}"
-    )
-    return executor
+def load_worker(files: ModelFiles, options: WorkerOptions, **ranks: Any) -> tuple[Worker, str]:
+    """A worker with its weights, and what it has cost to round them, in words. `ranks` are a `Worker`'s arguments where
+    it is one of several."""
+    device = resolve_device(options.device)
+    if options.quantization != "none":
+        quantization = Quantization(options.quantization, files.config)
+        weights = quantization.applied_to(read_weights(files))
+        worker = Worker(files.config, weights, options, text=sample_text(files.tokenizer, files.config), **ranks)
+        return worker, (
+            f". Weights were quantized to {quantization.name}: {quantization.relative_error:.2%} off (root mean "
+            f"square); {worker.perplexity}"
+        )
+    if device == "cpu":
+        return Worker(files.config, read_weights(files), options, **ranks), ""
+    from gpu.weights.tensors import weights_of
+
+    return Worker(files.config, weights_of(files, device), options, **ranks), ""
 
 
 class UniProcExecutor:
@@ -74,7 +74,7 @@ class UniProcExecutor:
         self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
         computes = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads"
-        self.machine = f"{computes}, {_device_name(worker.device)}"  # what steps cost depends on it
+        self.machine = f"{computes}, {device_name(worker.device)}"  # what steps cost depends on it
         self.summary = f"{computes}. {worker.kv_cache_size}"
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
@@ -111,10 +111,10 @@ class UniProcExecutor:
             self._worker = None
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
     """The model of what computes."""
     if device.startswith("cuda"):
-        from gpu.device.memory import device_name
+        from gpu.device.memory import device_name as name_of
 
-        return device_name(device)
+        return name_of(device)
     return processor_name()

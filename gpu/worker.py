@@ -6,13 +6,13 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpu.checkpoint import ModelConfig
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
-from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, check_memory, kv_cache_size
+from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, KVCacheSize, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
 from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
@@ -33,8 +33,11 @@ class Worker:
         weights: Iterable[tuple[str, Any]],
         options: WorkerOptions,
         text: Sequence[int] = (),
+        *,
+        agree: Callable[[KVCacheSize], KVCacheSize] = lambda size: size,
     ) -> None:
-        """Of `text`, if there is one, `perplexity` is computed: a string for the log."""
+        """Of `text`, if there is one, `perplexity` is computed: a string for the log. `agree` makes of the KV cache
+        that this worker can have the one that all can that have a part of the model."""
         self.device = resolve_device(options.device)
         self._on_cuda = self.device != "cpu"
         self.num_threads = options.num_threads or usable_cores()
@@ -44,7 +47,7 @@ class Worker:
         self.prompt_form_differs = model.prompt_form_differs
 
         self.kv_windows = kv_layout(config).windows
-        self.kv_cache_size = kv_cache_size(
+        size = kv_cache_size(
             config,
             element_size=model.element_size,
             block_size=options.block_size,
@@ -55,6 +58,7 @@ class Worker:
             budget=self._kv_cache_budget(model, options),
             kv_cache_memory=options.kv_cache_memory,
         )
+        self.kv_cache_size = agree(size)
         model.set_max_model_len(self.kv_cache_size.max_model_len)
         self.kv_caches: Sequence[Any] = ()
         self.runner = self._make_runner(model, options)

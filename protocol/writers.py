@@ -83,5 +83,13 @@ def raise_if_failed(output: RequestOutput) -> None:
         raise deadline_exceeded("The request cannot be done within its deadline.")
     if output.refusal is not None:
         raise output.refusal.as_error()
+    if output.rank_lost is not None:
+        raise ApiError(
+            503,
+            f"The engine of this request has ended: {output.rank_lost}. It is started again; the request may be sent "
+            "again.",
+            code="rank_lost",
+            headers={"retry-after": "2"},
+        )
     if output.finish_reason is FinishReason.ERROR:
         raise ApiError(500, "The request failed inside the server. It may be sent again.", code="request_failed")

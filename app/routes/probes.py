@@ -1,7 +1,7 @@
 """/livez, /readyz, /startupz, /health, /ping, /load, /version and /metrics. They cost no token and touch nothing but
 memory.
 
-/livez     is the process worth keeping?   503 once the engine has failed: restart it
+/livez     is the process worth keeping?   503 once the engine has failed, and while no engine runs
 /readyz    should it get traffic?          200 while tokens can be made
 /startupz  is it still starting?           200 once the model is loaded; the body says how far it is
 /health    vLLM's name for /readyz, with an empty body; /ping is SageMaker's, with GET and POST
@@ -23,7 +23,8 @@ VERSION = metadata.version("headrace")
 
 
 async def livez(server: Server, request: RequestScope) -> None:
-    await request.send_json(200 if server.is_alive else 503, orjson.dumps({"alive": server.is_alive}))
+    alive = server.is_alive and server.has_engine
+    await request.send_json(200 if alive else 503, orjson.dumps({"alive": alive}))
 
 
 async def readyz(server: Server, request: RequestScope) -> None:

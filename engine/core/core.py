@@ -23,6 +23,7 @@ from engine.commands import (
     Answer,
     Answered,
     Ask,
+    Break,
     Close,
     Command,
     Event,
@@ -151,6 +152,9 @@ class EngineCore:
         for request_id in command.request_ids:
             self.finish_request(request_id, command.reason)
 
+    def _break(self, command: Break) -> None:
+        raise command.error
+
     def _close(self, command: Close) -> None:
         self.is_closed = True
 
@@ -218,6 +222,8 @@ class EngineCore:
             self._last_end = ended
             self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
+        except EngineDead:  # what computes has gone
+            raise
         except Exception as error:
             outcome = StepOutcome.FAILED
             outputs = self._contain(plan, error)
@@ -376,6 +382,7 @@ _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
     ResetPrefixCache: lambda core, command: core.scheduler.kv.reset(),
     SetLogLevel: lambda core, command: logging.getLogger().setLevel(command.level.upper()),
     Ask: EngineCore._answer,
+    Break: EngineCore._break,
     Close: EngineCore._close,
 }
 _ANSWERS: dict[type, Callable[[EngineCore, Any], Answer]] = {

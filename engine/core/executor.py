@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from engine.errors import HeadraceError
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
 
@@ -74,6 +75,15 @@ class Profiles(Protocol):
         """Events of Chrome's trace format since then, in microseconds of `time.monotonic()`, on tracks from 3 on.
 
         Raises ProfileTooLarge where they are more than `MAX_PROFILE_BYTES`, and what the device or a disk raises."""
+        ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An executor that may end by itself, also while nothing is asked of it."""
+
+    def watch(self, on_lost: Callable[[HeadraceError], None]) -> None:
+        """Have this told what it ended of, once, on any thread. What is submitted from then on raises the same."""
         ...
 
 

@@ -257,6 +257,7 @@ class _Choice:
                 prompt_logprobs=self.prompt_logprobs or None,
                 embedding=output.embedding,
                 refusal=output.refusal,
+                rank_lost=output.rank_lost,
             )
         )
         self.prompt_logprobs = []

@@ -173,3 +173,4 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
     pending.error = output.error
     pending.embedding = output.embedding
     pending.refusal = output.refusal
+    pending.rank_lost = output.rank_lost

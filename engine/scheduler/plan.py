@@ -16,7 +16,7 @@ are computed, and at how many of these positions, the last ones, a token may be 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -46,6 +46,7 @@ class TokenMasks:
     bits: NDArray[np.uint32]  # [R, words]: token t is allowed where bit t % 32 of word t // 32 is set
 
 
+@runtime_checkable
 class MasksHandle(Protocol):
     """Masks that are being computed while the plan runs."""
 

@@ -14,8 +14,9 @@ from typing import Protocol
 import anyio
 from anyio import to_thread
 
-from engine.commands import Answer, Close, Command, EngineDied, Question
+from engine.commands import Answer, Break, Close, Command, EngineDied, Question
 from engine.core.core import EngineCore
+from engine.core.executor import Watched
 from engine.errors import EngineDead
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver, EngineChannel, RequestChannel
@@ -132,6 +133,8 @@ def run_loop(make_core: Callable[[], EngineCore], channel: EngineChannel) -> Non
                     pipeline_depth=core.config.pipeline_depth,
                 )
             )
+            if isinstance(core.executor, Watched):
+                core.executor.watch(lambda error: channel.put(Break(error)))
             run_until_closed(core, channel)
         finally:
             core.shutdown()

@@ -18,7 +18,7 @@ import anyio
 import msgspec
 
 from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, PublishKVEvents, Question
-from engine.errors import EngineDead, RequestFailed
+from engine.errors import EngineDead, RankLost, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
 from engine.routing.router import WHOLE, Router
 from engine.scheduler.step_cost import StepCostTable
@@ -199,7 +199,13 @@ class DataParallelClient:
         lost = self._place_again({request_id: self._placed.pop(request_id) for request_id in lost})
         why = "the engine that ran this request has died"
         outputs = [
-            EngineCoreOutput(request_id=each, new_token_ids=[], finish_reason=FinishReason.ERROR, error=why)
+            EngineCoreOutput(
+                request_id=each,
+                new_token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                error=why,
+                rank_lost=str(error) if isinstance(error, RankLost) else None,
+            )
             for each in lost
         ]
         return self._merged(outputs, _NOTHING_DONE, now)

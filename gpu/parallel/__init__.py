@@ -2,8 +2,14 @@
 
 In reading order:
 
-layout  the sizes of the groups, and which rank this is
-cuts    which part of every tensor a rank has
+layout        the sizes of the groups, and which rank this is
+cuts          which part of every tensor a rank has
+ring          messages from one process to several, through shared memory
+messages      what a driver tells its ranks, and they it
+rank          one rank: its part of the model, and what messages do to it
+rank_process  the main of a rank's process
+rank_child    the driver's hold on such a process: its start, its end, and why it ended
+multiproc     the executor: ranks on this machine
 """
 
 from gpu.parallel.cuts import cut, sharded

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.executor import Executor
 from engine.errors import ConfigError, EngineDead, ProfileTooLarge
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
@@ -73,7 +74,7 @@ def prompts() -> list[NewRequestData]:
     ]
 
 
-def generate(executor: UniProcExecutor, requests: list[NewRequestData], *, chunk: int, num_tokens: int = 10):
+def generate(executor: Executor, requests: list[NewRequestData], *, chunk: int, num_tokens: int = 10):
     """Together, prefilling `chunk` tokens of each a step, and each joining a step after the one before it."""
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
     pending: dict[str, int] = {}

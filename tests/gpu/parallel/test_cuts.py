@@ -92,7 +92,7 @@ def test_what_the_ranks_have_is_the_model(config: ModelConfig, tp: int, pp: int,
     for layout in layouts(tp, pp):
         local = sharded(spec, layout, gathers=gathers)
         for name, weight in checked(cut(whole.items(), local), config, source="m", spec=local):
-            np.add.at(times[name].reshape(-1), weight.reshape(-1), 1)
+            np.add.at(times[name].reshape(-1), floats(weight).astype(np.int64).reshape(-1), 1)
         for index, layer in enumerate(local.layers, start=local.first_layer):
             assert layer.attention.heads.query % layer.attention.heads.kv == 0
             heads[index] += layer.attention.heads.query

@@ -1,0 +1,127 @@
+"""What a driver tells its ranks, all of them the same, and what each rank tells it: msgpack, never pickled.
+
+While it loads, a rank says how far it is, then how large a KV cache it could have; the driver answers with the smallest
+of all. Then it says what it has become, and from there on carries out what it is told, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from engine.errors_in_words import ErrorInWords
+from engine.scheduler.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+# --- down
+
+
+class CacheSize(msgspec.Struct, tag=True, array_like=True):
+    """How large a KV cache is; up, how large it could be."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """Run this plan. If it has masks, they follow. Steps are counted from 1 on."""
+
+    number: int
+    plan: SchedulerOutput
+    # Tokens that earlier steps sampled, for ranks that have not sampled them: by step, in the order of its plan.
+    sampled: dict[int, list[list[int]]] = {}
+
+
+class Masks(msgspec.Struct, tag=True, array_like=True):
+    """The masks of a step, or why there are none."""
+
+    step: int
+    shape: tuple[int, int] = (0, 0)
+    indices: bytes = b""
+    bits: bytes = b""
+    error: str = ""
+
+    @classmethod
+    def of(cls, step: int, handle: MasksHandle) -> Masks:
+        """Waits for them."""
+        try:
+            masks = handle.result()
+        except Exception as error:
+            return cls(step, error=type(error).__name__)
+        rows, words = masks.bits.shape
+        return cls(step, (rows, words), masks.indices.tobytes(), masks.bits.tobytes())
+
+    def masks(self) -> TokenMasks:
+        if self.error:
+            raise RuntimeError(f"the masks of step {self.step} could not be computed ({self.error})")
+        bits = np.frombuffer(self.bits, np.uint32).reshape(self.shape)
+        return TokenMasks(indices=np.frombuffer(self.indices, np.int64), bits=bits)
+
+
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """Do one of what `gpu.parallel.rank` has besides steps: "prepare", "start_profile", "stop_profile"."""
+
+    name: str
+
+
+Down = CacheSize | Step | Masks | Call
+
+# --- up
+
+
+class Progress(msgspec.Struct, tag=True, array_like=True):
+    """How far loading is, as a `gpu.checkpoint.Progress` is told."""
+
+    phase: str
+    done: int
+    total: int | None
+
+
+class Loaded(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """What an executor has to know of its worker."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+    pipeline_depth: int
+    kv_windows: tuple[int | None, ...]
+    prompt_form_differs: bool
+    compute_form: str
+    computes: str  # device, forms and threads, in words
+    device_name: str
+    kv_cache: str  # in words
+
+
+class Output(msgspec.Struct, tag=True, array_like=True):
+    """What a step gave. Told by the first rank of the last stage."""
+
+    step: int
+    output: ModelRunnerOutput
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """A step has raised, or loading has (then it is step -1)."""
+
+    step: int
+    error: ErrorInWords
+
+
+class Answer(msgspec.Struct, tag=True, array_like=True):
+    """What a `Call` has returned, or raised."""
+
+    value: Any = None
+    error: ErrorInWords | None = None
+
+
+Up = Progress | CacheSize | Loaded | Output | Failed | Answer
+
+encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # of masks that they will follow
+decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode
+
+
+def down_decoder(masks: Callable[[], MasksHandle]) -> Callable[[bytes], Down]:
+    """For a rank: `masks` makes the handle of masks that follow."""
+    return msgspec.msgpack.Decoder(Down, dec_hook=lambda kind, value: masks()).decode

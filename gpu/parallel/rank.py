@@ -1,0 +1,144 @@
+"""One rank: its part of the model, and what the driver's messages do to it. How they come is its caller's business.
+
+`gpu.parallel.rank_process` runs one in a process of this machine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core.executor import StepHandle
+from engine.errors_in_words import ErrorInWords
+from engine.scheduler.plan import TokenMasks
+from gpu.executor import device_name
+from gpu.kv_cache_size import KVCacheSize
+from gpu.parallel.messages import Answer, CacheSize, Call, Down, Failed, Loaded, Masks, Output, Step, Up, down_decoder
+from gpu.runner import FinishedStep
+from gpu.worker import Worker
+
+if TYPE_CHECKING:
+    from gpu.profile import WorkerProfile
+
+
+class Inbox(Protocol):
+    """Messages from the driver, in order."""
+
+    @property
+    def has_message(self) -> bool: ...
+
+    def read(self) -> bytes:
+        """Waits for the next one."""
+        ...
+
+
+class Rank:
+    """Carries out what its driver says. `tell` sends up; `count_step` is called when a step is over."""
+
+    def __init__(self, inbox: Inbox, tell: Callable[[Up], None], count_step: Callable[[], None]) -> None:
+        self._inbox = inbox
+        self._tell = tell
+        self._count_step = count_step
+        self._decode = down_decoder(lambda: _MasksToCome(self))
+        self._waiting: deque[Down] = deque()  # read while a step waited for its masks
+        self._in_flight: deque[tuple[int, StepHandle]] = deque()
+        self._profile: WorkerProfile | None = None
+        self._step = 0
+
+    def agree(self, size: KVCacheSize) -> KVCacheSize:
+        """The KV cache that all ranks can have."""
+        self._tell(CacheSize(size.num_blocks, size.max_model_len))
+        agreed = self._next()
+        assert isinstance(agreed, CacheSize)
+        return replace(size, num_blocks=agreed.num_blocks, max_model_len=agreed.max_model_len)
+
+    def serve(self, worker: Worker, cost: str, vocab_size: int, abandoned: Callable[[int], Callable[[], bool]]) -> None:
+        """Say what it has become, and carry out what it is told for as long as it lives. `abandoned` makes, of a
+        step's number, what asks whether it is still wanted."""
+        size = worker.kv_cache_size
+        self._tell(
+            Loaded(
+                num_blocks=size.num_blocks,
+                block_size=size.block_size,
+                vocab_size=vocab_size,
+                max_model_len=size.max_model_len,
+                pipeline_depth=worker.pipeline_depth,
+                kv_windows=worker.kv_windows,
+                prompt_form_differs=worker.prompt_form_differs,
+                compute_form=f"{worker.device.partition(':')[0]}, {worker.weight_forms}",
+                computes=f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads",
+                device_name=device_name(worker.device),
+                kv_cache=f"{size}{cost}",
+            )
+        )
+        while True:
+            has_message = bool(self._waiting) or self._inbox.has_message
+            if self._in_flight and (not has_message or len(self._in_flight) == worker.pipeline_depth):
+                self._finish()
+                continue
+            match self._waiting.popleft() if self._waiting else self._next():
+                case Step() as step:
+                    self._submit(worker, step, abandoned)
+                case Call(name):
+                    while self._in_flight:
+                        self._finish()
+                    self._tell(self._call(worker, name))
+                case Masks():  # of a step that did not come to ask for them
+                    pass
+                case CacheSize():
+                    raise ValueError("the size of the KV cache has been agreed upon")
+
+    def masks(self) -> TokenMasks:
+        """Those of the step that runs."""
+        while True:
+            message = self._next()
+            if isinstance(message, Masks):
+                if message.step == self._step:
+                    return message.masks()
+            else:
+                self._waiting.append(message)
+
+    def _next(self) -> Down:
+        return self._decode(self._inbox.read())
+
+    def _submit(self, worker: Worker, step: Step, abandoned: Callable[[int], Callable[[], bool]]) -> None:
+        self._step = step.number
+        handle: StepHandle
+        try:
+            handle = worker.runner.submit(step.plan, abandoned(self._step))
+        except Exception as error:
+            handle = FinishedStep(error)
+        self._in_flight.append((self._step, handle))
+
+    def _finish(self) -> None:
+        step, handle = self._in_flight.popleft()
+        try:
+            self._tell(Output(step, handle.result()))
+        except Exception as error:
+            self._tell(Failed(step, ErrorInWords.of(error)))
+        self._count_step()
+
+    def _call(self, worker: Worker, name: str) -> Answer:
+        try:
+            if name == "prepare":
+                return Answer(worker.runner.prepare())
+            if name == "start_profile":
+                self._profile = worker.start_profile()
+            elif name == "stop_profile" and self._profile is not None:
+                profile, self._profile = self._profile, None
+                return Answer(profile.stop())
+        except Exception as error:
+            return Answer(error=ErrorInWords.of(error))
+        return Answer()
+
+
+class _MasksToCome:
+    """A `MasksHandle`."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def result(self) -> TokenMasks:
+        return self._rank.masks()

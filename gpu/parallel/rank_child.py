@@ -1,0 +1,90 @@
+"""The driver's hold on one rank's process: its start, what it says, and what it ended of.
+
+A thread waits for its end, and for a signal that stops it, which is as good as an end: the kernel tells both at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+
+from gpu.parallel.messages import Up, decode_up
+from gpu.parallel.ring import RingWriter
+
+LONGEST_MESSAGE = 2**30  # bytes
+
+RANK_MODULE = "gpu.parallel.rank_process"  # tests put one with faults in its place
+
+
+class RankChild:
+    """A process of one rank. `on_end(index, why)` is called once, on a thread of its own."""
+
+    def __init__(self, index: int, ring: RingWriter, setup: Any, on_end: Callable[[int, str], None]) -> None:
+        self.index = index
+        self._on_end = on_end
+        ours, theirs = socket.socketpair()
+        with theirs:
+            inherited = (theirs.fileno(), *ring.descriptors(index))
+            self._process = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", RANK_MODULE, *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=inherited,
+            )
+        self.connection = Connection(ours.detach())
+        self.connection.send_bytes(msgspec.msgpack.encode(setup))
+        self._watcher = threading.Thread(target=self._watch, name=f"rank-{index}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def receive(self) -> Up:
+        """The next thing that it says. Waits for it; raises EOFError when it has ended."""
+        try:
+            return decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
+        except ConnectionResetError as error:
+            raise EOFError from error
+
+    def kill(self) -> None:
+        """At once, whatever it does. Nothing happens if it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)  # not `Popen.kill`, which would reap it
+
+    def wait_told(self) -> None:
+        """Wait until `on_end` has been called, of a process that has ended."""
+        self._watcher.join()
+
+    def join(self) -> None:
+        """Wait for its end, and let go of it. Once."""
+        self._watcher.join()
+        self._process.wait()
+        self.connection.close()
+
+    def _watch(self) -> None:
+        # Left to be waited for, so that its number is not another's before all who know it are done with it.
+        what = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        assert what is not None
+        if what.si_code == os.CLD_EXITED:
+            self._on_end(self.index, f"has ended with status {what.si_status}")
+        elif what.si_code == os.CLD_STOPPED:
+            self._on_end(self.index, f"was stopped by {_name(what.si_status)}")
+        else:
+            self._on_end(self.index, f"was killed by {_name(what.si_status)}")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

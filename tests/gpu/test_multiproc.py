@@ -1,0 +1,210 @@
+"""Ranks in processes: what they compute is what one worker computes, and one that goes is named at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.errors import ConfigError, EngineDead, HeadraceError, RankLost, StepAbandoned
+from engine.messages import Pooling
+from engine.scheduler.plan import SchedulerOutput, TokenMasks
+from gpu.checkpoint import ModelError, open_model
+from gpu.executor import UniProcExecutor, load_executor
+from gpu.model_loader import WorkerOptions
+from gpu.parallel.multiproc import MultiprocExecutor, load_multiproc
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_executor import generate, prompts
+from tests.gpu.test_input_batch import plan_of
+from tests.server.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = WorkerOptions(device="cpu", max_model_len=64, max_num_seqs=8, block_size=4, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny", vocab_size=4096))
+
+
+def start(
+    model: str, options: WorkerOptions = OPTIONS, progress: Callable[..., None] | None = None, **sizes: Any
+) -> MultiprocExecutor:
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False} | sizes
+    files = {"model": model, "cache_dir": None, "load_format": "dummy"}
+    return load_multiproc(files, options, sizes, progress or (lambda phase, done, total: None))
+
+
+@pytest.fixture(scope="module")
+def ranks(model: str) -> Iterator[MultiprocExecutor]:
+    executor = start(model)
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> UniProcExecutor:
+    return load_executor(open_model(model, load_format="dummy"), OPTIONS)
+
+
+def test_ranks_say_what_one_worker_says(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:
+    for name in ("num_blocks", "block_size", "vocab_size", "max_model_len", "kv_windows", "compute_form"):
+        assert getattr(ranks, name) == getattr(alone, name)
+    assert generate(ranks, prompts(), chunk=6) == generate(alone, prompts(), chunk=6)
+
+
+def test_prompt_log_probabilities_and_embeddings_come_back(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:
+    requests = [
+        new_request("a", [5, 6, 7, 8], block_ids=[0, 1], prompt_logprobs=2, logprobs=1),
+        msgspec.structs.replace(new_request("b", [9, 10, 11], block_ids=[2]), pooling=Pooling.MEAN),
+    ]
+    plan = plan_of({"a": 4, "b": 3}, new=requests)
+    outputs = [executor.submit(plan).result() for executor in (ranks, alone)]
+    assert outputs[0] == outputs[1]
+    assert len(outputs[0].prompt_logprobs[0]) == 3
+    assert outputs[0].embeddings[1]
+    for executor in (ranks, alone):
+        executor.submit(plan_of({}, removed=["a", "b"])).result()
+
+
+class Masks:
+    """That arrive late, or fail."""
+
+    def __init__(self, allowed: int | None) -> None:
+        self.allowed = allowed
+
+    def result(self) -> TokenMasks:
+        import numpy as np
+
+        time.sleep(0.01)
+        if self.allowed is None:
+            raise LookupError("no such grammar")
+        bits = np.zeros((1, 128), np.uint32)
+        bits[0, self.allowed // 32] = 1 << self.allowed % 32
+        return TokenMasks(indices=np.array([0]), bits=bits)
+
+
+def test_masks_follow_their_plan_and_may_fail(ranks: MultiprocExecutor) -> None:
+    first = plan_of({"a": 2}, new=[new_request("a", [5, 6], block_ids=[0, 1], temperature=0.0)])
+    first.masks = Masks(77)
+    assert ranks.submit(first).result().sampled_token_ids == [[77]]
+    for _ in range(2):
+        failing = plan_of({"a": 1})
+        failing.masks = Masks(None)
+        with pytest.raises(EngineDead, match="LookupError"):
+            ranks.submit(failing).result()
+    second = plan_of({"b": 1}, new=[new_request("b", [9], block_ids=[3], temperature=0.0)], removed=["a"])
+    second.masks = Masks(99)
+    assert ranks.submit(second).result().sampled_token_ids == [[99]]
+    ranks.submit(plan_of({}, removed=["b"])).result()
+
+
+def test_a_step_that_fails_on_all_ranks_fails_alone(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:
+    for _ in range(3):
+        with pytest.raises(EngineDead, match="KeyError"):
+            ranks.submit(plan_of({"nobody": 1})).result()
+    assert generate(ranks, prompts()[:1], chunk=1000) == generate(alone, prompts()[:1], chunk=1000)
+
+
+def test_several_steps_may_be_in_flight(ranks: MultiprocExecutor) -> None:
+    new = new_request("a", list(range(2, 14)), block_ids=list(range(8)), temperature=0.0)
+    chunks = [plan_of({"a": 4}, new=[new], going_on=["a"]), plan_of({"a": 4}, going_on=["a"]), plan_of({"a": 4})]
+    steps = [ranks.submit(plan) for plan in chunks]
+    assert [len(step.result().sampled_token_ids[0]) for step in steps] == [0, 0, 1]
+    ranks.submit(plan_of({}, removed=["a"])).result()
+
+
+def test_loading_tells_how_far_it_is_and_what_cannot_work(model: str) -> None:
+    reports: list[tuple[str, int, int | None]] = []
+    start(model, progress=lambda *report: reports.append(report)).shutdown()
+    phase, done, total = reports[-1]
+    assert phase == "Loading weights"
+    assert done == total
+    with pytest.raises(ConfigError, match="max_model_len"):
+        start(model, WorkerOptions(device="cpu", max_model_len=10**6))
+    with pytest.raises(ModelError, match="no model"):
+        start("/nowhere")
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "stopped by")])
+@pytest.mark.parametrize("phase", ["idle", "step", "loading"])
+def test_a_rank_that_goes_is_named_at_once(model: str, number: int, words: str, phase: str) -> None:
+    before = ranks_left()
+    if phase == "loading":
+
+        def kill(*report: Any) -> None:
+            for pid in ranks_left() - before:
+                os.kill(pid, number)
+
+        with pytest.raises(RankLost, match=f"rank 0 on .* {words}"):
+            start(model, progress=kill)
+        assert ranks_left() == before
+        return
+    executor = start(model)
+    lost: list[HeadraceError] = []
+    told = threading.Event()
+
+    def on_lost(error: HeadraceError) -> None:
+        lost.append(error)
+        told.set()
+
+    executor.watch(on_lost)
+    if phase == "idle":
+        os.kill(executor.pids[0], number)
+        assert told.wait(60)
+    plan = plan_of({"a": 2}, new=[new_request("a", [5, 6], block_ids=[0, 1])])
+    if phase == "step":
+        plan.masks = KillsMeanwhile(lambda: os.kill(executor.pids[0], number))
+    with pytest.raises(RankLost, match=f"rank 0 on {os.uname().nodename} .*{words}"):
+        executor.submit(plan).result()
+    assert told.wait(60)
+    assert [str(error) for error in lost] == [str(executor._error)]
+    executor.shutdown()
+    assert ranks_left() == before
+    with pytest.raises(EngineDead):
+        executor.submit(SchedulerOutput.made_up([], [], [], [], [])).result()
+
+
+class KillsMeanwhile(Masks):
+    def __init__(self, kill: Callable[[], None]) -> None:
+        super().__init__(5)
+        self._kill = kill
+
+    def result(self) -> TokenMasks:
+        self._kill()
+        return super().result()
+
+
+def ranks_left() -> set[int]:
+    """Ranks' processes that this one has and that have not ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"rank_process" in (path / "cmdline").read_bytes():
+                found.add(int(path.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path) -> None:
+    """A prompt so long that it would take a while."""
+    options = WorkerOptions(device="cpu", max_model_len=8192, max_num_batched_tokens=8192, num_threads=1)
+    wide = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024}
+    executor = start(str(write_tiny_model(tmp_path / "wide", vocab_size=4096, **wide)), options)
+    blocks = list(range(512))
+    plan = plan_of({"a": 8000}, new=[new_request("a", [7] * 8000, block_ids=blocks)])
+    with pytest.raises(StepAbandoned):
+        executor.submit(plan, lambda: True).result()
+    again = plan_of({"a": 3}, new=[new_request("a", [5, 6, 7], block_ids=[0])], removed=["a"])
+    assert len(executor.submit(again, lambda: False).result().sampled_token_ids[0]) == 1
+    executor.shutdown()

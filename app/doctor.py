@@ -18,6 +18,7 @@ from typing import NamedTuple
 from app.connections import ENOUGH_FILES, connection_limits
 from app.loading import core_factory, open_files
 from app.progress import loading
+from app.prompts import open_prompts
 from app.runner import bind
 from app.setting_sources import flag_name
 from app.settings import Settings, SettingsError
@@ -69,7 +70,9 @@ def findings(settings: Settings) -> Iterator[Finding]:
     core = None
     try:
         with loading() as progress:
-            core = core_factory(settings, open_files(settings, progress), measures_anew=True)()
+            files = open_files(settings, progress)
+            open_prompts(settings, files).close()
+            core = core_factory(settings, files, measures_anew=True)()
         yield Finding(OK, "model", getattr(core.executor, "summary", ""))
         yield from _speed(core, settings)
     except HeadraceError as error:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import orjson
 from tokenizers import Tokenizer
 
+from app.settings import Settings
 from engine.errors import InvalidRequest
 from engine.frontend.fair_threads import FairThreads
 from gpu.checkpoint import ModelFiles, is_known_tokenizer
@@ -34,6 +35,16 @@ RENDERING_PROCESSES = 2
 # What rendering a message costs, in characters.
 CHARACTERS_PER_MESSAGE = 64
 TOOL_AS_MESSAGES = 8  # before it is known how long its schema is
+
+
+def open_prompts(settings: Settings, files: ModelFiles) -> PromptEncoder:
+    """As the settings say. Raises ChatTemplateError for a template that no conversation can be rendered with."""
+    return PromptEncoder(
+        files,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        template_timeout=settings.template_timeout,
+    )
 
 
 class PromptEncoder:

@@ -331,17 +331,10 @@ class Server:
         settings = self.settings
         await to_thread.run_sync(_import_engine)
         from app.loading import open_files
-        from app.prompts import PromptEncoder
+        from app.prompts import open_prompts
 
         files = await to_thread.run_sync(lambda: open_files(settings, self.start_up.report))
-        prompts = await to_thread.run_sync(
-            lambda: PromptEncoder(
-                files,
-                tool_parser=settings.tool_parser,
-                reasoning_parser=settings.reasoning_parser,
-                template_timeout=settings.template_timeout,
-            )
-        )
+        prompts = await to_thread.run_sync(open_prompts, settings, files)
         with closing(prompts), closing(self.checks):
             await self._serve(files, prompts)
 

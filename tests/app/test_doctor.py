@@ -15,6 +15,7 @@ from app.doctor import NOTE, OK, WRONG, _beside, _instructions, _network, _packa
 from app.settings import Settings
 from gpu.cpu import library
 from gpu.cpu.builds import BUILDS
+from tests.server.tiny_model import write_tiny_model
 
 HEADRACE = [sys.executable, "-m", "app.cli"]
 
@@ -40,6 +41,15 @@ def test_a_model_that_cannot_be_served_is_wrong() -> None:
     done = run("doctor", "--port", "0", "--model", "no-such-model")
     assert done.returncode == 1
     assert "wrong  model         There is no model 'no-such-model'." in done.stdout
+
+
+@pytest.mark.slow
+def test_a_template_that_does_not_parse_is_wrong(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    (model / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+    done = run("doctor", "--port", "0", "--model", str(model), "--load-format", "dummy")
+    assert done.returncode == 1
+    assert "wrong  model         The chat template does not parse" in done.stdout
 
 
 def test_a_port_in_use_is_wrong() -> None:

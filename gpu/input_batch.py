@@ -58,6 +58,9 @@ class InputBatch:
 
     def append(self, shape: StepShape, token_ids: NDArray[np.int64]) -> None:
         """Record what a step has sampled, int64 [S]."""
-        rows = shape.sampling_rows
-        self.token_ids[rows, shape.positions] = token_ids
+        self.record(shape.sampling_rows, shape.positions, token_ids)
+
+    def record(self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
+        """These tokens now stand at these positions of their rows."""
+        self.token_ids[rows, positions] = token_ids
         self.penalized.append(rows, token_ids)

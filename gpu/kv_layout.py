@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,11 @@ class KVLayout:
         return max(self.slots) + 1
 
 
-def kv_layout(config: ModelConfig) -> KVLayout:
-    """Groups as large as the kind of layer that has the fewest; the last group of another kind may not be full."""
+def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
+    """Groups as large as the kind of layer that has the fewest; the last group of another kind may not be full.
+
+    The groups are the same for all ranks of a model. With `spec`, what a rank has of it, layers and slots are its own.
+    """
     windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
     kinds = sorted(set(windows), key=lambda window: window or 0)  # full ones first
     num_slots = min(map(windows.count, kinds))
@@ -41,4 +45,8 @@ def kv_layout(config: ModelConfig) -> KVLayout:
             places |= {layer: (len(of_groups), slot) for slot, layer in enumerate(layers[first : first + num_slots])}
             of_groups.append(kind)
     groups, slots = zip(*(places[layer] for layer in range(len(windows))), strict=True)
+    if spec is not None:
+        own = slice(spec.first_layer, spec.first_layer + len(spec.layers))
+        kept = sorted(set(slots[own]))
+        groups, slots = groups[own], tuple(kept.index(slot) for slot in slots[own])
     return KVLayout(tuple(of_groups), groups, slots)

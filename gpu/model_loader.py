@@ -14,13 +14,17 @@ from typing import Any, Literal, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.families import spec_of
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
+from gpu.parallel import Layout, sharded
 from gpu.runner import LanguageModel
 
 LIBRARY_DTYPES = ("auto", "bfloat16")
+SINGLE = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +86,28 @@ class ServedModel(LanguageModel, Protocol):
         ...
 
 
+def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec | None:
+    """What a rank of several has of a model, cut for who computes there; None for a single one, which has all. Raises
+    ConfigError for more ranks than the model can be cut for."""
+    if layout.world_size == 1:
+        return None
+    return sharded(spec_of(config), layout, gathers=library_for(config, options, device) is not None)
+
+
 def load_model(
-    config: ModelConfig, weights: Iterable[tuple[str, Any]], options: WorkerOptions, device: str
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Any]],
+    options: WorkerOptions,
+    device: str,
+    layout: Layout = SINGLE,
+    communicator: Any = None,
 ) -> ServedModel:
     """Build the model and draw its weights; call it in the thread that will run the steps. Raises ConfigError for
     options that cannot work, ModelError for weights that the device cannot hold.
 
-    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors.
+    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. Those of one rank of a
+    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`, torch's a
+    `gpu.parallel.communicator.Communicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.
@@ -97,7 +116,8 @@ def load_model(
     file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.served.resolve_dtype` has it.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
-    check_weights_fit(config, free_memory(device))
+    spec = rank_spec(config, options, device, layout)
+    check_weights_fit(config, free_memory(device), spec)
     num_threads = options.num_threads or usable_cores()
     library = library_for(config, options, device)
     check_quantization(options, library, device)
@@ -121,6 +141,8 @@ def load_model(
         block_size=options.block_size,
         max_model_len=longest,
         num_threads=num_threads,
+        spec=spec,
+        communicator=communicator,
     )
 
 

@@ -6,6 +6,7 @@ in.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from gpu.input_batch import InputBatch
 from gpu.prompt_outputs import PromptOutputs
 from gpu.rows import BatchSizes, RowTable, StepShape
-from gpu.runner import FinishedStep, LanguageModel, cancellation_check
+from gpu.runner import NO_LINKS, FinishedStep, LanguageModel, StageLinks, cancellation_check
 from gpu.sampling import SamplerOutput, SamplingMetadata, logits_mask, sample, token_logprobs
 
 # Rows of logits that are made at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
@@ -28,11 +29,15 @@ MAX_LOGITS_ROWS = 64
 class ModelRunner:
     """A `gpu.runner.Runner` whose steps have run when `submit` returns."""
 
-    def __init__(self, model: LanguageModel, sizes: BatchSizes) -> None:
+    def __init__(self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS) -> None:
+        """With `links` the model is one stage of a pipeline. Only the last one samples; the others are told its tokens
+        (`record`)."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
         self._prompt_outputs = PromptOutputs(MAX_LOGITS_ROWS)
+        self._links = links
+        self._unsampled: deque[tuple[list[str], StepShape]] = deque()  # steps whose tokens are not known here yet
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
         return FinishedStep(self._execute(plan, abandoned))
@@ -40,18 +45,40 @@ class ModelRunner:
     def prepare(self) -> bool:
         return False
 
+    def record(self, sampled_token_ids: list[list[int]]) -> None:
+        """Take in what the last stage has sampled in the oldest step of which it is not known here, in the order of its
+        plan. Tokens of requests that are gone are not missed."""
+        request_ids, shape = self._unsampled.popleft()
+        plan_indices = shape.order[shape.samples]
+        in_order = [iter(tokens) for tokens in sampled_token_ids]
+        token_ids = np.array([next(in_order[index]) for index in plan_indices.tolist()], dtype=np.int64)
+        here = np.array([request_ids[index] in self.rows for index in plan_indices.tolist()], dtype=bool)
+        self.input_batch.record(shape.sampling_rows[here], shape.positions[here], token_ids[here])
+
     def swap_model(self, model: LanguageModel) -> LanguageModel:
         """Let this one compute; returns the one that has so far."""
         model, self._model = self._model, model
         return model
 
     def _execute(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
+        for request_id in plan.removed_request_ids:
+            for request_ids, _ in self._unsampled:
+                if request_id in request_ids:
+                    request_ids[request_ids.index(request_id)] = ""
         self.rows.apply(plan, self.input_batch)
         self._prompt_outputs.apply(plan)
         if not plan.request_ids:
             return ModelRunnerOutput(sampled_token_ids=[], logprobs={})
         shape = self.rows.shape(plan)
-        hidden = self._model.forward(self.input_batch.inputs(shape), cancellation_check(abandoned))
+        inputs = self.input_batch.inputs(shape)
+        if self._links.receive is not None:
+            inputs = inputs._replace(hidden=self._links.receive(len(inputs.input_ids)))
+        hidden = self._model.forward(inputs, cancellation_check(abandoned))
+        if self._links.send is not None:
+            self._links.send(hidden)
+            self.rows.advance(shape)
+            self._unsampled.append((list(plan.request_ids), shape))
+            return ModelRunnerOutput(sampled_token_ids=[[] for _ in plan.request_ids], logprobs={})
         sampled = self._sample(hidden, shape, None if plan.masks is None else plan.masks.result())
         self.input_batch.append(shape, sampled.token_ids)
         self.rows.advance(shape)

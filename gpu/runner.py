@@ -7,6 +7,7 @@ device. The worker chooses and makes one, and whoever uses it does not ask which
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -60,13 +61,15 @@ class ModelInputs(NamedTuple):
     block_tables: NDArray[np.int32]  # [groups, B, max_blocks], contiguous
     num_decodes: int
     num_prompt_tokens: NDArray[np.int32]  # [B], how many of a request's tokens are its prompt
+    # [T, hidden], the residual stream of the stage before, which may be overwritten; None on the first stage.
+    hidden: NDArray[np.float32] | None = None
 
 
 class LanguageModel(Protocol):
     """What the host's runner needs of a model, which owns its KV cache. R rows."""
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
-        """The last hidden states, [T, hidden].
+        """The last hidden states, [T, hidden]; of a stage of a pipeline that is not the last, its residual stream.
 
         Calls `cancellation_check` between layers, or more seldom; what it raises ends the pass.
         """
@@ -86,6 +89,17 @@ class LanguageModel(Protocol):
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """A `gpu.sampling.sampler.Draw`."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLinks:
+    """How activations get from stage to stage of a pipeline, float32 [T, hidden] for each step that is run."""
+
+    receive: Callable[[int], NDArray[np.float32]] | None = None  # of so many tokens; None on the first stage
+    send: Callable[[NDArray[np.float32]], None] | None = None  # None on the last stage
+
+
+NO_LINKS = StageLinks()
 
 
 def cancellation_check(abandoned: Callable[[], bool] | None) -> Callable[[], None] | None:

@@ -14,11 +14,12 @@ from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, KVCacheSize, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
-from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
+from gpu.model_loader import SINGLE, ServedModel, WorkerOptions, free_memory, load_model, rank_spec, resolve_device
 from gpu.model_runner import ModelRunner
-from gpu.perplexity import perplexity
+from gpu.parallel import Layout
+from gpu.perplexity import Perplexity, perplexity
 from gpu.rows import BatchSizes
-from gpu.runner import Runner
+from gpu.runner import NO_LINKS, Runner, StageLinks
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
@@ -34,14 +35,22 @@ class Worker:
         options: WorkerOptions,
         text: Sequence[int] = (),
         *,
+        layout: Layout = SINGLE,
+        communicator: Any = None,
+        links: StageLinks = NO_LINKS,
         agree: Callable[[KVCacheSize], KVCacheSize] = lambda size: size,
     ) -> None:
-        """Of `text`, if there is one, `perplexity` is computed: a string for the log. `agree` makes of the KV cache
-        that this worker can have the one that all can that have a part of the model."""
+        """Of `text`, if there is one, `perplexity` is computed: a string for the log.
+
+        One rank of a `layout` has its own weights (`gpu.model_loader.rank_spec`), a `communicator` where its stage has
+        several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV cache that it can have
+        the one that all ranks can.
+        """
         self.device = resolve_device(options.device)
         self._on_cuda = self.device != "cpu"
         self.num_threads = options.num_threads or usable_cores()
-        model = load_model(config, weights, options, self.device)
+        model = load_model(config, weights, options, self.device, layout, communicator)
+        self._links = links
         self.weight_forms = model.forms
         self._native = model if isinstance(model, CPUCausalLM) else None
         self.prompt_form_differs = model.prompt_form_differs
@@ -57,6 +66,7 @@ class Worker:
             max_num_batched_tokens=options.max_num_batched_tokens,
             budget=self._kv_cache_budget(model, options),
             kv_cache_memory=options.kv_cache_memory,
+            spec=rank_spec(config, options, self.device, layout),
         )
         self.kv_cache_size = agree(size)
         model.set_max_model_len(self.kv_cache_size.max_model_len)
@@ -64,7 +74,9 @@ class Worker:
         self.runner = self._make_runner(model, options)
         num_places = self.kv_cache_size.num_blocks // len(self.kv_windows)
         room = min(num_places * options.block_size, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
-        self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows)) if text else None
+        self.perplexity: Perplexity | None = None
+        if text and layout.pipeline_parallel_size == 1:
+            self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows))
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
@@ -94,10 +106,10 @@ class Worker:
     def _make_runner(self, model: ServedModel, options: WorkerOptions) -> Runner:
         size, num_groups = self.kv_cache_size, len(self.kv_windows)
         sizes = BatchSizes(options.max_num_seqs, size.max_model_len, options.block_size, num_groups)
-        if options.runner == "host" or (options.runner == "auto" and not self._on_cuda):
+        if options.runner == "host" or (options.runner == "auto" and (not self._on_cuda or self._links != NO_LINKS)):
             model.allocate_kv_cache(size.num_blocks)
             self.kv_caches = model.kv_caches
-            return ModelRunner(model, sizes)
+            return ModelRunner(model, sizes, self._links)
         from gpu.device import make_device_runner
         from gpu.models.served import TorchModel
 

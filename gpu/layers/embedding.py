@@ -13,21 +13,39 @@ from gpu.kernels import gather_rows
 from gpu.kernels.dispatch import on_triton
 from gpu.layers.linear import Product
 from gpu.layers.weights import WeightSlot, empty_parameter
+from gpu.parallel.communicator import Communicator
 
 
 class Embedding(nn.Module):
-    """One row per token of the vocabulary, times a scale, which is rounded to the dtype as Hugging Face does."""
+    """One row per token of the vocabulary, times a scale, which is rounded to the dtype as Hugging Face does. Each
+    tensor rank has the rows of some tokens."""
 
-    def __init__(self, part: Part, scale: float, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        part: Part,
+        scale: float,
+        communicator: Communicator | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
         self.part = part
+        self._communicator = communicator
+        self._first_token = 0 if part.ranges is None else part.ranges[0][0]
         self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
         self.weight = empty_parameter(*part.shape, dtype=dtype, device=device)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
         gather = gather_rows if on_triton(self.weight) else _embedding
-        rows = gather(self.weight, input_ids)
+        if self._communicator is None:
+            rows = gather(self.weight, input_ids)
+        else:
+            own = input_ids - self._first_token
+            others = (own < 0) | (own >= len(self.weight))
+            rows = gather(self.weight, own.masked_fill_(others, 0)).masked_fill_(others.unsqueeze(1), 0.0)
+            self._communicator.all_reduce_(rows)
         return rows if self._scale is None else rows.mul_(self._scale)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
@@ -39,14 +57,17 @@ def _embedding(weight: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 class LMHead(Product):
-    """Scores each token of the vocabulary, [R, hidden] -> [R, vocab]; with its own matrix, or with the embedding's
-    where it has no `part`."""
+    """Scores each token of the vocabulary, or of this rank's part of it, [R, hidden] -> [R, vocab]; with its own
+    matrix, or with the embedding's where it has no `part`."""
 
     def __init__(
-        self, part: Part | None, embedding: Embedding, *, dtype: torch.dtype, device: torch.device | str
+        self, part: Part | None, embedding: Embedding | None, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        weight = embedding.weight if part is None else empty_parameter(*part.shape, dtype=dtype, device=device)
-        super().__init__(weight)
+        if part is not None:
+            super().__init__(empty_parameter(*part.shape, dtype=dtype, device=device))
+        else:
+            assert embedding is not None
+            super().__init__(embedding.weight)
         self.part = part
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:

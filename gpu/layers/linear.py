@@ -16,6 +16,7 @@ from gpu.kernels import linear
 from gpu.kernels.product import Tile
 from gpu.layers.packed import pack, packed_linear
 from gpu.layers.weights import WeightSlot, empty_parameter
+from gpu.parallel.communicator import Communicator
 
 
 class Product(nn.Module):
@@ -61,3 +62,20 @@ class Linear(Product):
         if self.bias is not None:
             for part, bias in zip(self.parts, self.bias.split(rows), strict=True):
                 yield f"{part.name}.bias", WeightSlot.into(bias)
+
+
+class RowLinear(Linear):
+    """A linear layer whose inputs lie on several ranks: each multiplies its own, and the products are added up."""
+
+    def __init__(
+        self, part: Part, communicator: Communicator | None, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__(part, dtype=dtype, device=device)
+        self._communicator = communicator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, in_features of this rank] -> [R, out_features]"""
+        product = super().forward(x)
+        if self._communicator is not None:
+            self._communicator.all_reduce_(product)
+        return product

@@ -9,10 +9,11 @@ from torch import nn
 
 from gpu.attention import AttentionBackend, AttentionMetadata, FusedAttention
 from gpu.checkpoint.architecture import AttentionSpec, Heads
-from gpu.layers.linear import Linear
+from gpu.layers.linear import Linear, RowLinear
 from gpu.layers.norm import QKNorm
 from gpu.layers.rotary import Rotation, rotate_
 from gpu.layers.weights import WeightSlot, empty_parameter
+from gpu.parallel.communicator import Communicator
 
 
 class SelfAttention(nn.Module):
@@ -22,6 +23,7 @@ class SelfAttention(nn.Module):
         self,
         spec: AttentionSpec,
         backend: Callable[[Heads], AttentionBackend],
+        communicator: Communicator | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -34,7 +36,7 @@ class SelfAttention(nn.Module):
         self.plain = None if isinstance(attention, FusedAttention) else attention
         self.qkv = Linear(*spec.qkv, dtype=dtype, device=device)
         self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, dtype=dtype, device=device)
-        self.out = Linear(spec.out, dtype=dtype, device=device)
+        self.out = RowLinear(spec.out, communicator, dtype=dtype, device=device)
         self.spec = spec
         self.sinks = None if spec.sinks is None else empty_parameter(heads.query, dtype=torch.float32, device=device)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpu.attention import AttentionBackend, AttentionMetadata
 from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.architecture import Heads, LayerSpec
+from gpu.checkpoint.architecture import DecoderSpec, Heads, LayerSpec
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.tensors import checked
 from gpu.kv_layout import kv_layout
@@ -25,6 +25,8 @@ from gpu.layers.rotary import RotaryEmbedding, Rotation
 from gpu.layers.weights import Packs, weight_slots
 from gpu.models.attention import ATTENTION
 from gpu.models.feed_forward import FEED_FORWARD
+from gpu.parallel.communicator import Communicator
+from gpu.parallel.cuts import vocabulary
 
 T = TypeVar("T")
 
@@ -40,18 +42,24 @@ class CausalLM(nn.Module):
         device: torch.device | str,
         max_model_len: int,
         attention: Callable[[Heads], AttentionBackend],
+        spec: DecoderSpec | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         """`max_model_len` is the longest context that will be served, in tokens. `attention` makes a backend; layers of
-        equal heads share one. On the meta device nothing is allocated.
+        equal heads share one. On the meta device nothing is allocated. `spec` is what a rank has of the model, cut by
+        inputs where that follows heads and inner features (`gpu.parallel.cuts`); the tensor ranks of its stage need a
+        `communicator`, and make every call together.
 
         Raises ModelError for an architecture, a kind of layer or a rope scaling that is not implemented.
         """
         super().__init__()
         self.config = config
-        spec, attention = spec_of(config), cache(attention)
-        assert spec.embedding is not None
-        assert spec.norm is not None
-        self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, dtype=dtype, device=device)
+        self.spec = spec = spec or spec_of(config)
+        attention = cache(attention)
+        self.embed_tokens: Embedding | None = None
+        if spec.embedding is not None:
+            scale = spec.embedding_scale
+            self.embed_tokens = Embedding(spec.embedding, scale, communicator, dtype=dtype, device=device)
         ropes = [layer.attention.rope for layer in spec.layers]
         rotaries = {
             rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, dtype=dtype, device=device)
@@ -61,13 +69,16 @@ class CausalLM(nn.Module):
         self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
         self.rotary, *others = self._rotaries
         self._others = nn.ModuleList(others)
-        layers = [DecoderLayer(layer, attention, dtype=dtype, device=device) for layer in spec.layers]
+        layers = [DecoderLayer(layer, attention, communicator, dtype=dtype, device=device) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._backends = [layer.attention.backend for layer in layers]
-        self._layout = kv_layout(config)
-        self.norm = RMSNorm(spec.norm, dtype=dtype, device=device)
+        self._layout = kv_layout(config, spec)
+        self.norm = None if spec.norm is None else RMSNorm(spec.norm, dtype=dtype, device=device)
         self._softcap = spec.softcap
-        self.lm_head = LMHead(spec.head, self.embed_tokens, dtype=dtype, device=device)
+        self.communicator = communicator
+        self.lm_head: LMHead | None = None
+        if self.norm is not None:
+            self.lm_head = LMHead(spec.head, self.embed_tokens, dtype=dtype, device=device)
 
     def forward(
         self,
@@ -76,14 +87,20 @@ class CausalLM(nn.Module):
         metadata: Sequence[AttentionMetadata],
         kv_caches: Sequence[torch.Tensor],
         cancellation_check: Callable[[], None] | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step: int64 [T] token ids and their positions -> final-normed hidden states [T, hidden].
+
+        A stage of a pipeline starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if
+        it is not the last, it returns its own.
 
         Writes the keys and values of the T tokens to `kv_caches`, one for each slot of `gpu.kv_layout`, where the
         metadata of the layer's group says.
         `cancellation_check` is called before each layer, and may raise to end the pass.
         """
-        residual = self.embed_tokens(input_ids)
+        if residual is None:
+            assert self.embed_tokens is not None
+            residual = self.embed_tokens(input_ids)
         rotations = [rotary(positions) for rotary in self._rotaries]
         delta = None
         layout = self._layout
@@ -91,6 +108,8 @@ class CausalLM(nn.Module):
             if cancellation_check is not None:
                 cancellation_check()
             delta = layer(residual, delta, rotations[rotary], metadata[group], kv_caches[slot])
+        if self.norm is None:
+            return residual if delta is None else residual.add_(delta)
         return self.norm(residual, delta)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -105,6 +124,29 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
+        logits = self._own_logits(hidden)
+        if self.communicator is None:
+            return logits
+        ranges = vocabulary(self.config.vocab_size, self.communicator.size)
+        return self.communicator.all_gather(logits, [stop - start for start, stop in ranges])
+
+    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[R, hidden] -> the largest logit, [R], and int64 [R], whose it is, the lowest of several. NaN counts as
+        largest. Of several ranks, each tells the others these two."""
+        logits = self._own_logits(hidden)
+        values, ids = logits.max(-1)
+        if self.communicator is None:
+            return values, ids
+        size = self.communicator.size
+        ids += vocabulary(self.config.vocab_size, size)[self.communicator.rank][0]
+        both = torch.stack([values.double(), ids.double()], dim=-1)
+        every = self.communicator.all_gather(both, [2] * size).unflatten(-1, (size, 2))
+        best = every[..., 0].argmax(-1, keepdim=True)  # of equal ones the first, which has the lower ids
+        values, ids = (every[..., which].gather(-1, best).squeeze(-1) for which in (0, 1))
+        return values, ids.long()
+
+    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.lm_head is not None
         logits: torch.Tensor = self.lm_head(hidden)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
 
@@ -113,7 +155,7 @@ class CausalLM(nn.Module):
         """Copy and convert tensors under their Hugging Face names, one at a time, so that no more than one need be in
         memory besides the model. Raises ModelError unless just the tensors of the configuration come."""
         slots = weight_slots(self)
-        for name, tensor in checked(weights, self.config, source="The checkpoint"):
+        for name, tensor in checked(weights, self.config, source="The checkpoint", spec=self.spec):
             slots[name].load(tensor)
         for layer in self.modules():
             if isinstance(layer, Packs):
@@ -127,15 +169,17 @@ class DecoderLayer(nn.Module):
         self,
         spec: LayerSpec,
         attention: Callable[[Heads], AttentionBackend],
+        communicator: Communicator | None,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        mixer, network = _implemented(ATTENTION, spec.attention), _implemented(FEED_FORWARD, spec.feed_forward)
         self.attention_norm = RMSNorm(spec.attention_norm, dtype=dtype, device=device)
-        self.attention = _implemented(ATTENTION, spec.attention)(spec.attention, attention, dtype=dtype, device=device)
+        self.attention = mixer(spec.attention, attention, communicator, dtype=dtype, device=device)
         self.feed_forward_norm = RMSNorm(spec.feed_forward_norm, dtype=dtype, device=device)
-        self.feed_forward = _implemented(FEED_FORWARD, spec.feed_forward)(spec.feed_forward, dtype=dtype, device=device)
+        self.feed_forward = network(spec.feed_forward, communicator, dtype=dtype, device=device)
         post_norms = (spec.attention_post_norm, spec.feed_forward_post_norm)
         self.attention_post_norm, self.feed_forward_post_norm = (
             None if norm is None else RMSNorm(norm, dtype=dtype, device=device) for norm in post_norms

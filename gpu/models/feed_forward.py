@@ -7,16 +7,24 @@ from torch import nn
 
 from gpu.checkpoint.architecture import GeGLUSpec, SwiGLUSpec
 from gpu.layers.activation import gelu_and_mul, silu_and_mul
-from gpu.layers.linear import Linear
+from gpu.layers.linear import Linear, RowLinear
+from gpu.parallel.communicator import Communicator
 
 
 class SwiGLU(nn.Module):
     """The gated network of Llama (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, spec: SwiGLUSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: SwiGLUSpec,
+        communicator: Communicator | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
         self.gate_up = Linear(spec.gate, spec.up, dtype=dtype, device=device)
-        self.down = Linear(spec.down, dtype=dtype, device=device)
+        self.down = RowLinear(spec.down, communicator, dtype=dtype, device=device)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""

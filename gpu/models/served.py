@@ -18,10 +18,12 @@ from gpu.attention import AttentionMetadata
 from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import DecoderSpec
 from gpu.cpu.library import Threads, load_library
 from gpu.cpu.sampling import draw
 from gpu.host import has_bfloat16_instructions
 from gpu.models.decoder import CausalLM
+from gpu.parallel.communicator import Communicator
 from gpu.runner import ModelInputs
 from gpu.sampling import torch_draw
 from gpu.sampling.greedy import largest
@@ -40,6 +42,7 @@ class TorchModel:
         self.element_size = dtype.itemsize
         self.tokens_held = block_size
         self.prompt_form_differs = False
+        self._is_whole = model.communicator is None
         self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
         library = load_library()
         self.draw = torch_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
@@ -64,14 +67,20 @@ class TorchModel:
             seq_lens_list=inputs.seq_lens.tolist(),
         )
         ids, positions = self._tensor(inputs.input_ids), self._tensor(inputs.positions)
-        return self.model.forward(ids, positions, metadata, self.kv_caches, cancellation_check).float().cpu().numpy()
+        residual = None if inputs.hidden is None else self._tensor(inputs.hidden).to(self.dtype)
+        states = self.model.forward(ids, positions, metadata, self.kv_caches, cancellation_check, residual)
+        return states.float().cpu().numpy()
 
     @torch.inference_mode()
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.model.compute_logits(self._tensor(hidden).to(self.dtype)).float().cpu().numpy()
 
+    @torch.inference_mode()
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        return largest(self.compute_logits(hidden))
+        if self._is_whole:
+            return largest(self.compute_logits(hidden))
+        values, ids = self.model.most_likely(self._tensor(hidden).to(self.dtype))
+        return ids.cpu().numpy(), values.isfinite().cpu().numpy()
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -86,12 +95,22 @@ def load_torch_model(
     block_size: int,
     max_model_len: int,
     num_threads: int,
+    spec: DecoderSpec | None = None,
+    communicator: Communicator | None = None,
 ) -> TorchModel:
     """Call it in the thread that will run the steps, because torch's thread count belongs to a thread."""
     torch.set_num_threads(num_threads)
     place, kind = torch.device(device), resolve_dtype(dtype, config, device)
     attention = partial(TritonAttention if place.type == "cuda" else TorchAttention, block_size=block_size)
-    model = CausalLM(config, dtype=kind, device=place, max_model_len=max_model_len, attention=attention)
+    model = CausalLM(
+        config,
+        dtype=kind,
+        device=place,
+        max_model_len=max_model_len,
+        attention=attention,
+        spec=spec,
+        communicator=communicator,
+    )
     model.load_weights(as_tensors(weights))
     return TorchModel(model, kind, place, block_size=block_size)
 

@@ -2,14 +2,16 @@
 
 In reading order:
 
-layout        the sizes of the groups, and which rank this is
-cuts          which part of every tensor a rank has
-ring          messages from one process to several, through shared memory
-messages      what a driver tells its ranks, and they it
-rank          one rank: its part of the model, and what messages do to it
-rank_process  the main of a rank's process
-rank_child    the driver's hold on such a process: its start, its end, and why it ended
-multiproc     the executor: ranks on this machine
+layout              the sizes of the groups, and which rank this is
+cuts                which part of every tensor a rank has
+communicator        what the tensor ranks of a stage tell each other
+torch_communicator  the same by torch.distributed
+ring                messages from one process to several, through shared memory
+messages            what a driver tells its ranks, and they it
+rank                one rank: its part of the model, and what messages do to it
+rank_process        the main of a rank's process
+rank_child          the driver's hold on such a process: its start, its end, and why it ended
+multiproc           the executor: ranks on this machine
 """
 
 from gpu.parallel.cuts import cut, sharded

@@ -141,7 +141,7 @@ class _Cutter:
         return (index * group + first, index * group + last), (index, index + 1)
 
     def gated(self, spec: SwiGLUSpec) -> SwiGLUSpec:
-        inner = self.features(spec.gate.shape[0])
+        inner = self.features(spec.gate.shape[0], BLOCK if self.gathers else None)
         gate, up = outputs(spec.gate, inner), outputs(spec.up, inner)
         return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
 
@@ -153,21 +153,10 @@ class _Cutter:
         return _cut(replace(part, bias=part.bias and self.rank == 0), -1, columns)
 
     def vocabulary(self, part: Part) -> Part:
-        return outputs(part, self.features(part.shape[0]))
+        return outputs(part, vocabulary(part.shape[0], self.size)[self.rank])
 
-    def features(self, size: int) -> Range:
-        """This rank's share of so many features, in units."""
-        unit = BLOCK if size % BLOCK == 0 and size // BLOCK >= self.size else TILE
-        count = -(-size // unit)
-        if self.size > count:
-            raise ConfigError(
-                "tensor_parallel_size",
-                self.size,
-                allowed=f"{size} features of this model are cut in units of {unit}, of which each rank needs one",
-                hint=f"tensor_parallel_size={count} works",
-            )
-        first, last = share(count, self.size, self.rank)
-        return first * unit, min(last * unit, size)
+    def features(self, size: int, unit: int | None = None) -> Range:
+        return features(size, self.size, self.rank, unit)
 
 
 # How a feed-forward network of each kind is cut.
@@ -178,6 +167,26 @@ def share(count: int, ranks: int, rank: int) -> Range:
     """Which of `count` things a rank has: as many as any other, or one more."""
     each, more = divmod(count, ranks)
     return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+
+def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range:
+    """A rank's share of so many features, in units. Raises ConfigError where there are too few of these."""
+    unit = unit or (BLOCK if size % BLOCK == 0 and size // BLOCK >= ranks else TILE)
+    count = -(-size // unit)
+    if ranks > count:
+        raise ConfigError(
+            "tensor_parallel_size",
+            ranks,
+            allowed=f"{size} features of this model are cut in units of {unit}, of which each rank needs one",
+            hint=f"tensor_parallel_size={count} works",
+        )
+    first, last = share(count, ranks, rank)
+    return first * unit, min(last * unit, size)
+
+
+def vocabulary(size: int, ranks: int) -> list[Range]:
+    """Which tokens each tensor rank has. Raises ConfigError where there are too few."""
+    return [features(size, ranks, rank) for rank in range(ranks)]
 
 
 def outputs(part: Part, rows: Range) -> Part:

@@ -9,23 +9,26 @@ import numpy as np
 import torch
 
 from gpu.checkpoint import ModelConfig, ModelFiles, QuantizedRows
-from gpu.checkpoint.tensors import tensor_shapes
+from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.tensors import shapes_of, tensor_shapes
 from gpu.weights.dummy import STANDARD_DEVIATION, dummy_seed
 from gpu.weights.reading import Weight, read_weights
 from gpu.weights.staging import to_device
 
 
-def weights_of(files: ModelFiles, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(
+    files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gpu.weights.read_weights`, on `device` and in the dtype of the file, float32 where the file is quantized.
 
     On the CPU they may share memory with the mapped file. On another device they come one at a time
     (`gpu.weights.staging`), so no more than the largest of them is there beside what the caller keeps.
     """
     if device == "cpu":
-        return as_tensors(read_weights(files))
+        return as_tensors(read_weights(files, spec))
     if files.tensors is None:
-        return drawn_on(files.config, device)
-    return to_device(as_tensors(read_weights(files)), torch.device(device))
+        return drawn_on(files.config, device, spec)
+    return to_device(as_tensors(read_weights(files, spec)), torch.device(device))
 
 
 def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -34,11 +37,11 @@ def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.
         yield name, weight if isinstance(weight, torch.Tensor) else _tensor(weight)
 
 
-def drawn_on(config: ModelConfig, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+def drawn_on(config: ModelConfig, device: str, spec: DecoderSpec | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gpu.weights.dummy.dummy_weights`, but other values, drawn on the device: for a large model that takes a
-    second instead of minutes."""
+    second instead of minutes. Those of a rank are no parts of one rank's."""
     dtype = getattr(torch, config.torch_dtype)
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in (tensor_shapes(config) if spec is None else shapes_of(spec)).items():
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):
             tensor.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator(device).manual_seed(dummy_seed(name)))

@@ -383,6 +383,7 @@ def test_rotary_frequencies_and_a_tied_head_in_the_checkpoint_are_ignored():
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
     weights["lm_head.weight"] = torch.full_like(weights["model.embed_tokens.weight"], 7.0)
     model = load(weights.items(), "llama-tied")
+    assert model.lm_head is not None
     torch.testing.assert_close(model.lm_head.weight.data, weights["model.embed_tokens.weight"])
 
 

@@ -1,0 +1,151 @@
+"""Ranks that have parts of a model say what one says that has all of it: real processes, with gloo between them."""
+
+import os
+import signal
+import socket
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import RankLost
+from engine.transport.wire import ErrorInWords
+from gpu.checkpoint import ModelConfig
+from gpu.kv_cache_size import kv_cache_size
+from gpu.kv_layout import kv_layout
+from gpu.model_loader import WorkerOptions, rank_spec
+from gpu.parallel import Layout
+from gpu.worker import Worker
+from tests.golden.histories import small_model, weights_of
+from tests.gpu.parallel.ranks import PROCESSES, SECONDS, Case, RankExecutor, join, processes, run
+from tests.gpu.sampling_helpers import new_request
+from tests.gpu.test_executor import generate, prompts
+
+UNEVEN = {"num_attention_heads": 9, "num_key_value_heads": 3}
+GEMMA = {
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "sliding_window": 11,
+    "layer_types": ModelConfig.alternating(3, 2),
+    "numbers": {"query_pre_attn_scalar": 24.0, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+}
+MODELS: dict[str, ModelConfig] = {
+    "llama": small_model(**UNEVEN),
+    "llama-tied": small_model(tie_word_embeddings=True),  # 2 KV heads: three ranks share them
+    "qwen2": small_model(architecture="Qwen2ForCausalLM", attention_bias=True),
+    "qwen3": small_model(architecture="Qwen3ForCausalLM", qk_norm=True, **UNEVEN),
+    "gemma2": small_model(architecture="Gemma2ForCausalLM", **GEMMA),
+}
+OPTIONS = WorkerOptions(
+    dtype="float32", device="cpu", block_size=4, num_threads=1, max_num_seqs=8, kv_cache_memory=2**20, max_model_len=96
+)
+CASES: list[Case] = [(config, OPTIONS) for config in MODELS.values()]
+CASES.append((MODELS["llama"], replace(OPTIONS, runner="device")))
+
+
+def say(executor: RankExecutor, num_tokens: int = 8) -> Any:
+    """Greedy and drawn tokens, with filters, penalties and log-probabilities, in a batch."""
+    groups = len(executor.worker.kv_windows)
+    requests = [
+        new_request(
+            request.request_id,
+            [token % 96 for token in request.token_ids],
+            block_ids=[
+                block for place in range(16) for block in range((place * 8 + i) * groups, (place * 8 + i + 1) * groups)
+            ],
+            **{name: getattr(request.sampling, name) for name in request.sampling.__struct_fields__},
+        )
+        for i, request in enumerate(prompts())
+    ]
+    return generate(executor, requests, chunk=16, num_tokens=num_tokens)  # type: ignore[arg-type]
+
+
+def alone(case: Case) -> Any:
+    config, options = case
+    worker = Worker(config, weights_of(config), options)
+    return say(RankExecutor(worker, Layout(), []))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    return [alone(case) for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (1, 3), (2, 2)])
+def test_ranks_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path: Path) -> None:
+    which = [i for i, (_, options) in enumerate(CASES) if pp == 1 or options.runner != "device"]
+    for rank, found in enumerate(run(tp, pp, tmp_path, [CASES[i] for i in which], say)):
+        for index, tokens in zip(which, found, strict=True):
+            assert tokens == expected[index], (rank, [*MODELS, "device"][index])
+
+
+def meet(layout: Layout, store: str, timeout: float, last: bool, told: Connection) -> None:
+    communicator = join(layout, store, timeout)
+    assert communicator is not None
+    tensor = torch.full((3,), float(layout.rank + 1))
+    communicator.all_reduce_(tensor)
+    communicator.barrier()
+    told.send(tensor.tolist())
+    if layout.rank == 1:
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+    try:
+        communicator.all_reduce_(tensor)
+    except RankLost as lost:
+        told.send(ErrorInWords.of(lost))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [True, False], ids=["killed", "late"])
+def test_a_rank_that_does_not_come_is_missed(last: bool, tmp_path: Path) -> None:
+    """At once if it is gone, else at the deadline; and that it is lost can be told over the wire."""
+    ends = [PROCESSES.Pipe(duplex=False) for _ in range(2)]
+    timeout = SECONDS if last else 2.0
+    with processes() as start:
+        for rank, (_, told) in enumerate(ends):
+            layout = Layout(tensor_parallel_size=2, rank=rank)
+            start(partial(meet, layout, str(tmp_path / "store"), timeout, last, told))
+        for receiver, _ in ends:
+            assert receiver.poll(SECONDS)
+            assert receiver.recv() == [3.0, 3.0, 3.0]
+        assert ends[0][0].poll(SECONDS / 2)
+        error = ends[0][0].recv().error()
+    assert type(error) is RankLost
+    assert str(error) == f"rank 0 on {socket.gethostname()} has waited in vain for another rank"
+
+
+def test_a_rank_has_the_keys_and_values_of_its_own_heads_and_layers() -> None:
+    config = MODELS["gemma2"]  # of 3 layers, in 2 groups
+    sizes = {}
+    for layout in (
+        Layout(),
+        *(Layout(tensor_parallel_size=2, pipeline_parallel_size=2, rank=rank) for rank in range(4)),
+    ):
+        spec = rank_spec(config, OPTIONS, "cpu", layout)
+        assert kv_layout(config, spec).windows == kv_layout(config).windows
+        size = kv_cache_size(
+            config,
+            element_size=4,
+            block_size=4,
+            max_num_seqs=8,
+            max_model_len=96,
+            budget=2**30,
+            kv_cache_memory=None,
+            spec=spec,
+        )
+        sizes[layout.rank if layout.world_size > 1 else "all"] = size.bytes_per_block, kv_layout(config, spec)
+    head = 2 * 4 * 4 * 16  # of a block: keys and values of 4 tokens, 16 float32 each
+    whole, layers = sizes.pop("all")
+    assert whole == 2 * head * layers.num_slots
+    for num_bytes, own in sizes.values():
+        assert num_bytes == head * own.num_slots
+    of_stages = [sizes[rank][1] for rank in (0, 2)]
+    assert sum((own.groups for own in of_stages), ()) == layers.groups
+    for own in of_stages:  # layers of one group have slots of their own
+        assert len(set(zip(own.groups, own.slots, strict=True))) == len(own.slots)

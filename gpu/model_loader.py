@@ -22,6 +22,7 @@ from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.parallel import Layout, sharded
 from gpu.runner import LanguageModel
+from gpu.sampling.shards import Shards
 
 LIBRARY_DTYPES = ("auto", "bfloat16")
 SINGLE = Layout()
@@ -75,6 +76,11 @@ class ServedModel(LanguageModel, Protocol):
     @property
     def prompt_form_differs(self) -> bool:
         """Whether a prompt's tokens are computed otherwise than the same ones generated."""
+        ...
+
+    @property
+    def shards(self) -> Shards | None:
+        """How tokens are sampled where this rank has the logits of some of them; None where it has all."""
         ...
 
     def set_max_model_len(self, max_model_len: int) -> None:

@@ -20,6 +20,7 @@ from gpu.prompt_outputs import PromptOutputs
 from gpu.rows import BatchSizes, RowTable, StepShape
 from gpu.runner import NO_LINKS, FinishedStep, LanguageModel, StageLinks, cancellation_check
 from gpu.sampling import SamplerOutput, SamplingMetadata, logits_mask, sample, token_logprobs
+from gpu.sampling.shards import Shards
 
 # Rows of logits that are made at a time. 256 rows of 49,152 float32 are 50 MB, which malloc maps anew in every
 # step: the page faults alone took three times as long as the matrix product. 64 rows stay in memory that it keeps.
@@ -29,14 +30,17 @@ MAX_LOGITS_ROWS = 64
 class ModelRunner:
     """A `gpu.runner.Runner` whose steps have run when `submit` returns."""
 
-    def __init__(self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS) -> None:
+    def __init__(
+        self, model: LanguageModel, sizes: BatchSizes, links: StageLinks = NO_LINKS, shards: Shards | None = None
+    ) -> None:
         """With `links` the model is one stage of a pipeline. Only the last one samples; the others are told its tokens
-        (`record`)."""
+        (`record`). With `shards` it samples together with other ranks."""
         self.rows = RowTable(sizes)
         self.input_batch = InputBatch(self.rows, sizes)
         self._model = model
         self._prompt_outputs = PromptOutputs(MAX_LOGITS_ROWS)
         self._links = links
+        self._shards = shards
         self._unsampled: deque[tuple[list[str], StepShape]] = deque()  # steps whose tokens are not known here yet
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> FinishedStep:
@@ -120,7 +124,8 @@ class ModelRunner:
         if metadata.is_plain_greedy:
             token_ids, finite = self._model.most_likely(sampled)
             return SamplerOutput(token_ids=token_ids, finite=finite, logprobs={})
-        output = sample(self._model.compute_logits(sampled), metadata, self._model.draw)
+        compute_logits = self._model.compute_logits if self._shards is None else self._shards.own_logits
+        output = sample(compute_logits(sampled), metadata, self._model.draw, self._shards)
         for place, entry in output.logprobs.items():
             if entry.every is not None:
                 output.logprobs[place] = self.rows.named_tokens.told(int(rows[place]), entry)

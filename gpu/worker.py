@@ -109,7 +109,7 @@ class Worker:
         if options.runner == "host" or (options.runner == "auto" and (not self._on_cuda or self._links != NO_LINKS)):
             model.allocate_kv_cache(size.num_blocks)
             self.kv_caches = model.kv_caches
-            return ModelRunner(model, sizes, self._links)
+            return ModelRunner(model, sizes, self._links, model.shards)
         from gpu.device import make_device_runner
         from gpu.models.served import TorchModel
 

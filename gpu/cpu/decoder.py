@@ -64,6 +64,7 @@ class CPUCausalLM:
     """A `gpu.model_loader.ServedModel` for one thread at a time. `quantized` False rounds all weights to bfloat16."""
 
     element_size = 2  # bytes of a number in the KV cache: bfloat16
+    shards = None  # logits of all ranks lie side by side
 
     def __init__(
         self,

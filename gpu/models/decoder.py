@@ -124,28 +124,14 @@ class CausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]. Pass only the rows that sample: this is the largest matrix there is."""
-        logits = self._own_logits(hidden)
+        logits = self.own_logits(hidden)
         if self.communicator is None:
             return logits
         ranges = vocabulary(self.config.vocab_size, self.communicator.size)
         return self.communicator.all_gather(logits, [stop - start for start, stop in ranges])
 
-    def most_likely(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[R, hidden] -> the largest logit, [R], and int64 [R], whose it is, the lowest of several. NaN counts as
-        largest. Of several ranks, each tells the others these two."""
-        logits = self._own_logits(hidden)
-        values, ids = logits.max(-1)
-        if self.communicator is None:
-            return values, ids
-        size = self.communicator.size
-        ids += vocabulary(self.config.vocab_size, size)[self.communicator.rank][0]
-        both = torch.stack([values.double(), ids.double()], dim=-1)
-        every = self.communicator.all_gather(both, [2] * size).unflatten(-1, (size, 2))
-        best = every[..., 0].argmax(-1, keepdim=True)  # of equal ones the first, which has the lower ids
-        values, ids = (every[..., which].gather(-1, best).squeeze(-1) for which in (0, 1))
-        return values, ids.long()
-
-    def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, tokens of this rank]"""
         assert self.lm_head is not None
         logits: torch.Tensor = self.lm_head(hidden)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)

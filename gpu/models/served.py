@@ -5,7 +5,7 @@ Imported where torch computes: on CUDA, and on a CPU where the library of `gpu.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,11 @@ from gpu.cpu.sampling import draw
 from gpu.host import has_bfloat16_instructions
 from gpu.models.decoder import CausalLM
 from gpu.parallel.communicator import Communicator
+from gpu.parallel.cuts import vocabulary
 from gpu.runner import ModelInputs
 from gpu.sampling import torch_draw
 from gpu.sampling.greedy import largest
+from gpu.sampling.shards import Shards
 from gpu.weights.tensors import as_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,7 +44,7 @@ class TorchModel:
         self.element_size = dtype.itemsize
         self.tokens_held = block_size
         self.prompt_form_differs = False
-        self._is_whole = model.communicator is None
+        self.shards = None if model.communicator is None else self._shards(model.communicator)
         self.forms = f"{str(dtype).removeprefix('torch.')} weights (torch)"
         library = load_library()
         self.draw = torch_draw.draw if library is None else partial(draw, Threads(library, torch.get_num_threads()))
@@ -75,12 +77,23 @@ class TorchModel:
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         return self.model.compute_logits(self._tensor(hidden).to(self.dtype)).float().cpu().numpy()
 
-    @torch.inference_mode()
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        if self._is_whole:
+        if self.shards is None:
             return largest(self.compute_logits(hidden))
-        values, ids = self.model.most_likely(self._tensor(hidden).to(self.dtype))
-        return ids.cpu().numpy(), values.isfinite().cpu().numpy()
+        return self.shards.largest(self.own_logits(hidden))
+
+    @torch.inference_mode()
+    def own_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[R, hidden] -> [R, tokens of this rank]"""
+        return self.model.own_logits(self._tensor(hidden).to(self.dtype)).float().cpu().numpy()
+
+    def _shards(self, communicator: Communicator) -> Shards:
+        ranges = vocabulary(self.model.config.vocab_size, communicator.size)
+
+        def gather(values: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
+            return communicator.all_gather(self._tensor(values), sizes).cpu().numpy()
+
+        return Shards(communicator.rank, [stop - start for start, stop in ranges], gather, self.own_logits)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

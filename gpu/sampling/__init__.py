@@ -15,6 +15,7 @@ greedy      the largest logit of each row
 noise       one uniform number per token, from the request's seed and the position
 logprobs    log-probabilities for the rows that ask
 torch_draw  the draw in torch, where there is no library
+shards      all of it where each of several ranks has some of the logits
 """
 
 from gpu.sampling.bias import BIAS, Biases, SparseBias

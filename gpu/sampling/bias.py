@@ -41,6 +41,13 @@ class SparseBias:
     token_ids: NDArray[np.int64]
     values: NDArray[np.float32]
 
+    def of_tokens(self, first: int, last: int) -> SparseBias:
+        """What of it concerns these tokens, counted from the first of them."""
+        here = (self.token_ids >= first) & (self.token_ids < last)
+        kept = SparseBias(**{name: values[here] for name, values in vars(self).items()})
+        kept.token_ids[:] -= first
+        return kept
+
 
 class Biases:
     """Of the rows whose `columns` say that they have any."""

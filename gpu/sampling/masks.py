@@ -20,7 +20,8 @@ class LogitsMask:
     """For some rows of the logits, the tokens that are allowed. M rows."""
 
     rows: NDArray[np.int64]  # [M], into the logits
-    bits: NDArray[np.uint32]  # [M, words]: token t is allowed where bit t % 32 of word t // 32 is set
+    # [M, words]: token t is allowed where bit t % 32 of word t // 32 is set; in bytes, bit t % 8 of byte t // 8.
+    bits: NDArray[np.uint32] | NDArray[np.uint8]
 
 
 def logits_mask(masks: TokenMasks, plan_indices: NDArray[np.int64]) -> LogitsMask | None:

@@ -40,6 +40,17 @@ class SamplingMetadata:
             and bool((self["num_logprobs"] < 0).all())
         )
 
+    def of_tokens(self, first: int, last: int) -> SamplingMetadata:
+        """The same for logits of these tokens alone, of which the first is a multiple of 8."""
+        mask, bias, penalties = self.mask, self.bias, self.penalties
+        if mask is not None:
+            mask = replace(mask, bits=mask.bits.view(np.uint8)[:, first // 8 : -(-last // 8)])
+        if bias is not None:
+            bias = bias.of_tokens(first, last)
+        if penalties is not None:
+            penalties = penalties.of_tokens(first, last)
+        return replace(self, mask=mask, bias=bias, penalties=penalties)
+
     def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
         """What the draw itself needs, for some of the rows: mask, bias and penalties are left behind."""
         rows, positions = self.rows[indices], self.positions[indices]

@@ -67,6 +67,13 @@ class Penalties:
     presence: NDArray[np.float32]
     frequency: NDArray[np.float32]
 
+    def of_tokens(self, first: int, last: int) -> Penalties:
+        """What of it concerns these tokens, counted from the first of them."""
+        here = (self.token_ids >= first) & (self.token_ids < last)
+        kept = Penalties(**{name: values[here] for name, values in vars(self).items()})
+        kept.token_ids[:] -= first
+        return kept
+
 
 class Penalized:
     """The rows whose `columns` say that they are penalized, and what each of them has seen."""

@@ -17,7 +17,7 @@ The order of operations is vLLM's, because clients tune their parameters to it:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from gpu.sampling.masks import apply_mask
 from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.noise import uniform
 from gpu.sampling.penalties import apply_penalties
+
+if TYPE_CHECKING:
+    from gpu.sampling.shards import Shards
 
 # Below this a temperature is indistinguishable from greedy, but dividing by it could leave float32's range.
 _MIN_TEMPERATURE = 1e-5
@@ -73,8 +76,15 @@ class Draw(Protocol):
         ...
 
 
-def sample(logits: NDArray[np.float32], metadata: SamplingMetadata, draw: Draw) -> SamplerOutput:
-    """Sample one token for each row of `logits` ([S, vocab], may be overwritten)."""
+def sample(
+    logits: NDArray[np.float32], metadata: SamplingMetadata, draw: Draw, shards: Shards | None = None
+) -> SamplerOutput:
+    """Sample one token for each row of `logits` ([S, vocab], may be overwritten). With `shards` these are of a rank's
+    own tokens, and all ranks sample together."""
+    pick = largest
+    if shards is not None:
+        metadata = metadata.of_tokens(shards.first, shards.last)
+        pick, draw = shards.largest, shards.draw
     if metadata.mask is not None:
         apply_mask(logits, metadata.mask)
     greedy = metadata["temperature"] == 0.0
@@ -88,18 +98,20 @@ def sample(logits: NDArray[np.float32], metadata: SamplingMetadata, draw: Draw) 
         apply_penalties(logits, metadata.penalties)
 
     if greedy.all():
-        token_ids, finite = largest(logits)
+        token_ids, finite = pick(logits)
     elif not greedy.any():
         token_ids, finite = _drawn(logits, metadata, draw)
     else:
         token_ids = np.empty(len(greedy), dtype=np.int64)
         finite = np.empty(len(greedy), dtype=bool)
         chosen, drawn = np.flatnonzero(greedy), np.flatnonzero(~greedy)
-        token_ids[chosen], finite[chosen] = largest(logits[chosen])
+        token_ids[chosen], finite[chosen] = pick(logits[chosen])
         token_ids[drawn], finite[drawn] = _drawn(logits[drawn], metadata.drawing(drawn), draw)
 
     logprobs: dict[int, TokenLogprobs] = {}
     if raw_logits is not None:
+        if shards is not None:
+            raw_logits = shards.whole(raw_logits)
         structs = token_logprobs(raw_logits, token_ids[asking], num_logprobs[asking])
         logprobs = dict(zip(asking.tolist(), structs, strict=True))
     return SamplerOutput(token_ids=token_ids, finite=finite, logprobs=logprobs)

@@ -1,0 +1,102 @@
+"""Sampling where each of several ranks has the logits of some tokens: they tell each other a few numbers for a row.
+
+All ranks make the same calls, and all of them get the same tokens. A draw is that of `gpu.sampling.torch_draw`, with
+the sum of all weights, the most likely tokens (if there are filters) and the weight of what is left put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.sampling.greedy import largest
+from gpu.sampling.sampler import FILTERS
+
+CANDIDATES = 256  # of each rank, by which filters are decided; where these do not tell, all tokens are put together
+
+Floats = NDArray[np.floating[Any]]
+Gather = Callable[[Floats, Sequence[int]], Floats]
+
+
+class Shards:
+    """The tokens of one rank: `sizes[rank]` of them, behind those of the ranks before it."""
+
+    def __init__(
+        self, rank: int, sizes: Sequence[int], gather: Gather, own_logits: Callable[[Any], NDArray[np.float32]]
+    ) -> None:
+        """`gather` puts the columns of all ranks side by side: [S, n of each], and every n -> [S, their sum].
+        `own_logits` of hidden states are [S, sizes[rank]]."""
+        self.rank = rank
+        self.own_logits = own_logits
+        self.first = sum(sizes[:rank])
+        self.last = self.first + sizes[rank]
+        self._sizes = sizes
+        self._gather = gather
+
+    def whole(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """[S, own tokens] -> [S, vocab]"""
+        return self._gather(logits, self._sizes).astype(np.float32, copy=False)
+
+    def largest(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """As `gpu.sampling.greedy.largest`, of all ranks' logits."""
+        rows = np.arange(len(logits))
+        ids, _ = largest(logits)
+        values = self._each(logits[rows, ids])
+        best = values.argmax(-1)  # NaN counts as largest; of equal ones the first, which has the lower ids
+        return self._each(ids + self.first)[rows, best].astype(np.int64), np.isfinite(values[rows, best])
+
+    def draw(
+        self, logits: NDArray[np.float32], *parameters: NDArray[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """A `gpu.sampling.sampler.Draw`, of all ranks' logits."""
+        temperature, *filters, uniform = parameters
+        rows = np.arange(len(logits))
+        with np.errstate(invalid="ignore", over="ignore"):  # rows that are not sound are found by their sums
+            scores = logits - self._each(logits.max(-1)).max(-1, keepdims=True).astype(np.float32)
+            weights = np.exp(scores / temperature[:, None])
+            probs = weights / self._each(weights.sum(-1, dtype=np.float64)).sum(-1, keepdims=True).astype(np.float32)
+            filtered = np.flatnonzero(
+                np.any([part != column.default for part, column in zip(filters, FILTERS, strict=True)], 0)
+            )
+            if len(filtered):
+                levels = self._levels(probs[filtered], [part[filtered] for part in filters])
+                probs[filtered] *= probs[filtered] >= levels[:, None]
+            cumulative = probs.cumsum(-1, dtype=np.float64)
+            ends = self._each(cumulative[:, -1]).cumsum(-1)
+            target = uniform * ends[:, -1]
+            owner = (ends <= target[:, None]).sum(-1).clip(max=len(self._sizes) - 1)
+            target -= np.where(owner > 0, ends[rows, owner - 1], 0.0)
+        ids = np.array([np.searchsorted(*pair, side="right") for pair in zip(cumulative, target, strict=True)])
+        found = self._each(ids.clip(max=logits.shape[1] - 1) + self.first)[rows, owner]
+        return found.astype(np.int64), np.isfinite(ends[:, -1])
+
+    def _levels(self, probs: NDArray[np.float32], filters: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+        """The lowest probability that each row keeps, [S]."""
+        counts = [min(CANDIDATES, size) for size in self._sizes]
+        count = counts[self.rank]
+        candidates = -np.partition(-probs, count - 1)[:, :count] if count < probs.shape[1] else probs
+        levels = _cutoffs(self._gather(candidates, counts), filters)
+        # What is not among the candidates is no larger than its rank's smallest one.
+        unseen = self._each(candidates.min(-1) if count < probs.shape[1] else np.zeros(len(probs)))
+        unknown = np.flatnonzero(levels <= unseen.max(-1))
+        if len(unknown):
+            levels[unknown] = _cutoffs(self.whole(probs[unknown]), [part[unknown] for part in filters])
+        return levels
+
+    def _each(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """One number of each rank, [S] -> [S, ranks]"""
+        return self._gather(values.astype(np.float64)[:, None], [1] * len(self._sizes)).astype(np.float64, copy=False)
+
+
+def _cutoffs(probs: Floats, filters: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    import torch
+
+    from gpu.sampling.torch_draw import cutoffs
+
+    levels: NDArray[np.float32] = cutoffs(
+        torch.from_numpy(probs.astype(np.float32, copy=False)), *map(torch.from_numpy, filters)
+    ).numpy()
+    return levels

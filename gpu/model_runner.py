@@ -49,10 +49,12 @@ class ModelRunner:
     def prepare(self) -> bool:
         return False
 
-    def record(self, sampled_token_ids: list[list[int]]) -> None:
+    def record(self, sampled_token_ids: list[list[int]] | None) -> None:
         """Take in what the last stage has sampled in the oldest step of which it is not known here, in the order of its
-        plan. Tokens of requests that are gone are not missed."""
+        plan; None if it was abandoned there. Tokens of requests that are gone are not missed."""
         request_ids, shape = self._unsampled.popleft()
+        if sampled_token_ids is None:
+            return
         plan_indices = shape.order[shape.samples]
         in_order = [iter(tokens) for tokens in sampled_token_ids]
         token_ids = np.array([next(in_order[index]) for index in plan_indices.tolist()], dtype=np.int64)

@@ -10,7 +10,7 @@ from engine.messages import TokenLogprobs
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
 from gpu.model_runner import ModelRunner
 from gpu.rows import BatchSizes
-from gpu.runner import ModelInputs
+from gpu.runner import ModelInputs, StageLinks
 from tests.gpu.history_model import HistoryModel
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of, token_ids_of
@@ -200,3 +200,34 @@ def test_a_step_that_fails_advances_nobody(monkeypatch: pytest.MonkeyPatch):
             runner.submit(plan_of({"a": 1})).result()
     assert token_ids_of(runner.rows, runner.input_batch, "a") == before
     assert runner.submit(plan_of({"a": 1})).result().sampled_token_ids[0][0] >= 0
+
+
+def test_a_stage_that_does_not_sample_is_told_what_was_sampled():
+    """Of the oldest step that it does not know the tokens of; of requests that are gone, whoever has their rows now, no
+    more."""
+    sent: list[NDArray[np.float32]] = []
+    model = HistoryModel(VOCAB, NUM_BLOCKS, BLOCK_SIZE)
+    runner = ModelRunner(model, BatchSizes(2, MAX_MODEL_LEN, BLOCK_SIZE), StageLinks(send=sent.append))
+    a, b, c, late_b = (new_request(name, [5, 6, 7], block_ids=[3 * i, 3 * i + 1]) for i, name in enumerate("abcb"))
+
+    def tokens(name: str) -> list[int]:
+        return token_ids_of(runner.rows, runner.input_batch, name)
+
+    output = runner.submit(plan_of({"a": 3}, new=[a])).result()
+    assert output.sampled_token_ids == [[]]
+    assert [hidden.shape for hidden in sent] == [(3, 1)]
+    runner.submit(plan_of({"b": 3}, new=[b]))  # in flight too
+    runner.record([[40]])
+    assert tokens("a") == [5, 6, 7, 40]
+    runner.submit(plan_of({"a": 1, "c": 3}, new=[c], removed=["b"]))  # b's row is c's
+    runner.record([[41]])
+    assert tokens("c")[:3] == [5, 6, 7]
+    runner.record([[42], [43]])
+    assert (tokens("a"), tokens("c")) == ([5, 6, 7, 40, 42], [5, 6, 7, 43])
+    assert model.steps[-1].input_ids.tolist() == [40, 5, 6, 7]
+
+    runner.submit(plan_of({"a": 1, "c": 1}))
+    runner.submit(plan_of({"b": 3}, new=[late_b], removed=["a", "c"]))
+    runner.record(None)  # abandoned at a later stage: everybody in it had left
+    runner.record([[44]])
+    assert tokens("b") == [5, 6, 7, 44]

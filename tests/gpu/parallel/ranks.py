@@ -16,12 +16,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.checkpoint import ModelConfig
+from gpu.checkpoint import ModelConfig, open_model
 from gpu.model_loader import WorkerOptions, rank_spec
 from gpu.model_runner import ModelRunner
 from gpu.parallel import Layout, cut
 from gpu.parallel.torch_communicator import TorchCommunicator
 from gpu.runner import FinishedStep, StageLinks
+from gpu.weights import read_weights
 from gpu.worker import Worker
 from tests.golden.histories import weights_of
 
@@ -29,7 +30,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__])
 SECONDS = 200.0  # that anything may take here
 
-Case = tuple[ModelConfig, WorkerOptions]
+Case = tuple[ModelConfig | Path, WorkerOptions]  # random weights of a configuration, or those of a file
 Step = Callable[["RankExecutor"], Any]
 
 
@@ -117,19 +118,31 @@ def _rank(
 ) -> None:
     communicator = join(layout, store)
     found = []
-    for config, options in cases:
-        spec = rank_spec(config, options, "cpu", layout)
-        assert spec is not None
-        worker = Worker(
-            config,
-            cut(weights_of(config), spec),
-            options,
-            layout=layout,
-            communicator=communicator,
-            links=_links(*links, config.hidden_size),
-        )
+    for model, options in cases:
+        worker = load(model, options, layout, communicator, *links)
         found.append(step(RankExecutor(worker, layout, outputs)))
     result.send(found)
+
+
+def load(
+    model: ModelConfig | Path,
+    options: WorkerOptions,
+    layout: Layout,
+    communicator: TorchCommunicator | None = None,
+    left: Connection | None = None,
+    right: Connection | None = None,
+) -> Worker:
+    """A rank with its part of the weights."""
+    if isinstance(model, Path):
+        files = open_model(str(model))
+        config = files.config
+        weights = read_weights(files, rank_spec(config, options, "cpu", layout))
+    else:
+        config, weights = model, weights_of(model)
+        if (spec := rank_spec(config, options, "cpu", layout)) is not None:
+            weights = cut(weights, spec)
+    links = _links(left, right, config.hidden_size)
+    return Worker(config, weights, options, layout=layout, communicator=communicator, links=links)
 
 
 def _links(left: Connection | None, right: Connection | None, hidden_size: int) -> StageLinks:

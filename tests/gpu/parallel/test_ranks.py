@@ -19,9 +19,9 @@ from gpu.kv_cache_size import kv_cache_size
 from gpu.kv_layout import kv_layout
 from gpu.model_loader import WorkerOptions, rank_spec
 from gpu.parallel import Layout
-from gpu.worker import Worker
-from tests.golden.histories import small_model, weights_of
-from tests.gpu.parallel.ranks import PROCESSES, SECONDS, Case, RankExecutor, join, processes, run
+from tests.embedded_model import embedded_gguf
+from tests.golden.histories import small_model
+from tests.gpu.parallel.ranks import PROCESSES, SECONDS, Case, RankExecutor, join, load, processes, run
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
 
@@ -65,9 +65,7 @@ def say(executor: RankExecutor, num_tokens: int = 8) -> Any:
 
 
 def alone(case: Case) -> Any:
-    config, options = case
-    worker = Worker(config, weights_of(config), options)
-    return say(RankExecutor(worker, Layout(), []))
+    return say(RankExecutor(load(*case, Layout()), Layout(), []))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +80,24 @@ def test_ranks_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path
     for rank, found in enumerate(run(tp, pp, tmp_path, [CASES[i] for i in which], say)):
         for index, tokens in zip(which, found, strict=True):
             assert tokens == expected[index], (rank, [*MODELS, "device"][index])
+
+
+def read_on(executor: RankExecutor) -> Any:
+    """Greedy tokens of the embedded model."""
+    requests = [
+        new_request(f"r{i}", [504, 3575, 282, 260 + i], block_ids=[2 * i, 2 * i + 1], temperature=0.0) for i in range(3)
+    ]
+    return generate(executor, requests, chunk=3, num_tokens=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (2, 2)])
+def test_ranks_of_the_embedded_model(tp: int, pp: int, tmp_path: Path) -> None:
+    """9 query and 3 KV heads: three groups on two ranks, or one on each."""
+    options = replace(OPTIONS, block_size=16, kv_cache_memory=2**23)
+    one = read_on(RankExecutor(load(embedded_gguf(), options, Layout()), Layout(), []))
+    assert len({tuple(tokens) for tokens in one.values()}) > 1
+    assert run(tp, pp, tmp_path, [(embedded_gguf(), options)], read_on) == [[one]] * (tp * pp)
 
 
 def meet(layout: Layout, store: str, timeout: float, last: bool, told: Connection) -> None:

@@ -44,9 +44,10 @@ class Shards:
         """As `gpu.sampling.greedy.largest`, of all ranks' logits."""
         rows = np.arange(len(logits))
         ids, _ = largest(logits)
-        values = self._each(logits[rows, ids])
-        best = values.argmax(-1)  # NaN counts as largest; of equal ones the first, which has the lower ids
-        return self._each(ids + self.first)[rows, best].astype(np.int64), np.isfinite(values[rows, best])
+        own = np.stack([logits[rows, ids].astype(np.float64), ids + self.first], axis=1)
+        every = self._gather(own, [2] * len(self._sizes)).reshape(len(rows), -1, 2)
+        best = every[rows, every[..., 0].argmax(-1)]  # NaN counts as largest; of equal ones the first has the lower ids
+        return best[:, 1].astype(np.int64), np.isfinite(best[:, 0])
 
     def draw(
         self, logits: NDArray[np.float32], *parameters: NDArray[Any]

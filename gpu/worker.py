@@ -9,10 +9,11 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
-from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, KVCacheSize, check_memory, kv_cache_size
+from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
 from gpu.model_loader import SINGLE, ServedModel, WorkerOptions, free_memory, load_model, rank_spec, resolve_device
 from gpu.model_runner import ModelRunner
@@ -120,7 +121,14 @@ class Worker:
 
     def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
-        if self._on_cuda:
+        if self._on_cuda and self._links != NO_LINKS:
+            if options.kv_cache_memory is None:
+                allowed = (
+                    "what the steps of a stage take on a CUDA device is not measured, so kv_cache_memory is needed"
+                )
+                raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
+            budget = options.kv_cache_memory
+        elif self._on_cuda:
             from gpu.device.memory import kv_cache_budget
             from gpu.models.served import TorchModel
 

@@ -6,6 +6,9 @@ diffs of a plan, in one copy, and starts the step: it neither needs the tokens o
 A step in which everybody decodes is one CUDA graph, and so are the layers of any that is not too large. All of it runs
 on a CPU too, without graphs and pinned memory, which is how it is tested against the other runner.
 
+Tensor ranks all run the same steps, with the collectives of layers and logits within their graphs; on CUDA that has
+never run, for want of a machine with two cards. A stage of a pipeline has the other runner.
+
 In reading order:
 
 runner     all of it together: one plan in, one step started

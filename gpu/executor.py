@@ -15,7 +15,8 @@ from gpu.checkpoint import ModelFiles
 from gpu.host import processor_name
 from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
-from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.model_loader import SINGLE, WorkerOptions, rank_spec, resolve_device
+from gpu.parallel import Layout
 from gpu.perplexity import sample_text
 from gpu.runner import FinishedStep
 from gpu.weights import read_weights
@@ -42,23 +43,24 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     return executor
 
 
-def load_worker(files: ModelFiles, options: WorkerOptions, **ranks: Any) -> tuple[Worker, str]:
+def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout = SINGLE, **ranks: Any) -> tuple[Worker, str]:
     """A worker with its weights, and what it has cost to round them, in words. `ranks` are a `Worker`'s arguments where
     it is one of several."""
     device = resolve_device(options.device)
+    spec = rank_spec(files.config, options, device, layout)
+    ranks["layout"] = layout
     if options.quantization != "none":
         quantization = Quantization(options.quantization, files.config)
-        weights = quantization.applied_to(read_weights(files))
+        weights = quantization.applied_to(read_weights(files, spec))
         worker = Worker(files.config, weights, options, text=sample_text(files.tokenizer, files.config), **ranks)
-        return worker, (
-            f". Weights were quantized to {quantization.name}: {quantization.relative_error:.2%} off (root mean "
-            f"square); {worker.perplexity}"
-        )
+        error = f"{quantization.relative_error:.2%} off (root mean square)"
+        perplexity = "" if worker.perplexity is None else f"; {worker.perplexity}"  # which no stage computes alone
+        return worker, f". Weights were quantized to {quantization.name}: {error}{perplexity}"
     if device == "cpu":
-        return Worker(files.config, read_weights(files), options, **ranks), ""
+        return Worker(files.config, read_weights(files, spec), options, **ranks), ""
     from gpu.weights.tensors import weights_of
 
-    return Worker(files.config, weights_of(files, device), options, **ranks), ""
+    return Worker(files.config, weights_of(files, device, spec), options, **ranks), ""
 
 
 class UniProcExecutor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.errors import RankLost
-from engine.transport.wire import ErrorInWords
+from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import ModelConfig
 from gpu.kv_cache_size import kv_cache_size
 from gpu.kv_layout import kv_layout

@@ -102,7 +102,7 @@ $(VENV)/.runtime: pyproject.toml requirements.lock setup.py $(wildcard gpu/cpu/c
 # kernels run in its interpreter.
 $(VENV)/.dev: $(VENV)/.runtime
 	@echo "Installing what the tests need"
-	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch,dev,otel,load]'
+	@$(INSTALL) --no-build-isolation --config-settings editable_mode=compat --editable '.[torch,dev,otel,load,ray]'
 	@$(INSTALL) --no-deps instructor==1.17.0
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) triton==3.9.0
 	@touch $@

@@ -63,6 +63,8 @@ doctor             `headrace doctor`: what would keep a machine from serving, or
 server_client      what the commands that talk to a server ask it
 bench              `headrace bench`: how fast a server, or the model without one, really is
 simulate           `headrace simulate` and the interactive simulator
+serve_on_ray       the application on Ray Serve
+ray_policies       who gets a request there, and how many replicas there are
 offline            the library: a model by its name, without a server
 progress           what a terminal shows of slow work
 """

@@ -169,6 +169,7 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
+    application.state.server = server  # for who serves it without Hypercorn
     # A path with a slash too many is not found. Starlette would redirect to whatever the Host header says.
     application.router.redirect_slashes = False
     return application

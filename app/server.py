@@ -193,6 +193,13 @@ class Server:
         """HTTP requests that are being answered, probes not counted."""
         return len(self._open_requests)
 
+    @property
+    def running_share(self) -> float:
+        """Running slots that are taken, of all."""
+        stats = None if self._llm is None else self._llm.last_stats
+        slots = self.settings.max_num_seqs * self.settings.data_parallel_size
+        return 0.0 if stats is None else stats.num_running / slots
+
     def longest_stalled_connection(self) -> tuple[Connection, float] | None:
         """Of the connections on which every request waits for its client, the one that has done so for longest."""
         stalled: dict[Connection, float] = {}

@@ -1,0 +1,70 @@
+"""The shipped application on Ray Serve, with two local raylets for two machines."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from tests.server.harness import REPOSITORY, Server
+
+SHIPPED = REPOSITORY / "deploy" / "ray" / "serve.yaml"
+
+
+class ServeOnRay(Server):
+    """A Server whose port is that of Serve's proxy. `scaling` replaces what the file says of `autoscaling_config`."""
+
+    def __init__(self, scaling: dict[str, Any], **settings: object) -> None:
+        super().__init__("uvloop", **settings)
+        self._home = tempfile.TemporaryDirectory(prefix="headrace-serve-")
+        self._scaling = scaling
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> Self:
+        configuration = yaml.safe_load(SHIPPED.read_text())
+        configuration |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": self.port}}
+        application = configuration["applications"][0]
+        application["args"] = {name: str(value) for name, value in self._settings.items()}
+        application["deployments"][0]["autoscaling_config"] |= self._scaling
+        self._file = Path(self._home.name) / "serve.yaml"
+        self._file.write_text(yaml.safe_dump(configuration))
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        processes = self.processes()
+        super().__exit__(*exc_info)
+        self._home.cleanup()
+        left = [name for pid, name in processes.items() if _name(pid) == name]
+        assert not left or exc_info[0] is not None, f"left behind: {left}"
+
+    def command(self) -> list[str]:
+        return ["tests.cluster.machines", str(self._file)]
+
+    def processes(self) -> dict[int, str]:
+        """All that were started for it, by their ids, with their names."""
+        assert self._process is not None
+        parents = {int(stat.parent.name): _parent(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
+        family = {self._process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= more
+        return {pid: name for pid in family if (name := _name(pid))}
+
+    def replicas(self) -> list[int]:
+        """Processes of replicas."""
+        return [pid for pid, name in self.processes().items() if name.startswith("ray::ServeReplica")]
+
+
+def _parent(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""

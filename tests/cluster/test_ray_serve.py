@@ -1,0 +1,147 @@
+"""On Ray Serve, behind its proxy, a server keeps its promises: who leaves is aborted, and what is said arrives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import h11
+import pytest
+
+from tests.cluster.serve import ServeOnRay
+from tests.server.harness import MODEL
+from tests.server.raw_client import sse_events
+from tests.server.test_client_gone import LEAVING, PHASES, SLOTS
+from tests.server.tiny_model import write_tiny_model
+from tests.server.victims import LONG, PATH, SHORT, endless
+
+pytestmark = pytest.mark.slow
+
+NARROW: dict[str, Any] = {
+    "load_format": "dummy",
+    "kv_cache_memory": "48MiB",
+    "max_model_len": 65536,
+    "max_num_seqs": SLOTS,
+    "max_num_batched_tokens": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOnRay]:
+    model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=65536)
+    with ServeOnRay({"min_replicas": 1, "max_replicas": 1}, model=model, **NARROW) as running:
+        running.wait_ready()
+        yield running
+
+
+def _name(value: object) -> str:
+    return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize(("phase", "stream", "how"), list(itertools.product(PHASES, [True, False], LEAVING)), ids=_name)
+def test_client_gone_behind_serves_proxy_is_aborted(server: ServeOnRay, phase: str, stream: bool, how: str) -> None:
+    n = 4 if stream == (how == "fin") else 1
+    before = server.wait_idle()
+    with server.connect() as crowd:
+        if phase == "queued":
+            crowd.post(PATH, endless(stream=True, n=SLOTS))
+            server.wait_until(lambda now: now.running == SLOTS)
+        start = server.metrics()
+        victim = server.connect()
+        victim.post(PATH, endless(LONG if phase == "prefilling" else SHORT, stream=stream, n=n))
+        PHASES[phase](server, start, n)
+        LEAVING[how](victim)
+        if phase != "just_sent":
+            server.wait_until(lambda now: now.aborted > before.aborted)
+        end = server.wait_until(lambda now: now.waiting == 0 and now.running == start.running)
+        if phase == "queued":
+            assert end.computed_tokens == start.computed_tokens, "a client gone while queued is never prefilled"
+    after = server.wait_idle()
+    if phase == "prefilling":
+        assert after.computed_tokens - start.computed_tokens < LONG
+    gone = after.aborted - before.aborted - (phase == "queued")
+    assert gone == 1 or (phase == "just_sent" and gone == 0)
+    assert after.finished["error"] == 0
+
+
+def test_a_stream_says_the_same_and_a_refusal_comes_as_it_is(server: ServeOnRay) -> None:
+    body: dict[str, Any] = {"prompt": "A headrace is", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = server.complete(**body)["choices"][0]["text"]
+    with server.connect() as client:
+        client.post(PATH, {**body, "stream": True})
+        assert client.read_head().status_code == 200
+        *chunks, done = sse_events(client.chunks())
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    refused = server.post(PATH, {**body, "temperature": 9})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+
+
+def test_a_killed_replica_is_replaced(server: ServeOnRay) -> None:
+    """Its stream is cut, and who comes later is served."""
+    server.wait_idle()
+    [first] = server.replicas()
+    with server.connect() as client:
+        client.post(PATH, endless(stream=True))
+        assert client.read_head().status_code == 200
+        next(sse_events(client.chunks()))
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises((h11.RemoteProtocolError, ConnectionError)):
+            list(client.chunks())
+    server.poll(server.replicas, lambda now: len(now) == 1 and now != [first], 0.1)
+    server.wait_ready()
+    assert server.complete("A headrace is", max_tokens=3)["usage"]["completion_tokens"] == 3
+    server.wait_idle()
+
+
+class _Told:
+    def __init__(self, **metrics: list[float]) -> None:
+        self.aggregated_metrics = {name: dict(enumerate(values)) for name, values in metrics.items()}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, when it is imported
+@pytest.mark.parametrize(
+    ("queued", "running", "wanted"),
+    [
+        ([], [], 0),  # Serve's minimum goes before
+        ([0.0], [0.2], 1),
+        ([0.0], [1.0], 2),  # nobody waits, but the next one would
+        ([0.5, 0.5], [1.0, 1.0], 3),
+        ([8.0, 8.0], [1.0, 1.0], 11),
+        ([0.0, 0.0, 0.0], [0.3, 0.1, 0.0], 1),
+    ],
+)
+def test_there_are_as_many_replicas_as_the_queues_ask_for(
+    queued: list[float], running: list[float], wanted: int
+) -> None:
+    from app.ray_policies import QueuedSeconds
+
+    told: Any = _Told(queued_seconds=queued, running_share=running)
+    assert QueuedSeconds(max_queued_seconds=2.0)(told) == (wanted, {})
+
+
+@pytest.mark.storm
+def test_replicas_follow_the_queue_and_one_that_goes_finishes_its_streams() -> None:
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "look_back_period_s": 11,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 1,
+    }
+    settings: dict[str, Any] = {"model": MODEL, "max_num_seqs": 2, "drain_timeout": 300}
+    with ServeOnRay(scaling, **settings) as server, ThreadPoolExecutor(8) as clients:
+        server.wait_ready()
+
+        def talk(number: int) -> str:
+            return server.complete([number] * 20, max_tokens=400, ignore_eos=True)["choices"][0]["finish_reason"]
+
+        answers = [clients.submit(talk, number) for number in range(8)]
+        server.poll(server.replicas, lambda now: len(now) == 2, 0.1)
+        answers += [clients.submit(talk, number) for number in range(8)]
+        server.poll(server.replicas, lambda now: len(now) == 1, 0.1)
+        assert [answer.result() for answer in answers] == ["length"] * 16

@@ -29,6 +29,7 @@ class TorchCommunicator:
     def __init__(self, store: Any, layout: Layout, device: torch.device | str, timeout: float = TIMEOUT) -> None:
         """Waits for the others. `store` is a `torch.distributed.Store`, which all ranks of the world may share."""
         self.rank, self.size = layout.tp_rank, layout.tensor_parallel_size
+        self._rank_of_world = layout.rank
         with self._deadline():
             dist.init_process_group(
                 backend="nccl" if torch.device(device).type == "cuda" else "gloo",
@@ -64,4 +65,4 @@ class TorchCommunicator:
         try:
             yield
         except RuntimeError as error:  # of all kinds: a deadline, a connection that is closed
-            raise RankLost(self.rank, socket.gethostname(), "has waited in vain for another rank") from error
+            raise RankLost(self._rank_of_world, socket.gethostname(), "has waited in vain for another rank") from error

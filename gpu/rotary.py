@@ -21,8 +21,8 @@ Floats = NDArray[np.float32]
 def rotations(
     max_positions: int, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Iterator[tuple[slice, Floats, Floats]]:
-    """Positions with the cosines and the sines of their angles, [positions, head_dim / 2] each, some at a time: beside
-    a long table is no room for more.
+    """Positions with the cosines and the sines of their angles, [positions, head_dim / 2] each, by the scaling's factor
+    longer; some at a time: beside a long table is no room for more.
 
     Computed in float32, to be rounded once: bfloat16 cannot tell positions above 256 apart.
     """
@@ -30,7 +30,8 @@ def rotations(
     for start in range(0, max_positions, _POSITIONS_AT_ONCE):
         positions = slice(start, min(start + _POSITIONS_AT_ONCE, max_positions))
         angles = np.outer(np.arange(positions.start, positions.stop, dtype=np.float32), inverse)
-        yield positions, np.cos(angles), np.sin(angles)
+        factor = np.float32(1.0 if scaling is None else scaling.attention_factor)
+        yield positions, np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Floats:
@@ -45,15 +46,15 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     if scaling.rope_type not in _SCALINGS:
         supported = ", ".join(_SCALINGS)
         raise ModelError(f"RoPE scaling {scaling.rope_type!r} is not supported; supported are {supported}, or none.")
-    return _SCALINGS[scaling.rope_type](inverse, scaling)
+    return _SCALINGS[scaling.rope_type](inverse, scaling, theta)
 
 
-def _scale_linear(inverse: Floats, scaling: RopeScaling) -> Floats:
+def _scale_linear(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
     """Position interpolation (Chen et al., arXiv:2306.15595)."""
     return inverse / np.float32(scaling.factor)
 
 
-def _scale_llama3(inverse: Floats, scaling: RopeScaling) -> Floats:
+def _scale_llama3(inverse: Floats, scaling: RopeScaling, _: float) -> Floats:
     """Llama 3.1: slow down what turns less than `low_freq_factor` times in the original context, leave alone what
     turns more than `high_freq_factor` times, and blend between. The formula of Meta's `apply_scaling`, as
     `rope_type: llama3` has it in Hugging Face."""
@@ -63,7 +64,26 @@ def _scale_llama3(inverse: Floats, scaling: RopeScaling) -> Floats:
     return ((1 - blend) * inverse / scaling.factor + blend * inverse).astype(np.float32)
 
 
-_SCALINGS: dict[str, Callable[[Floats, RopeScaling], Floats]] = {
+def _scale_yarn(inverse: Floats, scaling: RopeScaling, theta: float) -> Floats:
+    """YaRN (Peng et al., arXiv:2309.00071, 3.2): as Llama 3's, but what is blended is linear in the dimension, between
+    those that turn `beta_fast` and `beta_slow` times in the original context."""
+    dimensions = 2 * len(inverse)
+    original = scaling.original_max_position_embeddings
+    bounds = [
+        dimensions * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    ]
+    if scaling.truncate:
+        bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+    low, high = max(bounds[0], 0), min(bounds[1], dimensions - 1)
+    if low == high:
+        high += 0.001  # nothing in between, and no division by zero
+    slowed = ((np.arange(len(inverse), dtype=np.float32) - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    return (slowed * inverse / np.float32(scaling.factor) + (1 - slowed) * inverse).astype(np.float32)
+
+
+_SCALINGS: dict[str, Callable[[Floats, RopeScaling, float], Floats]] = {
     "linear": _scale_linear,
     "llama3": _scale_llama3,
+    "yarn": _scale_yarn,
 }

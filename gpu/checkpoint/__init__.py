@@ -10,6 +10,7 @@ model_files         a model as it lies on disk: described at once, read when ask
 digest              a digest of it, from a little of it
 config              the shape of a model, whatever kind of file it came from
 architecture        what a model is made of: its parts, and what computes with them
+experts             what the families with a mixture of experts have in common
 families            the families of models that are served
 tensors             which tensors a model consists of, and the check that a file holds just these
 embedded            fetches the embedded model
@@ -23,6 +24,7 @@ quantized_rows      a quantized tensor as its file holds it
 slices              the part of a tensor that one rank of several has
 hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape
+stacks              its tensors that hold the parts of many experts, taken apart
 json_file           its JSON files, within bounds
 safetensors_header  what a safetensors file says it holds, checked before it is mapped
 default_sampling    what a model's authors recommend to sample with

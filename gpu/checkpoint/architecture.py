@@ -18,6 +18,16 @@ Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a p
 
 
 @dataclass(frozen=True)
+class Stack:
+    """A tensor of a Hugging Face checkpoint that holds a part of every expert, [experts, in_features, outputs], and
+    perhaps one of their biases, `name`_bias [experts, outputs]. It may be there in MXFP4: `gpu.checkpoint.stacks`."""
+
+    name: str
+    start: int = 0  # which of the outputs are the part's: from this on every `step`-th
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Part:
     """A matrix [out_features, in_features], or a vector, and perhaps a bias [out_features]."""
 
@@ -29,6 +39,8 @@ class Part:
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
     suffix: str = ".weight"  # a GGUF file's is always this
     ranges: Ranges | None = None  # of the checkpoint's tensor, where this is one rank's part (`gpu.parallel.cuts`)
+    expert: int | None = None  # in a GGUF file, and in a `stack`, it lies under this number among those of all experts
+    stack: Stack | None = None  # None: it has a tensor of its own in a Hugging Face checkpoint
 
     @property
     def weight_name(self) -> str:
@@ -96,6 +108,28 @@ class GeGLUSpec(SwiGLUSpec):
 
 
 @dataclass(frozen=True)
+class ClampedSwiGLUSpec(SwiGLUSpec):
+    """down((u + 1) * g * sigmoid(alpha * g)), as gpt-oss has it: g is gate(x), but `limit` at most, and u is up(x),
+    kept within -limit and limit."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts (Shazeer et al., arXiv:1701.06538): the `top_k` experts to which the router gives the
+    largest scores, of equal ones the first, added up by their shares of the softmax over all scores; with `normalized`
+    over those of the chosen."""
+
+    router: Part  # [experts of the model, hidden]
+    experts: tuple[SwiGLUSpec, ...]  # all alike; those that are here
+    top_k: int
+    normalized: bool
+    first: int = 0  # which of the model's experts the first of `experts` is
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Attention and a feed-forward network, each behind its norm and added to the residual stream, perhaps normed again
     before that.
@@ -106,7 +140,7 @@ class LayerSpec:
     attention_norm: RMSNormSpec
     attention: AttentionSpec
     feed_forward_norm: RMSNormSpec
-    feed_forward: SwiGLUSpec | GeGLUSpec
+    feed_forward: SwiGLUSpec | GeGLUSpec | MoESpec
     attention_post_norm: RMSNormSpec | None = None
     feed_forward_post_norm: RMSNormSpec | None = None
 
@@ -203,6 +237,8 @@ class Architecture:
     attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
     qk_norm: bool = False  # likewise
     numbers: Mapping[str, HeaderField] = field(default_factory=dict)  # its own, for `ModelConfig.numbers`
+    quantizations: frozenset[str] = frozenset()  # `quant_method` of config.json that are read, besides none
+    yarn_truncate: bool = True  # `RopeScaling.truncate` of its GGUF files, which do not say it
     full_layers: int = 0  # with windows every so many-th layer sees all where no file says which; 0: none does
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
     finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # what is not a layer's

@@ -6,9 +6,12 @@ import math
 
 import numpy as np
 
-from gpu.checkpoint.config import ModelConfig, RopeScaling
+from gpu.checkpoint.architecture import Architecture
+from gpu.checkpoint.config import ModelConfig, RopeScaling, yarn_attention_factor
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
+from gpu.checkpoint.families.llama import LLAMA
+from gpu.checkpoint.families.mixtral import MIXTRAL
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.header_fields import FIELDS, HeaderField, Numbers, check_field, shown
 from gpu.checkpoint.hf_config import check_config
@@ -32,7 +35,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     family = GGUF_FAMILIES[architecture]
     has_experts = any(field.gguf == "expert_count" for field in family.numbers.values())
     if not has_experts and file.get(f"{architecture}.expert_count", int, 0) != 0:
-        raise ModelError(f"{file.path.name} holds a mixture of experts, which is not supported; serve a dense model.")
+        if architecture != LLAMA.gguf:
+            raise ModelError(f"{file.path.name} holds a mixture of experts of {architecture}, which is not supported.")
+        family = MIXTRAL
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path.name} has no tensor token_embd.weight: it holds no language model.")
 
@@ -68,7 +73,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         max_position_embeddings=numbers.integer("max_position_embeddings"),
         rms_norm_eps=_shortest(numbers.number("rms_norm_eps")),
         rope_theta=rope_theta,
-        rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim),
+        rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim, family),
         tie_word_embeddings="output.weight" not in file.tensors,
         torch_dtype="bfloat16",  # no file says it: its floats and quantized blocks were rounded from this, mostly
         attention_bias="blk.0.attn_q.bias" in file.tensors,
@@ -90,7 +95,9 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GGUFFile, numbers: Numbers, rope_theta: float, head_dim: int) -> RopeScaling | None:
+def _rope_scaling(
+    file: GGUFFile, numbers: Numbers, rope_theta: float, head_dim: int, family: Architecture
+) -> RopeScaling | None:
     if _ROPE_FREQUENCIES in file.tensors:
         return _llama3_scaling(file, rope_theta, head_dim)
     architecture = file.require("general.architecture", str)
@@ -99,8 +106,19 @@ def _rope_scaling(file: GGUFFile, numbers: Numbers, rope_theta: float, head_dim:
         return None
     if kind == "linear":
         return RopeScaling(rope_type="linear", factor=numbers.number("factor"))
+    if kind == "yarn":
+        factor = numbers.number("factor")
+        return RopeScaling(
+            rope_type="yarn",
+            factor=factor,
+            original_max_position_embeddings=numbers.integer("original_max_position_embeddings"),
+            beta_fast=numbers.number("beta_fast", 32.0),
+            beta_slow=numbers.number("beta_slow", 1.0),
+            truncate=family.yarn_truncate,
+            attention_factor=yarn_attention_factor(factor),
+        )
     raise ModelError(
-        f"{file.path.name}: RoPE scaling {shown(kind)} is not supported; supported are linear and Llama 3's."
+        f"{file.path.name}: RoPE scaling {shown(kind)} is not supported; supported are linear, yarn and Llama 3's."
     )
 
 

@@ -53,6 +53,7 @@ TENSOR_TYPES = (
     TensorType("Q4_K", 12, 256, 144),
     TensorType("Q5_K", 13, 256, 176),
     TensorType("Q6_K", 14, 256, 210),
+    TensorType("MXFP4", 39, 32, 17),
 )
 
 _MAGIC = b"GGUF"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gpu.checkpoint.architecture import Ranges, parts_of
+from gpu.checkpoint.architecture import Part, Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import GGUF_KEYS, default_sampling
 from gpu.checkpoint.families import spec_of
@@ -34,7 +35,8 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     """Open a GGUF file. Raises `ModelError` if it is damaged or holds what cannot be run."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
-    check_shapes(((name, tensor.shape) for name, tensor, _ in _named(file, config)), config, source=path.name)
+    shapes = ((name, tensor.shape[expert is not None :]) for name, tensor, _, expert in _named(file, config))
+    check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
     return ModelFiles(
         name=name,
@@ -63,14 +65,16 @@ def read_tensors(
 ) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
     """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. With
     `ranges`, only those that it names, and of these no more than it says."""
-    for name, tensor, num_heads in _named(file, config):
+    for name, tensor, num_heads, expert in _named(file, config):
         if ranges is not None and name not in ranges:
             continue
-        dtype, packed = _PLAIN.get(tensor.type.name), file.packed(tensor.name)
-        whole = QuantizedRows(tensor.type.name, tensor.shape, packed) if dtype is None else packed.view(dtype)
+        dtype, packed, shape = _PLAIN.get(tensor.type.name), file.packed(tensor.name), tensor.shape
+        if expert is not None:
+            packed, shape = packed[expert], shape[1:]
+        whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype)
         weight = whole if ranges is None else sliced(whole, ranges[name])
         if num_heads:  # of which a part has some, whole
-            heads = num_heads * weight.shape[0] // tensor.shape[0]
+            heads = num_heads * weight.shape[0] // shape[0]
             if isinstance(weight, QuantizedRows):
                 weight = replace(weight, data=unpermute_rows(weight.data, heads))
             else:
@@ -78,14 +82,19 @@ def read_tensors(
         yield name, weight
 
 
-def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int]]:
+def _named(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, GGUFTensor, int, int | None]]:
     """Each tensor with its Hugging Face name, blk.3.attn_q.weight as model.layers.3.self_attn.q_proj.weight, and how
-    many heads' rows lie in ggml's order. One that the model does not have keeps its name."""
-    parts = {part.gguf: part for part in parts_of(spec_of(config))}
+    many heads' rows lie in ggml's order; one that holds a matrix of every expert as many times, with the expert. One
+    that the model does not have, or for another number of experts, keeps its name."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for part in parts_of(spec_of(config)):
+        parts[part.gguf].append(part)
     for name, tensor in file.tensors.items():
         stem, _, kind = name.rpartition(".")
-        if stem in parts:
-            part = parts[stem]
-            yield part.weight_name if kind == "weight" else f"{part.name}.{kind}", tensor, part.gguf_heads
+        of_experts = stem in parts and parts[stem][0].expert is not None
+        if stem in parts and not (of_experts and tensor.shape[0] != len(parts[stem])):
+            for part in parts[stem]:
+                in_hf = part.weight_name if kind == "weight" else f"{part.name}.{kind}"
+                yield in_hf, tensor, part.gguf_heads, part.expert
         elif name != _IN_THE_CONFIG:
-            yield name, tensor, 0
+            yield name, tensor, 0, None

@@ -15,13 +15,14 @@ from typing import Any
 from gpu.checkpoint.errors import ModelError
 
 Number = int | float
+Kind = type[bool] | type[int] | type[float]
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderField:
-    """A number by its name in config.json, and what it may be."""
+    """A number, or a flag, by its name in config.json, and what it may be."""
 
-    kind: type[int] | type[float]
+    kind: Kind
     low: Number
     high: Number  # itself allowed, as is `low`
     unit: str
@@ -40,14 +41,22 @@ FIELDS: dict[str, HeaderField] = {
     "max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "context_length"),
     "sliding_window": HeaderField(int, 1, 2**24, "tokens", "attention.sliding_window"),
     "sliding_window_pattern": HeaderField(int, 1, 2**10, "layers", "attention.sliding_window_pattern"),
+    "decoder_sparse_step": HeaderField(int, 1, 2**10, "layers"),
     "max_window_layers": HeaderField(int, 0, 2**20, "layers"),
     "rms_norm_eps": HeaderField(float, 1e-12, 0.1, "", "attention.layer_norm_rms_epsilon"),
     "rope_theta": HeaderField(float, 1.0, 1e12, "", "rope.freq_base"),
     "factor": HeaderField(float, 0.01, 1e4, "times", "rope.scaling.factor"),
+    "beta_fast": HeaderField(float, 1e-3, 1e4, "turns", "rope.scaling.yarn_beta_fast"),
+    "beta_slow": HeaderField(float, 1e-3, 1e4, "turns", "rope.scaling.yarn_beta_slow"),
+    "attention_factor": HeaderField(float, 0.01, 100.0, "times"),
     "low_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
     "high_freq_factor": HeaderField(float, 1e-3, 1e4, "turns"),
-    "original_max_position_embeddings": HeaderField(int, 1, 2**24, "tokens"),
+    "original_max_position_embeddings": HeaderField(int, 1, 2**24, "tokens", "rope.scaling.original_context_length"),
 }
+
+FLAG = HeaderField(bool, 0, 1, "")
+EXPERTS = HeaderField(int, 1, 2**10, "experts", "expert_count")
+EXPERTS_PER_TOKEN = HeaderField(int, 1, 64, "experts", "expert_used_count")
 
 MAX_CHAT_TEMPLATE = 2**20  # characters; the longest there are have some 20,000
 
@@ -57,6 +66,10 @@ def check_field(field: HeaderField, value: Any, *, key: str, source: str) -> Any
 
     Infinity and NaN are never allowed.
     """
+    if field.kind is bool:
+        if not isinstance(value, bool):
+            raise ModelError(f"{source}: {key} must be true or false, got {shown(value)}.")
+        return value
     is_kind = isinstance(value, int | field.kind) and not isinstance(value, bool)
     if is_kind and field.low <= value <= field.high:
         return field.kind(value)

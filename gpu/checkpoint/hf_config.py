@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpu.checkpoint.architecture import Architecture
-from gpu.checkpoint.config import ModelConfig, RopeScaling
+from gpu.checkpoint.config import ModelConfig, RopeScaling, yarn_attention_factor
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
 from gpu.checkpoint.header_fields import Numbers, shown
@@ -27,6 +27,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     """
     family = _family(values, source)
     values = {**values, **_Fields(values, source).mapping("text_config")}  # of a model that sees images too
+    values.setdefault("num_experts", values.get("num_local_experts"))  # two names of one number
     fields = _Fields(values, source, family)
     rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
     if isinstance(full := rope.get("full_attention"), dict):  # transformers 5 has one for each kind of layer
@@ -39,6 +40,8 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         value = values.get(key, rope.get(key))
         if value not in allowed:
             if key == "quantization_config" and isinstance(value, dict):
+                if value.get("quant_method") in family.quantizations:
+                    continue
                 method = shown(value.get("quant_method"))
                 raise ModelError(
                     f"{source}: a quantized checkpoint (quant_method={method}) is not supported; take the model's "
@@ -75,6 +78,7 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
         qk_norm=family.qk_norm,
         sliding_window=sliding_window,
         layer_types=layer_types,
+        dense_layers=_dense_layers(values, fields, num_layers, source),
         torch_dtype=_dtype(values, source),
         eos_token_ids=tuple(
             dict.fromkeys([*eos_token_ids, *token_ids(values, "eos_token_id", source=f"{source}, config.json")])
@@ -100,6 +104,12 @@ def check_config(config: ModelConfig, *, source: str) -> None:
         raise ModelError(
             f"{source}: low_freq_factor ({scaling.low_freq_factor:g}) must be below high_freq_factor "
             f"({scaling.high_freq_factor:g})."
+        )
+    per_token = config.numbers.get("num_experts_per_tok", 0)
+    if per_token > config.num_experts:
+        raise ModelError(
+            f"{source}: num_experts_per_tok ({per_token}) must not be above the number of experts, "
+            f"{config.num_experts}."
         )
     special = {"BOS": () if config.bos_token_id is None else (config.bos_token_id,), "EOS": config.eos_token_ids}
     for kind, token_ids in special.items():
@@ -172,10 +182,30 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
             high_freq_factor=fields.number("high_freq_factor"),
             original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         )
+    if kind == "yarn" and rope.get("mscale") is None:
+        factor = fields.number("factor")
+        return RopeScaling(
+            rope_type="yarn",
+            factor=factor,
+            original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
+            beta_fast=fields.number("beta_fast", 32.0),
+            beta_slow=fields.number("beta_slow", 1.0),
+            truncate=fields.flag("truncate", True),
+            attention_factor=fields.number("attention_factor", yarn_attention_factor(factor)),
+        )
     raise ModelError(
-        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3 and linear. Taking it out of "
-        f"config.json gives the model its original context."
+        f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3, linear and yarn without mscale. "
+        f"Taking it out of config.json gives the model its original context."
     )
+
+
+def _dense_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, source: str) -> tuple[int, ...]:
+    """Those that `mlp_only_layers` names, and all but every `decoder_sparse_step`-th."""
+    named = values.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(index) is int for index in named):
+        raise ModelError(f"{source}: mlp_only_layers in config.json must be a list of layers, got {shown(named)}.")
+    every = fields.integer("decoder_sparse_step", 1)
+    return tuple(index for index in range(num_layers) if index in named or (index + 1) % every)
 
 
 def _windows(

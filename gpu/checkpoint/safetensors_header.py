@@ -17,7 +17,7 @@ from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.header_fields import shown
 from gpu.checkpoint.json_file import MAX_JSON, parse_object
 
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _MAX_DIMENSIONS = 4
 
 

@@ -275,6 +275,7 @@ class CPUCausalLM:
                 vector(struct.heads, "sinks", attention.sinks.weight_name)
             matrix(struct, "out", attention.out)
             norm(struct, "mlp_norm", layer.feed_forward_norm)
+            assert isinstance(network, SwiGLUSpec)
             matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
             matrix(struct, "down", network.down)
         if spec.norm is not None:

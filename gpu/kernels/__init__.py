@@ -14,6 +14,7 @@ In reading order:
 
 norm               residual addition and RMSNorm in one pass
 activation         the elementwise half of SwiGLU and GeGLU
+experts            a mixture of experts around its matrices: routes, groups, grouped products
 product            a matrix product for few rows, beside cuBLAS's
 gather             rows by index: of the embedding, of the hidden states that sample
 rope               from the merged projection to rotated queries and a written cache; the layout of the KV cache
@@ -27,8 +28,9 @@ dispatch           which of the two, kernel or reference
 jit                the kernels themselves
 """
 
-from gpu.kernels.activation import gelu_and_mul, silu_and_mul
+from gpu.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
 from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
+from gpu.kernels.experts import combine, group_rows, grouped_linear, route
 from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
@@ -45,14 +47,19 @@ __all__ = [
     "add_rms_norm",
     "apply_bitmask",
     "apply_penalties",
+    "clamped_swiglu",
+    "combine",
     "compute_logprobs",
     "gather_rows",
     "gelu_and_mul",
+    "group_rows",
+    "grouped_linear",
     "linear",
     "list_attention_work",
     "paged_attention",
     "record_step",
     "rope_and_cache",
+    "route",
     "sample_tokens",
     "scatter_words",
     "silu_and_mul",

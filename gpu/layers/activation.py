@@ -23,3 +23,8 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.gelu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gpt-oss's (`gpu.checkpoint.architecture.ClampedSwiGLUSpec`): [T, 2 * n], gate first -> [T, n]"""
+    return kernels.clamped_swiglu(gate_up, alpha, limit)

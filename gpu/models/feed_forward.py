@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from gpu.checkpoint.architecture import GeGLUSpec, SwiGLUSpec
+from gpu.checkpoint.architecture import GeGLUSpec, MoESpec, SwiGLUSpec
 from gpu.layers.activation import gelu_and_mul, silu_and_mul
 from gpu.layers.linear import Linear, RowLinear
+from gpu.models.experts import MoE
 from gpu.parallel.communicator import Communicator
 
 
@@ -39,4 +42,4 @@ class GeGLU(SwiGLU):
         return self.down(gelu_and_mul(self.gate_up(hidden)))
 
 
-FEED_FORWARD: dict[type, type[SwiGLU]] = {SwiGLUSpec: SwiGLU, GeGLUSpec: GeGLU}
+FEED_FORWARD: dict[type, Callable[..., SwiGLU | MoE]] = {SwiGLUSpec: SwiGLU, GeGLUSpec: GeGLU, MoESpec: MoE}

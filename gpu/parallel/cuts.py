@@ -19,7 +19,16 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
-from gpu.checkpoint.architecture import AttentionSpec, DecoderSpec, GeGLUSpec, LayerSpec, Part, SwiGLUSpec, parts_of
+from gpu.checkpoint.architecture import (
+    AttentionSpec,
+    DecoderSpec,
+    GeGLUSpec,
+    LayerSpec,
+    MoESpec,
+    Part,
+    SwiGLUSpec,
+    parts_of,
+)
 from gpu.checkpoint.slices import ranges_of, sliced
 from gpu.checkpoint.tensors import text_name
 from gpu.parallel.layout import Layout
@@ -145,6 +154,21 @@ class _Cutter:
         gate, up = outputs(spec.gate, inner), outputs(spec.up, inner)
         return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
 
+    def experts(self, spec: MoESpec) -> MoESpec:
+        """Experts are spread over the ranks, whole; or, if that is not asked for and sums may be in parts, each is cut
+        like a dense network. Every rank has the router."""
+        if not (self.whole_experts or self.gathers):
+            return replace(spec, experts=tuple(map(self.gated, spec.experts)))
+        if self.size > len(spec.experts):
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"it is at most the {len(spec.experts)} experts of a layer, which are spread over the ranks",
+                hint=f"tensor_parallel_size={len(spec.experts)} works",
+            )
+        first, last = share(len(spec.experts), self.size, self.rank)
+        return replace(spec, experts=spec.experts[first:last], first=first)
+
     def after(self, part: Part, columns: Range) -> Part:
         """A matrix whose inputs are computed by all ranks, these by this one."""
         if self.gathers:
@@ -160,7 +184,11 @@ class _Cutter:
 
 
 # How a feed-forward network of each kind is cut.
-FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {SwiGLUSpec: _Cutter.gated, GeGLUSpec: _Cutter.gated}
+FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
+    SwiGLUSpec: _Cutter.gated,
+    GeGLUSpec: _Cutter.gated,
+    MoESpec: _Cutter.experts,
+}
 
 
 def share(count: int, ranks: int, rank: int) -> Range:

@@ -20,6 +20,7 @@ from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
 from gpu.checkpoint.safetensors_header import read_header
 from gpu.checkpoint.slices import ranges_of
+from gpu.checkpoint.stacks import MXFP4Rows, unstacked
 from gpu.checkpoint.tensors import checked, shapes_of, text_name
 from gpu.parallel.cuts import cut
 from gpu.weights.dummy import dummy_weights
@@ -31,7 +32,8 @@ W = TypeVar("W", bound=Weight)
 
 MAPPED_AT_ONCE = 2**25  # bytes of a file that may be in this process's memory, besides the largest tensors
 
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}  # of safetensors
+# Of safetensors; bytes are of MXFP4 (`gpu.checkpoint.stacks`).
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 
 
 def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator[tuple[str, Weight]]:
@@ -66,14 +68,15 @@ def _read(files: ModelFiles, spec: DecoderSpec | None) -> Iterator[tuple[str, We
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
         offsets = {part.weight_name: part.offset for part in parts_of(spec_of(files.config)) if part.offset}
-        for path in files.tensors:
-            with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
-            weights = _read_safetensors(path, mapped)
-            parts = weights if spec is None else cut(weights, spec)
-            for name, weight in _released(partial(mapped.madvise, mmap.MADV_DONTNEED), parts):
-                offset = offsets.get(text_name(name))
-                yield name, weight if offset is None else floats(weight) + np.float32(offset)
+        found = unstacked(_read_safetensors(files.tensors), files.config)
+        wanted: Iterator[tuple[str, Weight]] = (
+            (name, weight.read() if isinstance(weight, MXFP4Rows) else weight)
+            for name, weight in found
+            if ranges is None or text_name(name) in ranges
+        )
+        for name, weight in wanted if spec is None else cut(wanted, spec):
+            offset = offsets.get(text_name(name))
+            yield name, weight if offset is None else floats(weight) + np.float32(offset)
 
 
 def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> Iterator[tuple[str, W]]:
@@ -89,9 +92,16 @@ def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> 
     release()
 
 
-def _read_safetensors(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Views of the mapped file, which stays mapped as long as they live, in the order in which they lie, so that a disk
+def _read_safetensors(paths: Iterable[Path]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Views of the mapped files, which stay mapped as long as they live, in the order in which they lie, so that a disk
     reads on."""
+    for path in paths:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # writable, as torch wants it
+        yield from _released(partial(mapped.madvise, mmap.MADV_DONTNEED), _tensors_in(path, mapped))
+
+
+def _tensors_in(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[Any]]]:
     for name, tensor in sorted(read_header(path).items(), key=lambda item: item[1].offset):
         values = np.frombuffer(mapped, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset)
         yield name, values.reshape(tensor.shape)

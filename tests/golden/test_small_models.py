@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from app.loading import core_factory, open_files
 from app.settings import Settings
@@ -18,13 +28,14 @@ from engine.scheduler.kv_groups import most_blocks
 from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
-from tests.gpu.test_models import LLAMA3_ROPE, SMALL
+from tests.gpu.test_models import LLAMA3_ROPE, SMALL, YARN
 
 VOCAB = 271
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 96
 SHAPE = SMALL | {"vocab_size": VOCAB, "eos_token_id": 2}
 GEMMA = {"num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 11}
+EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=11),
@@ -33,6 +44,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE | {"head_dim": 16}),
     "gemma2": Gemma2Config(**SHAPE | GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
     "gemma3": Gemma3TextConfig(**SHAPE | GEMMA | {"num_key_value_heads": 1}),
+    "mixtral": MixtralConfig(**SHAPE, **EXPERTS),
+    "qwen3-moe": Qwen3MoeConfig(**SHAPE | EXPERTS | {"head_dim": 16, "moe_intermediate_size": 24}),
+    "gpt-oss-window": GptOssConfig(**SHAPE, **EXPERTS, sliding_window=11, swiglu_limit=1.5, rope_parameters=YARN),
 }
 
 WITHOUT_WINDOWS = [name for name in CONFIGS if "window" not in name and "gemma" not in name]

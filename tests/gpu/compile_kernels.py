@@ -120,6 +120,11 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.silu_and_mul(zeros(4, 2 * 14336))
     kernels.gelu_and_mul(zeros(4, 2 * 14336))
     kernels.gather_rows(zeros(4, 4096), longs(3))
+    kernels.clamped_swiglu(zeros(4, 2 * 2880), 1.702, 7.0)
+    groups = kernels.group_rows(longs(4, 2), 8)
+    kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
+    kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
+    kernels.combine(zeros(8, 4096), floats(4, 2))
     for tile in TILES:
         kernels.linear(zeros(4, 4096), zeros(6144, 4096), zeros(6144), tile)
     cache = zeros(4, 2, 8, 16, 128)

@@ -141,8 +141,8 @@ def test_every_end_of_turn_token_ends_generation(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("llama.rope.scaling.type", "yarn", "'yarn' is not supported; supported are linear and Llama 3"),
-        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.rope.scaling.type", "longrope", "'longrope' is not supported; supported are linear, yarn and Llama 3"),
+        ("llama.expert_count", 8, "metadata llama.expert_used_count must be an integer from 1 to 64 experts, got None"),
         ("split.count", 3, "one of several parts"),
         ("llama.rope.dimension_count", 32, "rope.dimension_count"),
     ],

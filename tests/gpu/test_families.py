@@ -23,6 +23,7 @@ from gpu.checkpoint.architecture import (
     RMSNormSpec,
     SwiGLUSpec,
     llama_layer,
+    parts_of,
 )
 from gpu.checkpoint.families import FAMILIES, spec_of
 from gpu.checkpoint.gguf_config import GGUF_FAMILIES
@@ -60,6 +61,7 @@ class OtherAttentionSpec(AttentionSpec):
 
 def experts(layer: LayerSpec, index: int, count: int = 2) -> LayerSpec:
     dense = layer.feed_forward
+    assert isinstance(dense, SwiGLUSpec)
     parts = {
         name: [
             replace(part, name=part.name.replace("mlp", f"mlp.experts.{i}"), gguf=f"{part.gguf}.{i}")
@@ -126,7 +128,11 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Callable[[Change], None]:
 
 
 def config_of(**more: Any) -> ModelConfig:
-    return replace(model_config(LlamaConfig(**SMALL | {"head_dim": 16})), **{"architecture": NEW} | more)
+    config = replace(model_config(LlamaConfig(**SMALL | {"head_dim": 16})), **{"architecture": NEW} | more)
+    own = FAMILIES[config.architecture].numbers if config.architecture in FAMILIES else {}
+    return replace(
+        config, numbers={name: field.default or field.high for name, field in own.items()} | {**config.numbers}
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,10 +145,8 @@ def test_the_torch_model_of_a_family_takes_just_the_tensors_of_its_record(name, 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_two_parts_of_a_family_have_a_name_in_common(name):
-    parts = [
-        part for layer in spec_of(config_of(architecture=name)).layers for part in vars(layer.feed_forward).values()
-    ]
-    assert len({part.name for part in parts}) == len({part.gguf for part in parts}) == len(parts)
+    parts = [part for layer in spec_of(config_of(architecture=name)).layers for part in parts_of(layer.feed_forward)]
+    assert len({part.name for part in parts}) == len({(part.gguf, part.expert) for part in parts}) == len(parts)
 
 
 def test_a_dense_family_is_served_once_its_record_is_there(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
         assert report["shared"] <= 227 * 1024, report  # what a Hopper multiprocessor gives one block
         # Those of the draw are what it costs, sixteen tokens at a time; most of them make random bits.
         assert report["kernel"] != "_race" or report["instructions"] < 1000, report
-        multiplies = report["kernel"] in ("_decode", "_prefill", "_product")
+        multiplies = report["kernel"] in ("_decode", "_prefill", "_product", "_grouped_linear")
         assert bool(report["matrix_instructions"]) == multiplies, report
         # What is started early touches nothing, nor may it end, before its predecessor has.
         assert report["overlaps"] == (report["kernel"] in OVERLAPPING), report
@@ -64,5 +64,6 @@ def test_what_the_rehearsal_starts_is_all_that_is_ever_compiled():
     )
     assert run.returncode == 0, run.stderr[-2000:]
     rehearsed, later = (json.loads(line) for line in run.stdout.splitlines())
-    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels()
+    of_experts = {"_grouped_linear", "_combine"}  # which the model of the census has none of
+    assert {form.partition(",")[0] for form in rehearsed} == launched_kernels() - of_experts
     assert later == []

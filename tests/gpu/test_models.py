@@ -4,24 +4,31 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling
 from gpu.checkpoint.architecture import Part, parts_of
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
+from gpu.checkpoint.stacks import unstacked
 from gpu.kv_layout import kv_layout
 from gpu.layers.linear import Linear
 from gpu.models import CausalLM
@@ -82,6 +89,34 @@ ORACLES |= {
         },
     ),
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+QWEN3_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+ORACLES |= {
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=11),
+    "qwen3-moe": Qwen3MoeConfig(**SMALL | QWEN3_MOE, norm_topk_prob=True),
+    "qwen3-moe-some-dense": Qwen3MoeConfig(**SMALL | QWEN3_MOE, norm_topk_prob=False, mlp_only_layers=[1]),
+    "gpt-oss": GptOssConfig(
+        **SMALL,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=11,
+        swiglu_limit=1.5,
+        rope_parameters=YARN,
+    ),
+}
+FROM_THEIR_CONFIG = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
 BLOCK_SIZE = 4
 PROMPT = 45
 TOLERANCE = 2e-5  # logits are of the order of 1
@@ -89,8 +124,7 @@ TOLERANCE = 2e-5  # logits are of the order of 1
 
 def model_config(oracle: PreTrainedConfig) -> ModelConfig:
     """What gpu.checkpoint reads from a config.json, for the architectures of this file."""
-    if oracle.model_type.startswith("gemma"):
-        name = {"gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}[oracle.model_type]
+    if name := FROM_THEIR_CONFIG.get(oracle.model_type):
         return config_from_hf({**oracle.to_dict(), "architectures": [name]}, source=name)
     rope = dict(oracle.rope_parameters)
     theta, rope_type = rope.pop("rope_theta"), rope["rope_type"]
@@ -121,10 +155,12 @@ def model_config(oracle: PreTrainedConfig) -> ModelConfig:
     )
 
 
-def weights_of(oracle: torch.nn.Module, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(oracle: PreTrainedModel, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """As they are read from a checkpoint of it."""
     offsets = {f"{part.name}.weight": part.offset for part in parts_of(spec_of(config))}
-    return ((name, tensor + offsets.get(name, 0.0)) for name, tensor in oracle.state_dict().items())
+    state = revert_weight_conversion(oracle, oracle.state_dict()) if config.num_experts else oracle.state_dict()
+    arrays = unstacked(((name, tensor.float().numpy()) for name, tensor in state.items()), config)
+    return ((name, torch.tensor(array + np.float32(offsets.get(name, 0.0)))) for name, array in arrays)
 
 
 def build(config: ModelConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> CausalLM:
@@ -304,8 +340,8 @@ def test_an_unknown_architecture_names_itself_and_what_is_supported():
 
 
 def test_an_unknown_rope_scaling_names_itself_and_what_is_supported():
-    with pytest.raises(ModelError, match=r"'yarn'.*linear, llama3"):
-        inverse_frequencies(8, 10000.0, RopeScaling(rope_type="yarn", factor=4.0))
+    with pytest.raises(ModelError, match=r"'longrope'.*linear, llama3, yarn"):
+        inverse_frequencies(8, 10000.0, RopeScaling(rope_type="longrope", factor=4.0))
 
 
 def test_llama3_frequencies_are_those_of_transformers():

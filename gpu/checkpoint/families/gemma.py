@@ -20,6 +20,7 @@ from gpu.checkpoint.architecture import (
     Part,
     RMSNormSpec,
     Rope,
+    SwiGLUSpec,
     llama_layer,
 )
 from gpu.checkpoint.config import ModelConfig
@@ -46,6 +47,7 @@ def _layer(config: ModelConfig, index: int, *, largest: int) -> LayerSpec:
     """
     layer, numbers = llama_layer(config, index), config.numbers
     attention, inner = layer.attention, layer.feed_forward
+    assert isinstance(inner, SwiGLUSpec)
 
     def norm(name: str, gguf: str) -> RMSNormSpec:
         part = Part(f"model.layers.{index}.{name}", f"blk.{index}.{gguf}", (config.hidden_size,), offset=1.0)

@@ -5,6 +5,7 @@ In reading order:
 
 norm               residual addition and RMSNorm: one program per row
 activation         SwiGLU's elementwise half
+experts            of a mixture: products of rows grouped by expert, and their sum
 product            a matrix product for few rows
 gather             rows by index
 rope               rotation, and the write to the KV cache

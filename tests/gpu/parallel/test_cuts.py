@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, open_model
-from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, parts_of
+from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, MoESpec, SwiGLUSpec, parts_of
 from gpu.checkpoint.families import FAMILIES, spec_of
 from gpu.checkpoint.tensors import checked, shapes_of
 from gpu.parallel import Layout, cut, sharded
@@ -26,7 +26,7 @@ from gpu.weights.dummy import dummy_weights
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
-FAMILY_NAMES = sorted({family.name for family in FAMILIES.values()})
+FAMILY_NAMES = sorted({family.name for family in FAMILIES.values() if "num_experts" not in family.numbers})
 
 
 @st.composite
@@ -54,6 +54,7 @@ def with_biases(spec: DecoderSpec) -> DecoderSpec:
 
     def layer(spec: LayerSpec) -> LayerSpec:
         attention, network = spec.attention, spec.feed_forward
+        assert isinstance(network, SwiGLUSpec)
         return replace(
             spec,
             attention=replace(attention, out=replace(attention.out, bias=True)),
@@ -250,3 +251,34 @@ def test_a_rank_of_the_embedded_model_reads_its_part_alone(gathers: bool) -> Non
         tracemalloc.stop()
         copied = weights["model.layers.0.self_attn.q_proj.weight"].nbytes  # as half of it is, on its way
         assert peak < 2 * copied + 2**18
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize(("whole", "gathers"), [(True, False), (False, True), (False, False)])
+def test_experts_are_spread_whole_or_cut_like_dense_networks(name: str, whole: bool, gathers: bool) -> None:
+    own: dict[str, float] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    own |= {"norm_topk_prob": True, "swiglu_alpha": 1.7, "swiglu_limit": 7.0}
+    config = replace(TINY, architecture=name, attention_bias=True, num_hidden_layers=1, numbers=own)
+    ranks = [Layout(tensor_parallel_size=2, enable_expert_parallel=whole, rank=rank) for rank in range(2)]
+    networks = [sharded(spec_of(config), layout, gathers=gathers).layers[0].feed_forward for layout in ranks]
+    dense = spec_of(config).layers[0].feed_forward
+    assert isinstance(dense, MoESpec)
+    first, second = networks
+    assert isinstance(first, MoESpec)
+    assert isinstance(second, MoESpec)
+    assert first.router == second.router == dense.router
+    if whole or gathers:
+        assert first.experts + second.experts == dense.experts
+        assert (first.first, second.first) == (0, 3)
+    else:
+        inner = dense.experts[0].gate.shape[0]
+        assert len(first.experts) == len(second.experts) == 5
+        assert [network.experts[4].up.ranges for network in (first, second)] == [
+            ((0, inner // 64 * 32), (0, 256)) if inner % 64 == 0 else ((0, 64), (0, 256)),
+            ((inner // 64 * 32, inner), (0, 256)) if inner % 64 == 0 else ((64, inner), (0, 256)),
+        ]
+        assert [network.experts[4].down.bias for network in (first, second)] == [dense.router.bias, False]
+    if whole:
+        with pytest.raises(ConfigError, match="at most the 5 experts"):
+            sharded(spec_of(replace(config, num_attention_heads=8, num_key_value_heads=8)),
+                    Layout(tensor_parallel_size=6, enable_expert_parallel=True), gathers=False)  # fmt: skip

@@ -6,6 +6,7 @@ calls it, from the settings in the environment and the settings file; `headrace 
 In reading order:
 
 setting_types      paths, lists and secrets as settings have them
+setting_rules      what settings must be together
 settings           every setting, defined once: type, range, default and what it does
 setting_sources    where they come from, and what is said of one that is refused
 cli                the command line: `headrace serve`, `chat` and `pull`

@@ -144,6 +144,12 @@ class CommandGroup(NamedTuple):
     commands: Mapping[str, Command]
 
 
+SHORT_FLAGS = {  # as vLLM has them
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "enable_expert_parallel": ("-ep",),
+}
 OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fields))
 COMMANDS: dict[str, Command | CommandGroup] = {
     "serve": Command.of(serve),
@@ -251,7 +257,7 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
         if name not in in_help:
             options["help"] = argparse.SUPPRESS
-        settings.add_argument(flag_name(name), **options)
+        settings.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
 
 
 if __name__ == "__main__":

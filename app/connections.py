@@ -269,7 +269,11 @@ def connection_limits(settings: Settings) -> Limits:
     if limit < ENOUGH_FILES:  # usually 1024, for the sake of programs that use select()
         limit = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    engines = PER_ENGINE_PROCESS * settings.data_parallel_size if settings.engine == "process" else 0
+    engines = (
+        PER_ENGINE_PROCESS * settings.data_parallel_size
+        if settings.engine == "process" or settings.has_rank_processes
+        else 0
+    )
     spare = max(32, limit // 8)
     room = limit - len(os.listdir("/dev/fd")) - engines - spare
     if room < 1:

@@ -42,9 +42,11 @@ from gpu.host import cuda_devices, usable_cores
 if TYPE_CHECKING:
     from engine.transport.process_client import ProcessClient
     from gpu.executor import UniProcExecutor
+    from gpu.parallel.multiproc import MultiprocExecutor
 
 logger = logging.getLogger(__name__)
 
+LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
 ENGINE_MODULE = "app.engine_process"  # tests put one with faults in its place
 
 
@@ -109,14 +111,17 @@ def make_client(
 
     An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
     """
-    if settings.engine == "thread":
-        return ThreadClient(core_factory(settings, files, grammars=grammars))
-    if settings.data_parallel_size == 1:
-        return make_process_client(Share(settings), progress)
-    shares = divide(settings)
-    return DataParallelClient(
-        lambda index: make_process_client(shares[index], progress, index), len(shares), settings.max_num_seqs
-    )
+    if not settings.has_rank_processes:
+        if settings.engine == "thread":
+            return ThreadClient(core_factory(settings, files, grammars=grammars))
+        if settings.data_parallel_size == 1:
+            return make_process_client(Share(settings), progress)
+    shares = divide(settings)  # where an engine may lose a process of its own, even one is started again
+
+    def make(index: int) -> ProcessClient:
+        return make_process_client(shares[index], progress, index if len(shares) > 1 else None)
+
+    return DataParallelClient(make, len(shares), settings.max_num_seqs)
 
 
 @dataclass(frozen=True)
@@ -125,25 +130,29 @@ class Share:
 
     settings: Settings
     kv_cache_share: float = 1.0  # of what one engine alone would take of the host's memory
-    device: str | None = None  # the only CUDA device that it sees; None: as this process
+    devices: str | None = None  # the only CUDA devices that it sees; None: as this process
 
 
 def divide(settings: Settings) -> list[Share]:
-    """Each engine gets a CUDA device where there are any, and an equal part of cores and memory otherwise.
+    """Each engine gets CUDA devices where there are any, and an equal part of cores and memory otherwise.
 
     Raises ConfigError for more engines than devices.
     """
-    size = settings.data_parallel_size
+    size, each = settings.data_parallel_size, settings.num_ranks
+    if settings.executor == "ray":  # which knows where there is what
+        return [Share(settings)] * size
     devices = [] if settings.device == "cpu" else cuda_devices()
     if devices:
-        if size > len(devices):
+        setting = "tensor_parallel_size" if each > len(devices) else "data_parallel_size"
+        if size * each > len(devices):
+            needed = "a CUDA device of its own" if each == 1 else f"{each} CUDA devices of its own"
             raise ConfigError(
-                "data_parallel_size",
-                size,
-                allowed=f"each engine needs a CUDA device of its own, and {len(devices)} can be used",
-                hint=f"data_parallel_size={len(devices)} works, or device=cpu",
+                setting,
+                getattr(settings, setting),
+                allowed=f"each engine needs {needed}, and {len(devices)} can be used",
+                hint=f"{setting}={max(1, len(devices) // each)} works, or device=cpu",
             )
-        return [Share(settings, device=device) for device in devices[:size]]
+        return [Share(settings, devices=",".join(devices[i * each : (i + 1) * each])) for i in range(size)]
     num_threads = settings.num_threads or max(1, usable_cores() // size)
     return [Share(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
 
@@ -158,8 +167,8 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
-    if share.device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = share.device
+    if share.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = share.devices
     return ProcessClient(
         [sys.executable, "-m", ENGINE_MODULE],
         {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
@@ -201,7 +210,7 @@ def core_factory(
     return make_core
 
 
-def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor:
+def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor | MultiprocExecutor:
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
     with frozen_imports("gpu.executor"):
         from gpu.executor import load_executor
@@ -223,6 +232,13 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_ram=settings.kv_cache_ram,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
+    if settings.has_rank_processes:
+        from gpu.parallel.multiproc import load_multiproc
+
+        opened = {"model": settings.model, "load_format": settings.load_format}
+        cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
+        sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}
+        return load_multiproc({**opened, "cache_dir": cache_dir}, options, sizes, files.progress)
     with frozen_imports("torch"):
         import_what_computes(files.config, options)
     return load_executor(files, options)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from app.setting_rules import check_together
 from app.setting_types import CommaSeparated, CommaSeparatedSecrets, UserPath, is_secret
 from engine.errors import HeadraceError
 from protocol.message_syntax import ReasoningParser, ToolParser
@@ -101,6 +102,23 @@ class Settings(BaseSettings):
         description="Engines that share the requests, each with all weights; more than 1 needs engine = process.",
         ge=1,
         le=64,
+    )
+    tensor_parallel_size: int = Field(
+        1, description="Processes that share each layer of one engine; on CUDA each has a device.", ge=1, le=64
+    )
+    pipeline_parallel_size: int = Field(
+        1,
+        description="Groups of such processes, one after the other, that share the layers of one engine.",
+        ge=1,
+        le=64,
+    )
+    enable_expert_parallel: bool = Field(
+        False, description="Processes that share a layer have whole experts of it, instead of a part of each."
+    )
+    executor: Literal["auto", "uni", "mp", "ray"] = Field(
+        "auto",
+        description="What runs the model: uni: the engine itself. mp: processes on this machine. ray: actors on a Ray "
+        "cluster. auto: uni, or mp where tensor_parallel_size or pipeline_parallel_size asks for several.",
     )
     max_model_len: int | None = Field(
         None,
@@ -354,38 +372,19 @@ class Settings(BaseSettings):
             return (path.stem,)
         return (path.resolve().name,) if path.is_dir() else (self.model,)
 
-    @model_validator(mode="after")
-    def _every_running_request_fits_a_step(self) -> Settings:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), because every running request needs one token of each step. For example: "
-                f"max_num_batched_tokens = {max(512, self.max_num_seqs)}"
-            )
-        return self
+    @property
+    def num_ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def has_rank_processes(self) -> bool:
+        """Whether an engine computes in others: then it is one itself, which can be started again."""
+        return self.num_ranks > 1 or self.executor in ("mp", "ray")
 
     @model_validator(mode="after")
-    def _what_is_kept_can_be_found(self) -> Settings:
-        if (self.kv_cache_dir is not None or self.kv_cache_ram) and not self.enable_prefix_caching:
-            raise ValueError(
-                "kv_cache_dir and kv_cache_ram keep what the prefix cache finds, and enable_prefix_caching is false. "
-                "What works: enable_prefix_caching = true, or neither of them"
-            )
-        default = Settings.model_fields["kv_cache_dir_size"].default
-        if self.kv_cache_dir is None and self.kv_cache_dir_size != default:
-            raise ValueError(
-                f"kv_cache_dir_size ({self.kv_cache_dir_size.human_readable()}) bounds what is in kv_cache_dir, which "
-                "is not set. What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _several_engines_are_processes(self) -> Settings:
-        if self.data_parallel_size > 1 and self.engine == "thread":
-            raise ValueError(
-                f"data_parallel_size ({self.data_parallel_size}) needs engines that are processes, and engine is "
-                f"{self.engine}. What works: engine = process, or data_parallel_size = 1"
-            )
+    def _check_together(self) -> Settings:
+        check_together(self)
         return self
 
     def without_secrets(self) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class Worker:
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the library of the CPU path computes."""
+        return self._native is not None
+
     def start_profile(self) -> WorkerProfile:
         """Record what it does."""
         from gpu.profile import HostProfile, TorchProfile

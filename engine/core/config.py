@@ -22,12 +22,15 @@ class EngineConfig:
     kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.scheduler.kv_groups`)
     # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
     pipeline_depth: int = 1
+    # Parts of the device that work one after the other, each on another plan: a request is in one plan at a time, and
+    # those that run are divided among as many plans.
+    num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
     compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
 
     def __post_init__(self) -> None:
-        if self.pipeline_depth not in (1, 2):
-            raise ValueError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}.")
+        if not 1 <= self.pipeline_depth <= max(2, self.num_stages):
+            raise ValueError(f"pipeline_depth must be 1 to {max(2, self.num_stages)}, got {self.pipeline_depth}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

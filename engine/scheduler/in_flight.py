@@ -20,6 +20,8 @@ What is true of a step in flight, and why nothing is corrupted by planning on to
   the block next is in a later plan, and plans are executed in order (on a device, one after the other on one stream),
   so the last to write is its new owner. The late write hits nothing that can be found in the prefix cache: it goes to
   a position behind everything that was accounted for the request, and so into a block that it had not published.
+- Where a device has stages (`num_stages`), as many plans as those are on their way, each with other requests: whoever
+  is about to sample is in no other plan.
 - A request that is preempted loses what is in flight for it, and samples the same token again when it is resumed.
 
 Owned by the Scheduler.
@@ -45,8 +47,25 @@ class StepsInFlight:
 
     @property
     def latest(self) -> PlanDraft:
-        """What is in flight while a plan is made: at most one step, because nobody plans further ahead than that."""
+        """What is in flight while a plan is made: one step at most, or of a device with stages all of them together."""
+        if len(self._steps) > 1:
+            together = PlanDraft(0)
+            for step in self._steps:
+                for request_id, num_tokens in step.num_tokens.items():
+                    together.num_tokens[request_id] = together.num_tokens.get(request_id, 0) + num_tokens
+                together.prefills |= step.prefills
+            return together
         return self._steps[0] if self._steps else _NOTHING
+
+    def blocking(self) -> set[str]:
+        """Of a device with stages: the requests that no further plan may have yet. They are about to sample, or in two
+        plans already; the chunks of a prompt may follow each other through the stages."""
+        busy: set[str] = set()
+        seen: set[str] = set()
+        for step in self._steps:
+            busy.update(each for each in step.num_tokens if each in seen or step.prefills.get(each, 1))
+            seen.update(step.num_tokens)
+        return busy
 
     def begin(self, plan: PlanDraft) -> None:
         """A step has been planned."""

@@ -57,7 +57,7 @@ class Scheduler:
             num_blocks,
             block_size,
             windows=config.kv_windows,
-            max_step_tokens=config.max_num_batched_tokens * config.pipeline_depth,
+            max_step_tokens=config.max_num_batched_tokens * min(config.pipeline_depth, 2),
             enable_prefix_caching=config.enable_prefix_caching,
             prompt_form_differs=config.prompt_form_differs,
             tier=tier,
@@ -156,7 +156,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """The plan of the next step. Each is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
-        It may be made while the step before it is in flight (`engine/scheduler/in_flight.py`), but not while two are.
+        It may be made while the step before it is in flight (`engine/scheduler/in_flight.py`), or one in each stage.
         Then it holds no request whose latest token has to be known first, and may be empty though there is work.
 
         `pace_prefill` bounds what requests further behind than one token get while others decode.
@@ -173,9 +173,11 @@ class Scheduler:
         # Drafts leave a token for everybody else: the budget has room for one of each.
         most_sampled = min(self.config.max_sampled_tokens, budget // max(len(self.running), 1))
         behind: list[tuple[Request, int]] = []
+        busy: Collection[str] = self._in_flight.blocking() if self.config.num_stages > 1 else ()
+        most_decodes = -(-len(self.running) // self.config.num_stages)
         is_running = RequestStatus.RUNNING  # to look up an enum's member takes as long as all else of a turn
         for request in list(self.running.values()):
-            if only is not None and request.request_id not in only:
+            if (only is not None and request.request_id not in only) or request.request_id in busy:
                 continue
             start = request.num_computed_tokens
             if in_flight:
@@ -183,6 +185,8 @@ class Scheduler:
             num_behind = len(request.token_ids) - start
             if num_behind > 1:
                 behind.append((request, num_behind))
+            elif len(plan.num_tokens) == most_decodes:
+                continue  # the other stages' plans have room for it
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is is_running:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens

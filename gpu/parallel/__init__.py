@@ -7,6 +7,7 @@ cuts                which part of every tensor a rank has
 communicator        what the tensor ranks of a stage tell each other
 torch_communicator  the same by torch.distributed
 ring                messages from one process to several, through shared memory
+stage_link          activations, from the ranks of a stage to those of the next
 messages            what a driver tells its ranks, and they it
 rank                one rank: its part of the model, and what messages do to it
 rank_process        the main of a rank's process

@@ -14,6 +14,37 @@ import numpy as np
 
 from engine.errors_in_words import ErrorInWords
 from engine.scheduler.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput, TokenMasks
+from gpu.parallel.layout import Layout
+
+
+class Group(msgspec.Struct, array_like=True):
+    """The descriptors of a ring: its memory's, and its readers' wakers."""
+
+    memory: int
+    wakers: list[int]
+
+
+class RankSetup(msgspec.Struct, kw_only=True):
+    """What a rank of this machine is told at its start, on the connection that it inherits."""
+
+    layout: Layout
+    model: str  # this and the next two as `gpu.checkpoint.open_model` has them
+    cache_dir: str | None
+    load_format: str
+    options: dict[str, Any]  # of `gpu.model_loader.WorkerOptions`
+    ring: Group
+    before: Group | None = None  # activations from the stage before
+    after: Group | None = None  # activations to the stage behind
+    segment: int | None = None  # memory of the tensor ranks of its stage
+    store: int | None = None  # a file in which all ranks find each other
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What it inherits."""
+        groups = [group for group in (self.ring, self.before, self.after) if group is not None]
+        files = [each for each in (self.segment, self.store) if each is not None]
+        return [each for group in groups for each in (group.memory, *group.wakers)] + files
+
 
 # --- down
 
@@ -30,8 +61,9 @@ class Step(msgspec.Struct, tag=True, array_like=True):
 
     number: int
     plan: SchedulerOutput
-    # Tokens that earlier steps sampled, for ranks that have not sampled them: by step, in the order of its plan.
-    sampled: dict[int, list[list[int]]] = {}
+    # Tokens that earlier steps sampled, for ranks that have not sampled them: by step, in the order of its plan; None
+    # of a step that came to nothing.
+    sampled: dict[int, list[list[int]] | None] = {}
 
 
 class Masks(msgspec.Struct, tag=True, array_like=True):

@@ -7,14 +7,15 @@ another. The kernel tells of it, and no time has to pass to find it out.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Self
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead, HeadraceError, RankLost
@@ -22,12 +23,27 @@ from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import Progress as ReportProgress
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
-from gpu.parallel.messages import Answer, CacheSize, Call, Failed, Loaded, Masks, Output, Progress, Step, Up, encode
+from gpu.parallel.layout import Layout
+from gpu.parallel.messages import (
+    Answer,
+    CacheSize,
+    Call,
+    Failed,
+    Group,
+    Loaded,
+    Masks,
+    Output,
+    Progress,
+    RankSetup,
+    Step,
+    Up,
+    encode,
+)
 from gpu.parallel.rank_child import RankChild
-from gpu.parallel.rank_process import RankSetup
 from gpu.parallel.ring import RingWriter
 from gpu.runner import FinishedStep
 
+LINK_BYTES = 16 * 2**20  # of a ring between two stages: a long step's activations
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # A step that has failed on one rank fails on all, for the same reason; where another waits for that one instead, their
 # states have parted. Far more than ranks that compute side by side are apart.
@@ -42,9 +58,10 @@ class MultiprocExecutor:
     Raises what a rank's loading raises, RankLost where one ends meanwhile.
     """
 
-    def __init__(self, setup: RankSetup, progress: ReportProgress) -> None:
-        """`setup` is that of rank 0."""
-        world_size = setup.world_size
+    def __init__(self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress) -> None:
+        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's."""
+        world_size = layout.world_size
+        self._layout = layout
         self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._error: RankLost | None = None
@@ -54,6 +71,7 @@ class MultiprocExecutor:
         self._steps: deque[int] = deque()  # submitted and not waited for, oldest first
         self._ended: dict[int, tuple[RankChild, Output | Failed]] = {}
         self._failed: deque[int] = deque(maxlen=16)  # steps of late
+        self._sampled: dict[int, list[list[int]] | None] = {}  # what earlier stages have not been told
         self._num_submitted = 0
         self._num_steps = 0  # that were waited for
         self._is_prepared = False
@@ -61,9 +79,10 @@ class MultiprocExecutor:
         self._ranks_by_descriptor: dict[int, RankChild] = {}
         self._poll = select.poll()
         try:
-            for index in range(world_size):
-                own = _setup_of(setup, index)
-                self._ranks.append(RankChild(index, self._ring, own, self._lose))
+            with Shared(layout) as shared:
+                for index in range(world_size):
+                    setup = _setup(model, options, replace(layout, rank=index), shared, self._ring)
+                    self._ranks.append(RankChild(index, setup, self._lose))
             for rank in self._ranks:
                 self._ranks_by_descriptor[rank.connection.fileno()] = rank
                 self._poll.register(rank.connection, select.POLLIN)
@@ -75,15 +94,15 @@ class MultiprocExecutor:
         self.block_size = loaded.block_size
         self.vocab_size = loaded.vocab_size
         self.max_model_len = loaded.max_model_len
-        self.pipeline_depth = max(loaded.pipeline_depth, setup.pipeline_parallel_size)
+        self.pipeline_depth = max(loaded.pipeline_depth, layout.pipeline_parallel_size)
         self.kv_windows = loaded.kv_windows
         self.prompt_form_differs = loaded.prompt_form_differs
         self.compute_form = loaded.compute_form
-        layout = f"{world_size} rank{'s' if world_size > 1 else ''}"
-        layout += f" (tensor parallel {setup.tensor_parallel_size}, pipeline parallel {setup.pipeline_parallel_size})"
-        self.machine = f"{layout}: {loaded.computes}, {loaded.device_name}"
-        self.summary = f"{layout}, each: {loaded.computes}. {loaded.kv_cache}"
-        self._output_rank = world_size - setup.tensor_parallel_size  # the first of the last stage
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''} (tensor parallel {layout.tensor_parallel_size}, "
+        ranks += f"pipeline parallel {layout.pipeline_parallel_size})"
+        self.machine = f"{ranks}: {loaded.computes}, {loaded.device_name}"
+        self.summary = f"{ranks}, each: {loaded.computes}. {loaded.kv_cache}"
+        self._output_rank = world_size - layout.tensor_parallel_size  # the first of the last stage
 
     @property
     def pids(self) -> list[int]:
@@ -102,7 +121,8 @@ class MultiprocExecutor:
         if self._is_closed:
             return FinishedStep(EngineDead("the executor has been shut down"))
         self._num_submitted += 1
-        self._ring.write(encode(Step(self._num_submitted, plan)), self._check)
+        sampled, self._sampled = self._sampled, {}
+        self._ring.write(encode(Step(self._num_submitted, plan, sampled)), self._check)
         self._steps.append(self._num_submitted)
         return _RemoteStep(self, self._num_submitted, plan, abandoned)
 
@@ -141,6 +161,8 @@ class MultiprocExecutor:
         self._steps.popleft()
         self._num_steps += 1
         rank, ended = self._ended.pop(number)
+        if self._layout.pipeline_parallel_size > 1:
+            self._sampled[number] = ended.output.sampled_token_ids if isinstance(ended, Output) else None
         if isinstance(ended, Output):
             return ended.output
         self._failed.append(number)
@@ -162,7 +184,9 @@ class MultiprocExecutor:
                 case Output(step) if step in self._steps:
                     self._ended.setdefault(step, (rank, message))
                 case Failed(step) if step in self._steps:
-                    self._ended[step] = rank, message
+                    earlier = self._ended.get(step)
+                    if earlier is None or isinstance(earlier[1], Output) or rank.index < earlier[0].index:
+                        self._ended[step] = rank, message
                 case Failed(step, error) if step not in self._failed:
                     self._lose(rank.index, f"has failed in a step that others have made: {error.kind}")
 
@@ -252,20 +276,50 @@ class _RemoteStep:
 
 
 def load_multiproc(
-    files_of: dict[str, Any], options: WorkerOptions, sizes: dict[str, Any], progress: ReportProgress
+    model: dict[str, Any], options: WorkerOptions, sizes: dict[str, Any], progress: ReportProgress
 ) -> MultiprocExecutor:
-    """Load a model on ranks. `files_of` are the arguments of `gpu.checkpoint.open_model`, `sizes` those of a layout."""
-    return MultiprocExecutor(RankSetup(rank=0, **sizes, **files_of, options=asdict(options)), progress)
+    """Load a model on ranks. `model` are the arguments of `gpu.checkpoint.open_model`, `sizes` those of a layout."""
+    return MultiprocExecutor(model, options, Layout(**sizes), progress)
 
 
-def _setup_of(setup: RankSetup, rank: int) -> RankSetup:
-    """The same for another rank: what it gets of the machine."""
-    import msgspec
+class Shared:
+    """What ranks share besides the driver's ring: descriptors, which are theirs when they have been started."""
 
-    options, size = dict(setup.options), setup.world_size
-    if resolve_device(options["device"]) == "cpu":
-        options["num_threads"] = max(1, (options["num_threads"] or usable_cores()) // size)
-        options["kv_cache_share"] /= size
-    else:
-        options["device"] = f"cuda:{rank}"
-    return msgspec.structs.replace(setup, rank=rank, options=options)
+    def __init__(self, layout: Layout) -> None:
+        size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
+        self.links = [RingWriter(size, LINK_BYTES) for _ in range(stages - 1)]
+        self.segments = [os.memfd_create("headrace-ranks") for _ in range(stages)] if size > 1 else []
+        self.store = os.memfd_create("headrace-store") if size > 1 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for link in self.links:
+            link.close()
+        for descriptor in (*self.segments, *([] if self.store is None else [self.store])):
+            os.close(descriptor)
+
+
+def _setup(
+    model: dict[str, Any], options: WorkerOptions, layout: Layout, shared: Shared, ring: RingWriter
+) -> RankSetup:
+    """What a rank is told, and what it gets of the machine."""
+    size, stage = layout.world_size, layout.pp_rank
+    own: dict[str, Any] = {"kv_cache_memory": options.kv_cache_memory and options.kv_cache_memory // size}
+    if resolve_device(options.device) == "cpu":
+        own["num_threads"] = max(1, (options.num_threads or usable_cores()) // size)
+        own["kv_cache_share"] = options.kv_cache_share / size
+    elif size > 1:
+        own["device"] = f"cuda:{layout.rank}"
+    writes = layout.tp_rank == 0 and not layout.is_last_stage
+    return RankSetup(
+        layout=layout,
+        **model,
+        options=asdict(replace(options, **own)),
+        ring=Group(*ring.all_descriptors),
+        before=None if layout.is_first_stage else Group(*shared.links[stage - 1].all_descriptors),
+        after=Group(*shared.links[stage].all_descriptors) if writes else None,
+        segment=shared.segments[stage] if shared.segments else None,
+        store=shared.store,
+    )

@@ -15,12 +15,19 @@ from engine.errors_in_words import ErrorInWords
 from engine.scheduler.plan import TokenMasks
 from gpu.executor import device_name
 from gpu.kv_cache_size import KVCacheSize
+from gpu.model_runner import ModelRunner
+from gpu.parallel.layout import Layout
 from gpu.parallel.messages import Answer, CacheSize, Call, Down, Failed, Loaded, Masks, Output, Step, Up, down_decoder
+from gpu.parallel.stage_link import StageLink
 from gpu.runner import FinishedStep
 from gpu.worker import Worker
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
+
+
+Abandoned = Callable[[int], Callable[[], bool] | None]
+"""Makes, of a step's number, what asks whether nobody wants it any more; None where another rank asks."""
 
 
 class Inbox(Protocol):
@@ -37,7 +44,18 @@ class Inbox(Protocol):
 class Rank:
     """Carries out what its driver says. `tell` sends up; `count_step` is called when a step is over."""
 
-    def __init__(self, inbox: Inbox, tell: Callable[[Up], None], count_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        inbox: Inbox,
+        tell: Callable[[Up], None],
+        count_step: Callable[[], None],
+        link: StageLink | None = None,
+    ) -> None:
+        """`link` where there are several stages."""
+        self._layout = layout
+        self.link = link
+        self._unsampled: deque[int] = deque()  # steps that have run here and whose tokens the last stage samples
         self._inbox = inbox
         self._tell = tell
         self._count_step = count_step
@@ -54,9 +72,8 @@ class Rank:
         assert isinstance(agreed, CacheSize)
         return replace(size, num_blocks=agreed.num_blocks, max_model_len=agreed.max_model_len)
 
-    def serve(self, worker: Worker, cost: str, vocab_size: int, abandoned: Callable[[int], Callable[[], bool]]) -> None:
-        """Say what it has become, and carry out what it is told for as long as it lives. `abandoned` makes, of a
-        step's number, what asks whether it is still wanted."""
+    def serve(self, worker: Worker, cost: str, vocab_size: int, abandoned: Abandoned) -> None:
+        """Say what it has become, and carry out what it is told for as long as it lives."""
         size = worker.kv_cache_size
         self._tell(
             Loaded(
@@ -103,19 +120,38 @@ class Rank:
     def _next(self) -> Down:
         return self._decode(self._inbox.read())
 
-    def _submit(self, worker: Worker, step: Step, abandoned: Callable[[int], Callable[[], bool]]) -> None:
+    def _submit(self, worker: Worker, step: Step, abandoned: Abandoned) -> None:
         self._step = step.number
+        if not self._layout.is_last_stage:
+            self._record(worker, step)
+        if self.link is not None:
+            self.link.begin(step.number)
         handle: StepHandle
         try:
             handle = worker.runner.submit(step.plan, abandoned(self._step))
         except Exception as error:
             handle = FinishedStep(error)
+            if self.link is not None and step.plan.request_ids:
+                self.link.fail(error)
+        else:
+            if step.plan.request_ids and not self._layout.is_last_stage:
+                self._unsampled.append(step.number)
         self._in_flight.append((self._step, handle))
+
+    def _record(self, worker: Worker, step: Step) -> None:
+        """Take in what the last stage has sampled in earlier steps."""
+        assert isinstance(worker.runner, ModelRunner)
+        for number, sampled in sorted(step.sampled.items()):
+            if self._unsampled and self._unsampled[0] == number:
+                self._unsampled.popleft()
+                worker.runner.record(sampled)
 
     def _finish(self) -> None:
         step, handle = self._in_flight.popleft()
         try:
-            self._tell(Output(step, handle.result()))
+            output = handle.result()
+            if self._layout.is_last_stage and self._layout.tp_rank == 0:
+                self._tell(Output(step, output))
         except Exception as error:
             self._tell(Failed(step, ErrorInWords.of(error)))
         self._count_step()

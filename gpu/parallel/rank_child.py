@@ -14,12 +14,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 
-from gpu.parallel.messages import Up, decode_up
-from gpu.parallel.ring import RingWriter
+from gpu.parallel.messages import RankSetup, Up, decode_up
 
 LONGEST_MESSAGE = 2**30  # bytes
 
@@ -29,19 +27,19 @@ RANK_MODULE = "gpu.parallel.rank_process"  # tests put one with faults in its pl
 class RankChild:
     """A process of one rank. `on_end(index, why)` is called once, on a thread of its own."""
 
-    def __init__(self, index: int, ring: RingWriter, setup: Any, on_end: Callable[[int, str], None]) -> None:
+    def __init__(self, index: int, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
         self.index = index
         self._on_end = on_end
         ours, theirs = socket.socketpair()
         with theirs:
-            inherited = (theirs.fileno(), *ring.descriptors(index))
             self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", RANK_MODULE, *map(str, inherited)],
+                [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
+                pass_fds=(theirs.fileno(), *setup.descriptors),
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
             )
         self.connection = Connection(ours.detach())
-        self.connection.send_bytes(msgspec.msgpack.encode(setup))
+        self.connection.send_bytes(msgspec.msgpack.encode(setup, enc_hook=int))  # sizes are ints of a kind of their own
         self._watcher = threading.Thread(target=self._watch, name=f"rank-{index}", daemon=True)
         self._watcher.start()
 

@@ -24,42 +24,28 @@ import msgspec
 from engine.errors import HeadraceError
 from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import open_model
-from gpu.parallel.messages import Failed, Progress, Up, encode
-from gpu.parallel.rank import Rank
-from gpu.parallel.ring import RingReader
+from gpu.parallel.layout import Layout
+from gpu.parallel.messages import Failed, Group, Progress, RankSetup, Up, encode
+from gpu.parallel.rank import Abandoned, Rank
+from gpu.parallel.ring import RingReader, RingWriter
+from gpu.parallel.stage_link import StageLink
+from gpu.runner import NO_LINKS
 
 if TYPE_CHECKING:
+    from gpu.model_loader import WorkerOptions
     from gpu.worker import Worker
 
 PR_SET_PDEATHSIG = 1
 
 
-class RankSetup(msgspec.Struct, kw_only=True):
-    """What a rank is told at its start."""
-
-    rank: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    enable_expert_parallel: bool
-    model: str
-    cache_dir: str | None
-    load_format: str
-    options: dict[str, Any]  # of `gpu.model_loader.WorkerOptions`
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-
 def main() -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection, memory, waker = map(int, sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
-    up = Connection(connection)
+    up = Connection(int(sys.argv[1]))
     setup = msgspec.msgpack.decode(up.recv_bytes(), type=RankSetup)
     threading.Thread(target=_end_with_parent, args=(up,), name="lifeline", daemon=True).start()
-    reader = RingReader(memory, waker, setup.rank, setup.world_size)
+    reader = _reader(setup.ring, setup.layout.rank)
     try:
         _serve(setup, reader, lambda message: up.send_bytes(encode(message)))
     except BaseException as error:
@@ -70,28 +56,82 @@ def main() -> NoReturn:
 
 
 def _serve(setup: RankSetup, reader: RingReader, tell: Callable[[Up], None]) -> None:
-    rank = Rank(reader, tell, reader.count_step)
+    layout, link = setup.layout, None
+    if layout.pipeline_parallel_size > 1:
+        before = None if setup.before is None else _reader(setup.before, layout.tp_rank)
+        after = None if setup.after is None else RingWriter.inherited(setup.after.memory, setup.after.wakers)
+        link = StageLink(before, after, is_last=layout.is_last_stage)
+    rank = Rank(layout, reader, tell, reader.count_step, link)
     try:
         worker, cost, vocab_size = _load(setup, rank, tell)
     except HeadraceError as error:
         tell(Failed(-1, ErrorInWords.of(error)))
         raise
-    rank.serve(worker, cost, vocab_size, lambda step: lambda: reader.abandoned >= step)
+    rank.serve(worker, cost, vocab_size, _abandoned(layout, reader, worker))
 
 
 def _load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None]) -> tuple[Worker, str, int]:
     from gpu.executor import load_worker
     from gpu.model_loader import WorkerOptions
 
-    cache_dir = None if setup.cache_dir is None else Path(setup.cache_dir)
     files = open_model(
         setup.model,
-        cache_dir=cache_dir,
+        cache_dir=None if setup.cache_dir is None else Path(setup.cache_dir),
         load_format=setup.load_format,
         progress=lambda phase, done, total: tell(Progress(phase, done, total)),
     )
-    worker, cost = load_worker(files, replace(WorkerOptions(), **setup.options), agree=rank.agree)
+    options = replace(WorkerOptions(), **setup.options)
+    worker, cost = load_worker(
+        files,
+        options,
+        setup.layout,
+        communicator=_communicator(setup, options),
+        links=NO_LINKS if rank.link is None else rank.link.links,
+        agree=rank.agree,
+    )
     return worker, cost, files.config.vocab_size
+
+
+def _communicator(setup: RankSetup, options: WorkerOptions) -> Any:
+    """Between the tensor ranks of its stage, where there are several."""
+    if setup.layout.tensor_parallel_size == 1:
+        return None
+    import torch.distributed as dist
+
+    from gpu.model_loader import resolve_device
+    from gpu.parallel.torch_communicator import TorchCommunicator
+
+    store = dist.FileStore(f"/proc/self/fd/{setup.store}", setup.layout.world_size)  # type: ignore[attr-defined]
+    return TorchCommunicator(store, setup.layout, resolve_device(options.device))
+
+
+def _abandoned(layout: Layout, reader: RingReader, worker: Worker) -> Abandoned:
+    """Who asks whether a step is still wanted: the first rank, between layers. Where others compute the same layers,
+    all have to stop at the same one: so they wait for its answer. The library sees to that by itself. Later stages hear
+    of it from the one before."""
+    is_first = layout.tp_rank == 0
+    if not layout.is_first_stage or (worker.is_native and not is_first):
+        return lambda step: None
+    if worker.is_native or layout.tensor_parallel_size == 1:
+        return lambda step: lambda: reader.abandoned >= step
+    own = 0
+
+    def agree(step: int) -> bool:
+        nonlocal own
+        own += 1
+        if is_first:
+            if reader.abandoned >= step:
+                reader.stopped = own
+            reader.checked = own
+        while reader.checked < own:
+            os.sched_yield()
+        return reader.stopped == own
+
+    return lambda step: lambda: agree(step)
+
+
+def _reader(group: Group, index: int) -> RingReader:
+    return RingReader(group.memory, group.wakers[index], index, len(group.wakers))
 
 
 def _in_few_words(error: BaseException) -> str:

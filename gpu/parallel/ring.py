@@ -17,6 +17,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from typing import Self
 from zlib import crc32
 
 CAPACITY = 4 * 2**20  # bytes
@@ -63,16 +64,16 @@ class _Shared:
 
     @property
     def stopped(self) -> int:
-        """The latest step that all ranks break off, at the last of the checks so far."""
+        """The last of these looks at which the step was broken off: by all ranks of the stage, each at its own."""
         return self._words[_STOPPED]
 
     @stopped.setter
-    def stopped(self, step: int) -> None:
-        self._words[_STOPPED] = step
+    def stopped(self, number: int) -> None:
+        self._words[_STOPPED] = number
 
     @property
     def checked(self) -> int:
-        """How often the first rank has looked whether its step is still wanted, since the beginning."""
+        """How often the first rank has looked whether its step is still wanted, in all."""
         return self._words[_CHECKED]
 
     @checked.setter
@@ -84,11 +85,26 @@ class RingWriter(_Shared):
     """The one that writes. Not thread-safe. `descriptors` are for each reader's process to inherit."""
 
     def __init__(self, num_readers: int, capacity: int = CAPACITY) -> None:
-        self._memory = os.memfd_create("headrace-ring")
-        os.ftruncate(self._memory, _PAGE * (1 + num_readers) + capacity)
-        super().__init__(self._memory, num_readers)
-        self._wakers = [os.eventfd(0) for _ in range(num_readers)]
+        memory = os.memfd_create("headrace-ring")
+        os.ftruncate(memory, _PAGE * (1 + num_readers) + capacity)
+        self._adopt(memory, [os.eventfd(0) for _ in range(num_readers)])
+
+    @classmethod
+    def inherited(cls, memory: int, wakers: list[int]) -> Self:
+        """One that another process has made, and to which it does not write."""
+        writer = cls.__new__(cls)
+        writer._adopt(memory, wakers)
+        return writer
+
+    def _adopt(self, memory: int, wakers: list[int]) -> None:
+        super().__init__(memory, len(wakers))
+        self._memory, self._wakers = memory, wakers
         self._head = 0
+
+    @property
+    def all_descriptors(self) -> tuple[int, list[int]]:
+        """For a process that is to write in place of this one."""
+        return self._memory, self._wakers
 
     def descriptors(self, reader: int) -> tuple[int, int]:
         """The memory's and the reader's waker's."""

@@ -66,7 +66,7 @@ def test_the_executor_gets_what_the_settings_say_of_memory(monkeypatch: pytest.M
 def test_engines_without_devices_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(size: int, **settings: Any) -> list[tuple[int | None, float]]:
         replicas = divide(Settings(engine="process", data_parallel_size=size, **settings))
-        assert {replica.device for replica in replicas} == {None}
+        assert {replica.devices for replica in replicas} == {None}
         return [(replica.settings.num_threads, replica.kv_cache_share) for replica in replicas]
 
     monkeypatch.setattr(loading, "usable_cores", lambda: 9)
@@ -78,9 +78,9 @@ def test_engines_without_devices_share_cores_and_memory(monkeypatch: pytest.Monk
 def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc ,5")
     settings = Settings(engine="process", data_parallel_size=2)
-    assert [(replica.device, replica.kv_cache_share) for replica in divide(settings)] == [("2", 1), ("GPU-abc", 1)]
+    assert [(replica.devices, replica.kv_cache_share) for replica in divide(settings)] == [("2", 1), ("GPU-abc", 1)]
     on_cpu = settings.model_copy(update={"device": "cpu"})
-    assert [(replica.device, replica.kv_cache_share) for replica in divide(on_cpu)] == [(None, 0.5)] * 2
+    assert [(replica.devices, replica.kv_cache_share) for replica in divide(on_cpu)] == [(None, 0.5)] * 2
     with pytest.raises(ConfigError, match=r"data_parallel_size is 4: .* and 3 can be used. data_parallel_size=3 works"):
         divide(settings.model_copy(update={"data_parallel_size": 4}))
     process = cast(DataParallelClient, make_client(settings, cast(ModelFiles, None), no_progress)).replicas[1].client

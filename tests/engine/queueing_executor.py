@@ -26,6 +26,7 @@ class QueueingExecutor(CheckedExecutor):
         self.most_in_flight = 0
         self._random = random.Random(seed)
         self._queue: deque[QueuedStep] = deque()
+        self._applies = False  # the diffs of the latest step that came to nothing
         self._in_flight: deque[QueuedStep] = deque()  # whose results nobody has asked for
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> QueuedStep:
@@ -61,7 +62,7 @@ class QueueingExecutor(CheckedExecutor):
         if any(earlier.has_failed for earlier in self._in_flight if earlier is not step):
             step.is_void = True
         if step.is_void:
-            step.outcome = self._run_void(step.plan)
+            step.outcome = self._run_void(step)
             return
         try:
             step.outcome = self._execute(step.plan, step.outdated)
@@ -71,12 +72,17 @@ class QueueingExecutor(CheckedExecutor):
             for later in self._queue:
                 later.outdated.update(step.plan.request_ids)
 
-    def _run_void(self, plan: SchedulerOutput) -> ModelRunnerOutput | Exception:
-        if self._random.random() < 0.5:
-            self._apply(plan)
+    def _first_void(self) -> QueuedStep:
+        return next(step for step in self._in_flight if step.is_void)
+
+    def _run_void(self, step: QueuedStep) -> ModelRunnerOutput | Exception:
+        # What follows on diffs that were not applied cannot be applied either.
+        self._applies = (self._applies or step is self._first_void()) and self._random.random() < 0.5
+        if self._applies:
+            self._apply(step.plan)
         if self._random.random() < 0.5:
             return RuntimeError("the step before this one has failed")
-        return ModelRunnerOutput(sampled_token_ids=[[3] for _ in plan.request_ids], logprobs={})
+        return ModelRunnerOutput(sampled_token_ids=[[3] for _ in step.plan.request_ids], logprobs={})
 
 
 class QueuedStep:

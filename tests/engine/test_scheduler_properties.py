@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import strategies as st
@@ -61,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from([None, 1, 2, 5, 13, 40, 1000]), min_size=1, max_size=3).map(tuple),
         ),
         blocks_per_piece=st.sampled_from([None, 1, 1, 2, 3]),
+        num_stages=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def start(
         self,
@@ -73,16 +75,18 @@ class EngineMachine(RuleBasedStateMachine):
         max_sampled_tokens: int,
         windows: tuple[int | None, ...],
         blocks_per_piece: int | None,
+        num_stages: int,
     ) -> None:
         """`fast` is how quick a device with a queue is, planned for one step ahead; None is a device without one.
         `blocks_per_piece` is of the tier beside the cache; None is no tier.
 
         One that may sample several tokens gives any number of them, also none.
         """
-        budget, depth = max_num_seqs + spare_budget, 1 if fast is None else 2
+        budget, depth = max_num_seqs + spare_budget, 1 if fast is None else max(2, num_stages)
+        num_stages = 1 if fast is None else num_stages
         # One request may need almost the whole pool, so several together must be preempted.
         self.max_model_len = num_tokens - num_tokens // 4
-        num_blocks = most_blocks(windows, block_size, self.max_model_len, budget * depth)
+        num_blocks = most_blocks(windows, block_size, self.max_model_len, budget * min(depth, 2))
         num_blocks += num_blocks // 4 * bool(block_size % 2)
         config = EngineConfig(
             max_model_len=self.max_model_len,
@@ -93,6 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
             eos_token_ids=EOS,
             kv_windows=windows,
             pipeline_depth=depth,
+            num_stages=num_stages,
         )
         make_executor = CheckedExecutor if fast is None else partial(QueueingExecutor, fast=fast)
         self.executor = make_executor(
@@ -224,6 +229,7 @@ class EngineMachine(RuleBasedStateMachine):
             raise AssertionError(str(violation)) from violation
         self.core.scheduler.check_integrity()
         self.check_windows()
+        self.check_stages()
         self.check_plans()
         plan = self.executor.plans[-1]
         is_ahead = self.core.config.pipeline_depth > 1  # then several plans may count in one step's statistics
@@ -258,6 +264,18 @@ class EngineMachine(RuleBasedStateMachine):
                 if window is not None:
                     num_owned = len(owned(request.block_ids[group :: len(windows)]))
                     assert num_owned <= most_in_window(window, self.executor.block_size, latest[request_id]) + 1
+
+    def check_stages(self) -> None:
+        """Of several stages, each works on other requests: none is in a plan whose latest token is not known."""
+        steps = list(self.core.scheduler._in_flight._steps)
+        if self.core.config.num_stages == 1:
+            return
+        waits_for_its_token: set[str] = set()
+        for step in steps:
+            assert waits_for_its_token.isdisjoint(step.num_tokens)
+            waits_for_its_token.update(each for each in step.num_tokens if step.prefills.get(each, 1))
+        for earlier, later in pairwise(steps):
+            _seen["chunks that follow each other"] += not set(earlier.num_tokens).isdisjoint(later.num_tokens)
 
     def check_plans(self) -> None:
         for plan in self.executor.plans[self.num_plans_checked :]:
@@ -295,7 +313,8 @@ class EngineMachine(RuleBasedStateMachine):
             _seen.update(self.tier.seen)
         if isinstance(self.executor, QueueingExecutor):
             _seen["two steps in flight"] += self.executor.most_in_flight == 2
-            assert self.executor.most_in_flight <= 2
+            _seen["three stages at work"] += self.executor.most_in_flight == 3
+            assert self.executor.most_in_flight <= self.core.config.pipeline_depth
         for request_id, child in self.children.items():
             expected = expected_output(
                 child.prompt_token_ids,
@@ -322,6 +341,8 @@ EVENTS = [
     "preemptions",
     "preemptions a step ahead",
     "two steps in flight",
+    "three stages at work",
+    "chunks that follow each other",
     "several tokens a step",
     "abandoned at depth 1",
     "abandoned at depth 2",

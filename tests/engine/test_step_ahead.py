@@ -261,7 +261,7 @@ def test_each_step_is_asked_for_its_own_requests_whether_anybody_wants_it() -> N
 
 def test_deeper_than_two_is_refused() -> None:
     for depth in (0, 3):
-        with pytest.raises(ValueError, match="pipeline_depth must be 1 or 2"):
+        with pytest.raises(ValueError, match="pipeline_depth must be 1 to 2"):
             EngineConfig(max_model_len=8, pipeline_depth=depth)
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,13 @@ def ranks_left() -> set[int]:
     return found
 
 
-def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path) -> None:
-    """A prompt so long that it would take a while."""
-    options = WorkerOptions(device="cpu", max_model_len=8192, max_num_batched_tokens=8192, num_threads=1)
-    wide = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024}
-    executor = start(str(write_tiny_model(tmp_path / "wide", vocab_size=4096, **wide)), options)
+@pytest.mark.parametrize(("dtype", "size"), [("auto", 1), ("float32", 2)])
+def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path, dtype: str, size: int) -> None:
+    """A prompt so long that it would take a while; where there are several ranks, all stop at the same layer."""
+    options = WorkerOptions(dtype=dtype, device="cpu", max_model_len=8192, max_num_batched_tokens=8192, num_threads=1)
+    sizes: dict[str, Any] = {"tensor_parallel_size": size, "pipeline_parallel_size": size}
+    wide = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 1024, "num_key_value_heads": 2}
+    executor = start(str(write_tiny_model(tmp_path / "wide", vocab_size=4096, **wide)), options, **sizes)
     blocks = list(range(512))
     plan = plan_of({"a": 8000}, new=[new_request("a", [7] * 8000, block_ids=blocks)])
     with pytest.raises(StepAbandoned):
@@ -208,3 +211,66 @@ def test_an_abandoned_step_is_over_and_changes_nothing(tmp_path: Path) -> None:
     again = plan_of({"a": 3}, new=[new_request("a", [5, 6, 7], block_ids=[0])], removed=["a"])
     assert len(executor.submit(again, lambda: False).result().sampled_token_ids[0]) == 1
     executor.shutdown()
+
+
+LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MultiprocExecutor, UniProcExecutor]]:
+    """A model in four processes, two stages of two ranks, which get 2 + 1 groups of heads; and whole."""
+    model = str(write_tiny_model(tmp_path_factory.mktemp("cut") / "cut", vocab_size=4096, **LAYERS))
+    options = replace(OPTIONS, dtype="float32")
+    executor = start(model, options, tensor_parallel_size=2, pipeline_parallel_size=2)
+    yield executor, load_executor(open_model(model, load_format="dummy"), options)
+    executor.shutdown()
+
+
+def test_a_model_that_is_cut_both_ways_says_what_it_says_whole(cut: tuple[MultiprocExecutor, UniProcExecutor]) -> None:
+    ranks, whole = cut
+    assert ranks.pipeline_depth == 2
+    assert len(ranks.pids) == 4
+    assert generate(ranks, prompts(), chunk=6) == generate(whole, prompts(), chunk=6)
+
+
+def test_stages_work_on_several_steps_and_forget_one_that_fails(
+    cut: tuple[MultiprocExecutor, UniProcExecutor],
+) -> None:
+    """Also where it fails on the last stage alone."""
+    ranks, whole = cut
+    expected = generate(whole, prompts(), chunk=1000)
+    new = [
+        new_request(name, [5, 6, 7], block_ids=[each, each + 1], temperature=0.0) for each, name in ((0, "a"), (4, "b"))
+    ]
+    several = [ranks.submit(plan_of({each.request_id: 3}, new=[each])) for each in new]
+    tokens = [step.result().sampled_token_ids[0] for step in several]
+    assert tokens[0] == tokens[1]
+    with pytest.raises(EngineDead, match="KeyError"):
+        ranks.submit(plan_of({"nobody": 1})).result()
+    failing = plan_of({"a": 1})
+    failing.masks = Masks(None)
+    behind = plan_of({"b": 1})
+    steps = [ranks.submit(failing), ranks.submit(behind)]
+    with pytest.raises(EngineDead, match="LookupError"):
+        steps[0].result()
+    assert len(steps[1].result().sampled_token_ids[0]) == 1
+    ranks.submit(plan_of({}, removed=["a", "b"])).result()
+    assert generate(ranks, prompts(), chunk=1000) == expected
+
+
+def for_ever(executor: MultiprocExecutor) -> None:
+    while True:
+        executor.submit(plan_of({"a": 2}, new=[new_request("a", [5, 6], block_ids=[0, 1])])).result()
+        executor.submit(plan_of({}, removed=["a"])).result()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_any_rank_of_several_that_goes_is_named(victim: int, tmp_path: Path) -> None:
+    model = str(write_tiny_model(tmp_path / "cut", vocab_size=4096, **LAYERS))
+    before = ranks_left()
+    executor = start(model, replace(OPTIONS, dtype="float32"), tensor_parallel_size=2, pipeline_parallel_size=2)
+    os.kill(executor.pids[victim], signal.SIGSTOP if victim else signal.SIGKILL)
+    with pytest.raises(RankLost, match=f"rank {victim} on "):
+        for_ever(executor)
+    executor.shutdown()
+    assert ranks_left() == before

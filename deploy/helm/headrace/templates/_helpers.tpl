@@ -66,8 +66,9 @@ labels:
 {{- if and $v.serviceMonitor.enabled (or $v.apiKeys.existingSecret $v.tenants.existingSecret) (not $v.serviceMonitor.authorization.existingSecret) }}
 {{- fail "apiKeys or tenants make /metrics ask for a key: name a Secret with one in serviceMonitor.authorization.existingSecret" }}
 {{- end }}
-{{- if gt ($v.gpu.count | int) ($v.settings.data_parallel_size | default 1 | int) }}
-{{- fail (printf "gpu.count is %v, and an engine uses one device: set settings.data_parallel_size to as many, and settings.engine to process" $v.gpu.count) }}
+{{- $ranks := mul ($v.settings.tensor_parallel_size | default 1 | int) ($v.settings.pipeline_parallel_size | default 1 | int) }}
+{{- if gt ($v.gpu.count | int) (mul $ranks ($v.settings.data_parallel_size | default 1 | int) | int) }}
+{{- fail (printf "gpu.count is %v, and an engine uses one device for each of its processes: set settings.tensor_parallel_size to as many, or settings.data_parallel_size, and settings.engine to process" $v.gpu.count) }}
 {{- end }}
 {{- if gt ($v.autoscaling.minReplicas | int) ($v.autoscaling.maxReplicas | int) }}
 {{- fail (printf "autoscaling.minReplicas is %v, and autoscaling.maxReplicas %v" $v.autoscaling.minReplicas $v.autoscaling.maxReplicas) }}

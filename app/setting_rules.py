@@ -1,0 +1,60 @@
+"""What settings must be together. Imported by `app.settings`, which checks each alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+
+def check_together(settings: Settings) -> None:
+    """Raise ValueError that says what does not go together, and what works."""
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({settings.max_num_batched_tokens}) must be at least max_num_seqs "
+            f"({settings.max_num_seqs}), because every running request needs one token of each step. For example: "
+            f"max_num_batched_tokens = {max(512, settings.max_num_seqs)}"
+        )
+    _check_tiers(settings)
+    if settings.data_parallel_size > 1 and settings.engine == "thread" and not settings.has_rank_processes:
+        raise ValueError(
+            f"data_parallel_size ({settings.data_parallel_size}) needs engines that are processes, and engine is "
+            f"{settings.engine}. What works: engine = process, or data_parallel_size = 1"
+        )
+    _check_ranks(settings)
+
+
+def _check_tiers(settings: Settings) -> None:
+    keeps_blocks = settings.kv_cache_dir is not None or settings.kv_cache_ram
+    if keeps_blocks and not settings.enable_prefix_caching:
+        raise ValueError(
+            "kv_cache_dir and kv_cache_ram keep what the prefix cache finds, and enable_prefix_caching is false. "
+            "What works: enable_prefix_caching = true, or neither of them"
+        )
+    if keeps_blocks and settings.has_rank_processes:
+        raise ValueError(
+            "kv_cache_dir and kv_cache_ram are for an engine that computes by itself, and here "
+            f"{settings.num_ranks} processes do. What works: executor = uni with tensor_parallel_size = 1 and "
+            "pipeline_parallel_size = 1, or neither of them"
+        )
+    default = type(settings).model_fields["kv_cache_dir_size"].default
+    if settings.kv_cache_dir is None and settings.kv_cache_dir_size != default:
+        raise ValueError(
+            f"kv_cache_dir_size ({settings.kv_cache_dir_size.human_readable()}) bounds what is in kv_cache_dir, which "
+            "is not set. What works: kv_cache_dir = /var/cache/headrace/kv, or neither of them"
+        )
+
+
+def _check_ranks(settings: Settings) -> None:
+    if settings.executor == "uni" and settings.num_ranks > 1:
+        raise ValueError(
+            f"executor is uni, which computes in one process, and tensor_parallel_size "
+            f"({settings.tensor_parallel_size}) x pipeline_parallel_size ({settings.pipeline_parallel_size}) asks for "
+            f"{settings.num_ranks}. What works: executor = mp, or 1 for both"
+        )
+    if settings.enable_expert_parallel and settings.tensor_parallel_size == 1:
+        raise ValueError(
+            "enable_expert_parallel spreads experts over the processes of tensor_parallel_size, which is 1. What "
+            "works: tensor_parallel_size = 2, or enable_expert_parallel = false"
+        )

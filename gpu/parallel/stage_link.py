@@ -1,0 +1,61 @@
+"""Activations, from the ranks of a stage to those of the next, on one machine: a ring, as plans have one.
+
+The first tensor rank of a stage writes, all of the next read: each rank of a stage has the whole residual stream. There
+is one message for every step that runs, also for one that came to nothing, so that no stage waits for what never comes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import StepAbandoned
+from gpu.parallel.ring import RingReader, RingWriter
+from gpu.runner import StageLinks
+
+_HEAD = struct.Struct("<qB")
+_STATES, _FAILED, _ABANDONED = range(3)
+
+
+class StageLink:
+    """The two ends that a rank has. Not thread-safe."""
+
+    def __init__(self, before: RingReader | None, after: RingWriter | None, *, is_last: bool) -> None:
+        """`before` is None on the first stage, `after` where another rank writes for this stage, or none does."""
+        self._before = before
+        self._after = after
+        self._number = 0
+        self._has_sent = True
+        self.links = StageLinks(receive=None if before is None else self._receive, send=None if is_last else self._send)
+
+    def begin(self, number: int) -> None:
+        """Another step."""
+        self._number, self._has_sent = number, False
+
+    def fail(self, error: Exception) -> None:
+        """The step has come to nothing here."""
+        if not self._has_sent:
+            self._write(_ABANDONED if isinstance(error, StepAbandoned) else _FAILED)
+
+    def _send(self, hidden: NDArray[np.float32]) -> None:
+        self._write(_STATES, np.ascontiguousarray(hidden, np.float32).tobytes())
+
+    def _write(self, kind: int, data: bytes = b"") -> None:
+        self._has_sent = True
+        if self._after is not None:
+            self._after.write(_HEAD.pack(self._number, kind) + data)
+
+    def _receive(self, num_tokens: int) -> NDArray[np.float32]:
+        assert self._before is not None
+        while True:
+            message = bytearray(self._before.read())
+            number, kind = _HEAD.unpack_from(message)
+            if number < self._number:
+                continue  # of a step that failed here before it asked
+            if kind == _ABANDONED:
+                raise StepAbandoned("the first stage has found that nobody wants this step")
+            if kind == _FAILED:
+                raise RuntimeError("the stage before this one has failed")
+            return np.frombuffer(message, np.float32, offset=_HEAD.size).reshape(num_tokens, -1)

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-MIN_CHUNK = 64  # tokens: a shared beginning shorter than this is not worth a detour
+MIN_CHUNK = 128  # tokens: a shared beginning shorter than this is not worth a detour
 _encode = msgspec.msgpack.Encoder().encode  # the quickest way from a list of ints to bytes that tell it
 
 

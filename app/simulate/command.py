@@ -31,7 +31,10 @@ SHOWN = {  # of a sweep, by the title of the column
     "failed": "failed",
     "preempted": "num_preemptions",
     "cached": "total_cached_tokens",
+    "refused": "refused",
 }
+MAX_REPLICAS = 1024
+ROUTES = ("prefix", "load", "round-robin", "random")
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -46,6 +49,10 @@ def add_flags(parser: ArgumentParser) -> None:
         "of this model has measured on this machine.",
     )
     group.add_argument("--num-blocks", type=int, metavar="N", help="KV blocks. Default: the server's in --table.")
+    group.add_argument("--replicas", type=int, metavar="N", help="Engines that share the load. Default: the server's.")
+    group.add_argument(
+        "--route", choices=ROUTES, default="prefix", help="How they share it. Default: prefix, as the server does."
+    )
     add_workload_flags(parser)
     group = parser.add_argument_group("load")
     group.add_argument("--trace", type=Path, metavar="FILE", help="A recorded load instead: see docs/simulator.md.")
@@ -77,9 +84,11 @@ class Case:
         for name, text in own.items():
             self._set(name, text)
         self.machine, self.settings = read_machine(options.table, settings, self.options.num_blocks)
-        for name in ("num_blocks", "max_concurrency"):
-            if (value := getattr(self.options, name)) is not None and not 1 <= value <= 2**31:
-                raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {2**31}")
+        for name, most in (("num_blocks", 2**31), ("max_concurrency", 2**31), ("replicas", MAX_REPLICAS)):
+            if (value := getattr(self.options, name)) is not None and not 1 <= value <= most:
+                raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {most}")
+        if self.options.route not in ROUTES:  # by a sweep
+            raise SettingsError(f"--route: got {self.options.route}; allowed: {', '.join(ROUTES)}")
         self.settings = with_settings(
             self.settings, {name: text for name, text in (changes or {}).items() if name not in own}
         )
@@ -108,7 +117,15 @@ class Case:
     def run(self, requests: Sequence[WorkloadRequest], watch: Any = None) -> Outcome:
         """The outcome of these requests."""
         concurrency = self.options.max_concurrency
-        return simulate(requests, self.machine, self.settings, max_concurrency=concurrency, watch=watch)
+        return simulate(
+            requests,
+            self.machine,
+            self.settings,
+            max_concurrency=concurrency,
+            replicas=self.options.replicas,
+            route=self.options.route,
+            watch=watch,
+        )
 
 
 _NOT_SWEPT = frozenset(
@@ -145,6 +162,12 @@ def run(settings: Settings, **given: Any) -> int:
         f"{100 * result['slot_utilization']:.0f} % of the slots and {100 * result['device_utilization']:.0f} % of the "
         "time in use"
     )
+    if (imbalance := result.get("uncached_tokens_max_by_mean")) is not None:
+        hits = result["total_cached_tokens"] / max(result["total_input_tokens"], 1)
+        print(
+            f"Routed by {case.options.route}: {100 * hits:.0f} % of the prompts from prefix caches; uncached tokens in "
+            f"flight: the most of one engine is {imbalance:.2f} times the mean; {result['refused']:,} refused"
+        )
     if options.html is not None:
         from app.bench.html import page
 

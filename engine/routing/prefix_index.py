@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from engine.kv_events import KVEvents, in_windows
 
-MAX_CHUNKS = 2**20  # known of all engines together: 64 million tokens, in some 200 MB
-MAX_GUESSES = 2**15  # two million tokens of prompts that were given to engines lately, in about 5 MB
+MAX_CHUNKS = 2**20  # known of all engines together: 128 million tokens, in some 200 MB
+MAX_GUESSES = 2**15  # four million tokens of prompts that were given to engines lately, in about 5 MB
 _BYTES_PER_INT = 32
 
 

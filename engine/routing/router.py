@@ -81,7 +81,8 @@ class Router:
         self._num_choices, self._prompt_tokens, self._answer_tokens = np.zeros((3, size), np.int64)
         self._turns = (np.arange(size) - first) % max(size, 1) - size  # when each was chosen last
         self._turn = 0
-        self._bits = [1 << engine for engine in range(size)]
+        self._alive: Sequence[int] = ()  # and the same as an array and as bits
+        self._alive_array, self._alive_bits = np.zeros(0, np.int64), 0
         self._set_prices()
 
     @property
@@ -128,13 +129,17 @@ class Router:
         count, length = len(request_ids), len(prompt)
         hashes = PrefixHashes(self.key, self.chunk_size, tenant, salt)
         most = (length - 1) // self.chunk_size  # a token is always left to compute
-        walked, found = self.index.find(_chunks(hashes, prompt, most), sum(self._bits[each] for each in alive))
+        if alive != self._alive:
+            self._alive, self._alive_array = list(alive), np.array(alive)
+            self._alive_bits = sum(1 << each for each in alive)
+        walked, found = self.index.find(_chunks(hashes, prompt, most), self._alive_bits)
         known = {engine: number for bits, number in found for engine in _engines(bits)}
-        chosen = self._pick(alive, known, count, length)
+        chosen = self._pick(known, count, length)
         self._turn += 1
         self._turns[chosen] = self._turn
-        uncached = length - self.chunk_size * known.get(chosen, 0)
-        guessed = [*walked, *_chunks(hashes, prompt, most)]
+        num_known = known.get(chosen, 0)
+        uncached = length - self.chunk_size * num_known
+        guessed = [*walked, *_chunks(hashes, prompt, most)][num_known if self.index.publishes(chosen) else 0 :]
         self.index.guess(chosen, guessed)
         typical = round(self._typical_answer)
         answer = typical if max_tokens is None else min(typical, max_tokens)
@@ -146,10 +151,10 @@ class Router:
         self._answer_tokens[chosen] += answer * count
         return chosen
 
-    def _pick(self, alive: Sequence[int], known: dict[int, int], count: int, length: int) -> int:
+    def _pick(self, known: dict[int, int], count: int, length: int) -> int:
+        engines = self._alive_array
         if self._route == "random":
-            return alive[int(self._random.integers(len(alive)))]
-        engines = np.asarray(alive)
+            return int(self._random.choice(engines))
         if self._route == "round-robin":
             return int(engines[self._turns[engines].argmin()])
         queued = np.maximum(self._num_choices + count - self._max_num_seqs, 0)  # choices that wait for a slot
@@ -162,12 +167,13 @@ class Router:
             for engine, number in known.items():
                 seconds[engine] -= PREFILL_WEIGHT * self.chunk_size * number * self._prompt_price[engine]
                 has_slots[engine] = True
-        if has_slots[engines].any():
-            engines = engines[has_slots[engines]]
+        free = has_slots[engines]
+        if not free.all() and free.any():
+            engines = engines[free]
         costs = seconds[engines]
         least = costs.min()
         ties = engines[costs <= least + 1e-9 * abs(least)]
-        chosen = int(ties[self._turns[ties].argmin()])
+        chosen = int(ties[self._turns[ties].argmin()] if len(ties) > 1 else ties[0])
         if known and known.get(chosen, 0) == max(known.values()):
             self.num_by_prefix += 1
         else:

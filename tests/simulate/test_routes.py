@@ -1,0 +1,94 @@
+"""What it is worth to know what is cached: prompts of many shared beginnings over eight engines, in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from app.bench.workloads import Piece, WorkloadRequest
+from app.cli import main
+from app.settings import Settings
+from app.simulate.machine import Machine
+from app.simulate.run import simulate
+from engine.routing.router import Route
+from engine.scheduler.step_cost import Curve, StepCostTable
+
+REPLICAS, PREFIXES = 8, 150
+# A tenth of llm-d's lengths (6,000 tokens shared, 1,200 of one's own), at ten times the cost of a token.
+PREFIX, QUESTION, ANSWER, BLOCK = 600, 120, 50, 8
+DEMAND = 0.73  # of the KV caches of all engines, to hold every prefix once
+TOKEN = 1e-3  # seconds of prefill
+TABLE = StepCostTable(
+    decode=Curve([1, 64], [0.02, 0.04]),
+    prefill=Curve([1, 1024], [0.02, 1024 * TOKEN]),
+    mixed=Curve([1, 1024], [0.0, 1024 * TOKEN]),
+)
+MACHINE = Machine(
+    table=TABLE, num_blocks=round(PREFIXES * PREFIX / DEMAND / REPLICAS / BLOCK), block_size=BLOCK, max_model_len=1024
+)
+
+
+def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0) -> dict[str, Any]:
+    """The second half of the requests, to caches that are warm. One prefix may be that popular."""
+    draw, now, requests = Random(1), 0.0, []
+    first = list(range(PREFIXES))
+    draw.shuffle(first)
+    for number in range(count):
+        now += draw.expovariate(rate)
+        prefix = first[number] if number < PREFIXES else 0 if draw.random() < popular else draw.randrange(PREFIXES)
+        pieces = (Piece(f"prefix {prefix}", PREFIX), Piece(f"question {number}", QUESTION))
+        requests.append(WorkloadRequest(pieces, ANSWER, arrival=now))
+    settings = Settings(
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+        max_queue_time=0,
+        max_queued_requests=10_000,
+        max_queued_tokens=10**8,
+    )
+    outcome = simulate(requests, MACHINE, settings, replicas=REPLICAS, route=route)
+    assert outcome.result()["refused"] == 0, "nobody is refused to look fast"
+    return replace(outcome, records=outcome.records[count // 2 :]).result()
+
+
+def test_known_prefixes_double_the_throughput() -> None:
+    """Of a load that is too much for either."""
+    by_prefix, blind = (run(route, 30.0, count=1200) for route in ("prefix", "round-robin"))
+    assert by_prefix["request_throughput"] >= 2 * blind["request_throughput"]
+    assert by_prefix["total_cached_tokens"] > 3 * blind["total_cached_tokens"]
+
+
+def test_known_prefixes_keep_first_tokens_twenty_times_as_quick() -> None:
+    """At a rate that is too much where nobody knows."""
+    by_prefix, blind = (run(route, 16.0, count=1200) for route in ("prefix", "round-robin"))
+    assert by_prefix["p90_ttft_ms"] <= blind["p90_ttft_ms"] / 20
+
+
+def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
+    figures = run("prefix", 16.0, count=1200, popular=0.5)
+    assert figures["total_cached_tokens"] / figures["total_input_tokens"] > 0.6
+    assert figures["uncached_tokens_max_by_mean"] < REPLICAS / 2, "no engine has them all"
+    assert figures["p90_ttft_ms"] < 3000
+
+
+def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.json"
+    table.write_bytes(TABLE.to_json())
+    flags = f"simulate --table {table} --num-prompts 20 --output-len 9 --input-len 200 --replicas 3".split()
+    assert main([*flags, "--route", "round-robin"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Routed by round-robin: 0 % of the prompts from prefix caches" in printed
+    assert "0 refused" in printed
+    assert main([*flags, "--sweep", "route=prefix,random"]) == 0
+    assert "refused" in capsys.readouterr().out
+    assert main([*flags, "--replicas", "0"]) == 1
+    assert "--replicas: got 0; allowed: 1 to 1024" in capsys.readouterr().err
+    assert main([*flags, "--sweep", "route=best"]) == 1
+    assert "--route: got best; allowed: prefix, load, round-robin, random" in capsys.readouterr().err
+
+
+def test_a_simulation_is_the_same_each_time() -> None:
+    assert run("prefix", 16.0, count=200)["p90_ttft_ms"] == run("prefix", 16.0, count=200)["p90_ttft_ms"]

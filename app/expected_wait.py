@@ -103,7 +103,7 @@ class ExpectedWait:
         slots = self._effective_slots()
         passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
         have_to_end = own + passed + self._num_running - slots
-        limit = (tenant.max_running or slots) * self._engines
+        limit = tenant.max_running or slots
         have_to_end_of_own = own + self._running[tenant.name] - limit
         if have_to_end <= 0 and have_to_end_of_own <= 0:
             return 0.0

@@ -95,6 +95,13 @@ class SetLogLevel(_Command):
     level: str
 
 
+class ChargeTenants(_Command):
+    """Other engines have served these tenants so much, in prompt tokens by the tenant's weight: it counts as if this
+    one had."""
+
+    served: dict[str, float]
+
+
 class PublishKVEvents(_Command):
     """Tell with each step what has come into the prefix cache and what has gone from it, beginning with all that is
     known to be there. `key` is what chunks are hashed with, at most 64 bytes; with another one nothing is known."""
@@ -146,5 +153,15 @@ class EngineDied(msgspec.Struct, tag=True, array_like=True):
 
 Question = GetSnapshot | StartProfile | StopProfile
 Answer = EngineSnapshot | Profile
-Command = AddRequests | FinishRequests | ResetPrefixCache | PublishKVEvents | SetLogLevel | Ask | Break | Close
+Command = (
+    AddRequests
+    | FinishRequests
+    | ResetPrefixCache
+    | ChargeTenants
+    | PublishKVEvents
+    | SetLogLevel
+    | Ask
+    | Break
+    | Close
+)
 Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied

@@ -76,9 +76,9 @@ def main() -> None:
         # As new in memory as what a tokenizer has just given.
         prompt = draw.choice(prefixes).tolist() + draw.choices(range(100_000), k=options.prompt - shared)
         began = time.thread_time()
-        engine = router.choose([str(number)], prompt, alive, max_tokens=256)
+        chosen_engine = router.choose([str(number)], prompt, alive, max_tokens=256)
         chosen = time.thread_time()
-        living.append((str(number), engine, array("I", prompt)))
+        living.append((str(number), chosen_engine, array("I", prompt)))
         spent = 0.0
         if len(living) > options.engines * SLOTS // 2:
             name, at, computed = living.popleft()

@@ -24,6 +24,7 @@ from engine.commands import (
     Answered,
     Ask,
     Break,
+    ChargeTenants,
     Close,
     Command,
     Event,
@@ -378,6 +379,7 @@ class EngineCore:
 _CARRY_OUT: dict[type, Callable[[EngineCore, Any], Event | None]] = {
     AddRequests: EngineCore._add_all,
     FinishRequests: EngineCore._finish_all,
+    ChargeTenants: lambda core, command: core.scheduler.shares.charge_elsewhere(command.served),
     PublishKVEvents: lambda core, command: core.scheduler.kv.publish_events(command.key),
     ResetPrefixCache: lambda core, command: core.scheduler.kv.reset(),
     SetLogLevel: lambda core, command: logging.getLogger().setLevel(command.level.upper()),

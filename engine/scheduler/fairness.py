@@ -10,6 +10,7 @@ nor by being held at its limit. Owned by the Scheduler.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
 
 from engine.snapshot import TenantSnapshot
 
@@ -68,6 +69,12 @@ class TenantShares:
     def charge(self, tenant: str, cost: float) -> None:
         """Account for what a step did for this tenant, in prompt tokens."""
         self._served[tenant] += cost / self._weights[tenant]
+
+    def charge_elsewhere(self, served: Mapping[str, float]) -> None:
+        """Account for what other engines have done, by each tenant's weight. Who is not known here begins anew."""
+        for tenant, amount in served.items():
+            if tenant in self._served:
+                self._served[tenant] += amount
 
     def served(self, tenant: str) -> float:
         """What this tenant was served so far, by its weight."""

@@ -17,10 +17,29 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 
-from engine.commands import AddRequests, Answer, Command, EngineDied, Event, FinishRequests, PublishKVEvents, Question
+from engine.commands import (
+    AddRequests,
+    Answer,
+    ChargeTenants,
+    Command,
+    EngineDied,
+    Event,
+    FinishRequests,
+    PublishKVEvents,
+    Question,
+)
 from engine.errors import EngineDead, RankLost, RequestFailed
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, SchedulerStats
+from engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+)
 from engine.routing.router import WHOLE, Router
+from engine.routing.tenants import FleetShares, TenantLimits
+from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.step_cost import StepCostTable
 from engine.transport.channel import Deliver
 from engine.transport.client import EngineClient
@@ -30,6 +49,7 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 5  # of all replicas, within DEATH_WINDOW; the next one is the end
 DEATH_WINDOW = 600.0  # seconds
 RESTART_SECONDS = 0.5  # between a death and the new start
+SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
 ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
 
 
@@ -42,6 +62,9 @@ class DataParallelClient:
         self._router = Router(size, max_num_seqs)
         self._placed: dict[str, Placed] = {}  # requests that have not ended
         self.num_placed_again = 0
+        self._limits = TenantLimits()
+        self._shares = FleetShares(size)
+        self._shared = 0.0  # when the engines were told
         self._step = 0
         self._deaths: deque[float] = deque()
         self._announced = False
@@ -82,12 +105,15 @@ class DataParallelClient:
         match command:
             case AddRequests():
                 if alive:
-                    self._place(command, alive)
+                    self._limits.hold(command)
+                    self._start(command.choices[0].tenant)
             case FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
                 for request_id in request_ids:
                     placed = self._placed.get(request_id)
-                    if placed is not None:
+                    if placed is None:
+                        self._limits.drop(request_id)
+                    else:
                         self._forget(request_id, by_itself=reason in WHOLE)
                         by_replica.setdefault(placed.replica.index, []).append(request_id)
                 for index, ids in by_replica.items():
@@ -95,6 +121,12 @@ class DataParallelClient:
             case _:
                 for index in alive:
                     self.replicas[index].client.send(command)
+
+    def _start(self, tenant: str) -> None:
+        """Place what the tenant may have run now."""
+        while (alive := self._alive()) and (prompt := self._limits.next(tenant)) is not None:
+            assert isinstance(prompt, AddRequests)
+            self._place(prompt, alive)
 
     def _place(self, command: AddRequests, alive: Sequence[int], *, again: bool = False) -> None:
         """Choose an engine and give it the request. One that is placed again has had its second chance."""
@@ -110,7 +142,8 @@ class DataParallelClient:
         replica, now = self.replicas[index], time.monotonic()
         for request in command.choices:
             replica.requests[request.request_id] = now
-            self._placed[request.request_id] = Placed(replica, None if again else command)
+            length = len(command.prompt_token_ids)
+            self._placed[request.request_id] = Placed(replica, request, length, None if again else command)
         replica.client.send(command)
 
     async def query(self, question: Question) -> dict[int, Answer]:
@@ -162,11 +195,9 @@ class DataParallelClient:
             if event.kv_events is not None and not self._router.apply(replica.index, event.kv_events):
                 self._ask(replica)
             for output in event.outputs:
-                self._router.advanced(output.request_id, len(output.new_token_ids))
-                if output.new_token_ids or output.prompt_logprobs or output.embedding:
-                    self._begin(output.request_id)
-                if output.finish_reason is not None:
-                    self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
+                self._account(output)
+            if event.timestamp - self._shared >= SHARING_SECONDS:
+                self._share(event)
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
             replica.engine_info = event
@@ -174,6 +205,8 @@ class DataParallelClient:
             self._take_costs(replica, event.step_costs)
             if len(self.replicas) > 1:
                 self._ask(replica)
+            for tenant in self._limits.tenants:
+                self._start(tenant)
             if self._announced:
                 logger.info("Engine %d runs again", replica.index)
             elif len(self._alive()) == len(self.replicas):
@@ -196,7 +229,11 @@ class DataParallelClient:
         logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
         replica.mark_dead()
         self._router.forget(replica.index)
-        lost = self._place_again({request_id: self._placed.pop(request_id) for request_id in lost})
+        gone = {request_id: self._placed.pop(request_id) for request_id in lost}
+        lost = self._place_again(gone)
+        for request_id in lost:
+            self._limits.end(gone[request_id].request.tenant)
+            self._start(gone[request_id].request.tenant)
         why = "the engine that ran this request has died"
         outputs = [
             EngineCoreOutput(
@@ -222,10 +259,31 @@ class DataParallelClient:
             self.num_placed_again += len(choices)
         return [request_id for request_id, placed in lost.items() if placed.command is None]
 
-    def _begin(self, request_id: str) -> None:
-        """Something of it is told: no other engine can run it any more."""
-        if request_id in self._placed:
-            self._placed[request_id].command = None
+    def _account(self, output: EngineCoreOutput) -> None:
+        """What a request gained in a step."""
+        num_tokens = len(output.new_token_ids)
+        self._router.advanced(output.request_id, num_tokens)
+        placed = self._placed.get(output.request_id)
+        if placed is None:
+            return
+        if num_tokens or output.prompt_logprobs or output.embedding:
+            placed.command = None  # something of it is told: no other engine can run it any more
+            cost = num_tokens * OUTPUT_TOKEN_COST + max(0, placed.prompt_tokens - output.num_cached_tokens)
+            placed.prompt_tokens = 0
+            self._shares.charge(placed.replica.index, placed.request, cost)
+        if output.finish_reason is not None:
+            self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
+
+    def _share(self, event: EngineCoreOutputs) -> None:
+        """Now and then: tell each engine what tenants were served by the others, and end what was held for too long."""
+        self._shared = event.timestamp
+        for replica, served in zip(self.replicas, self._shares.take(), strict=True):
+            if served and replica.engine_info is not None:
+                replica.client.send(ChargeTenants(served))
+        for request_id in self._limits.late(time.monotonic()):
+            self._limits.drop(request_id)
+            late = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)
+            event.outputs.append(late)
 
     def _ask(self, replica: Replica) -> None:
         """Have an engine tell everything that it holds, and then what changes."""
@@ -244,6 +302,8 @@ class DataParallelClient:
         if placed is not None:
             del placed.replica.requests[request_id]
             self._router.ended(request_id, by_itself=by_itself)
+            self._limits.end(placed.request.tenant)
+            self._start(placed.request.tenant)
 
     def _take_costs(self, replica: Replica, costs: bytes | None) -> None:
         if costs:
@@ -270,7 +330,7 @@ class DataParallelClient:
             stats,
             step=self._step,
             num_running=sum(levels.num_running for _, levels in alive),
-            num_waiting=sum(levels.num_waiting for _, levels in alive),
+            num_waiting=sum(levels.num_waiting for _, levels in alive) + self._limits.num_held,
             kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
         )
         return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
@@ -293,6 +353,8 @@ class Placed:
     """A request in an engine. While nothing of it has been told, `command` can be given to another, once."""
 
     replica: Replica
+    request: EngineCoreRequest
+    prompt_tokens: int  # that are not accounted for
     command: AddRequests | None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 import engine.transport.data_parallel
@@ -135,6 +137,46 @@ async def test_what_a_dead_replica_had_not_begun_runs_elsewhere_once() -> None:
         assert [token_id for output in last for token_id in output.token_ids] == expected_tokens(request)
         await both.assert_nothing_left()
         assert not parallel._placed
+
+
+async def test_a_tenants_limit_holds_over_all_engines() -> None:
+    parallel = replicas(2, step_seconds=0.003)
+    async with serving(parallel) as both:
+        requests = [
+            msgspec.structs.replace(make_request([i, *range(9)], tenant="a", max_tokens=9), tenant_max_running=2)
+            for i in range(7)
+        ]
+        got: dict[int, list[int]] = {}
+
+        async def run(i: int) -> None:
+            got[i] = await both.read(requests[i])
+
+        async with anyio.create_task_group() as tasks:
+            for i in range(7):
+                tasks.start_soon(run, i)
+            tasks.start_soon(both.read, make_request(range(9), tenant="b", max_tokens=60))
+            with anyio.move_on_after(0.05):  # one leaves that may be held back
+                await both.read(
+                    msgspec.structs.replace(make_request([1], tenant="a", max_tokens=99), tenant_max_running=2)
+                )
+        assert got == {i: expected_tokens(request) for i, request in enumerate(requests)}
+        assert 2 <= max(each.num_running for each in both.observer.stats) <= 3, "two of one tenant, one of the other"
+        assert not parallel._limits.num_held
+        await both.assert_nothing_left()
+
+
+async def test_what_is_held_back_ends_in_time() -> None:
+    parallel = replicas(2, step_seconds=0.02)
+    async with serving(parallel) as both:
+        long, late = (
+            msgspec.structs.replace(make_request([i], tenant="a", max_tokens=90), tenant_max_running=1)
+            for i in range(2)
+        )
+        late.first_token_deadline = time.monotonic() + 0.1
+        async with both.llm.stream(long) as first, both.llm.stream(late) as second:
+            await anext(first)
+            assert [each.finish_reason async for each in second] == [FinishReason.TIMEOUT]
+        await both.assert_nothing_left()
 
 
 async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ runner             runs it under Hypercorn in this process
 scope              a request as a scope, from the first byte of its body to the last byte of its answer
 request_body       its body, whole and in time
 endpoint           a handler in such a scope, and the accounting of each request
+load_report        what an answer tells a load balancer that asks
 request_record     what is known of a request when it has ended
 event_log          the events of a response that is made in the background, and its readers' places
 background         requests that outlive their connection: a scope whose client is an event log
@@ -47,6 +48,7 @@ hypercorn_streams  what is patched in how Hypercorn carries messages
 hypercorn_http2    HTTP/2's part of that
 logs               what the server says about itself: lines in a terminal, JSON elsewhere
 metrics            what Prometheus reads from /metrics
+routing_metrics  what it says of how several engines share the requests
 histogram          a histogram that takes many equal values at once
 event_loop         who keeps the event loop from its other work, and for how long
 timelines          what happened to each of the last requests, and how long it took

@@ -53,7 +53,6 @@ SHUTTING_DOWN = ApiError(
     503, "The server is shutting down.", code="shutting_down", headers={"connection": "close", "retry-after": "5"}
 )
 
-
 ABORTED = ApiError(
     503, "The request was ended by the operator.", code="request_aborted", headers={"x-should-retry": "false"}
 )
@@ -127,6 +126,7 @@ class Server:
             waiting=self.admission.places.taken_by,
             phases=Phase,
             is_in=lambda phase: self.phase == phase,
+            routing=lambda: None if self._llm is None else self._llm.routing,
         )
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))

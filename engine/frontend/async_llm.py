@@ -53,6 +53,7 @@ from engine.messages import (
     StructuredOutput,
     Unenforced,
 )
+from engine.routing.stats import RoutingStats
 from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot
 from engine.structured import CompiledGrammar, GrammarCompiler, Owner
@@ -235,6 +236,11 @@ class AsyncLLM:
     def is_available(self) -> bool:
         """Whether a stream can be opened now."""
         return self.error is None and self._inputs is not None and self._client.is_available
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How several engines share the requests; None of one engine."""
+        return getattr(self._client, "routing", None)
 
     def seconds_without_progress(self) -> float:
         """For how long the engine has had work and made no step; 0 when it is idle.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.kv_events import MIN_CHUNK, KVEvents, PrefixHashes, chunk_size
 from engine.messages import FinishReason
 from engine.routing.prefix_index import PrefixIndex
+from engine.routing.stats import RoutingStats
 from engine.scheduler.expected_work import TypicalRequest
 from engine.scheduler.step_cost import StepCostTable
 
@@ -96,6 +97,18 @@ class Router:
         """Tokens of prompts that wait in each engine to be computed, as far as can be told."""
         tokens: list[int] = self._prompt_tokens.tolist()
         return tokens
+
+    def stats(self, alive: Sequence[int], num_placed_again: int = 0) -> RoutingStats:
+        """How the engines, of which these live, share the requests."""
+        return RoutingStats(
+            loads=self.loads,
+            num_by_prefix=self.num_by_prefix,
+            num_by_load=self.num_by_load,
+            num_placed_again=num_placed_again,
+            num_guessed=sum(not self.index.publishes(engine) for engine in alive),
+            num_gaps=self.index.num_gaps,
+            num_bytes=self.index.num_bytes,
+        )
 
     def describe(self, block_size: int, kv_windows: Sequence[int | None]) -> None:
         """The KV cache of the engines."""

@@ -12,5 +12,6 @@ process_client  `EngineClient` over one process
 process_core    the child's side of it
 remote          the front end's hold on an engine process of another machine, and its client
 remote_core     that engine's side of it
+replica         one engine of several
 data_parallel   `EngineClient` over several
 """

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 import msgspec
@@ -32,17 +31,18 @@ from engine.errors import EngineDead, RankLost, RequestFailed
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
-    EngineCoreRequest,
     EngineReady,
     FinishReason,
     SchedulerStats,
 )
 from engine.routing.router import WHOLE, Router
+from engine.routing.stats import RoutingStats
 from engine.routing.tenants import FleetShares, TenantLimits
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.step_cost import StepCostTable
 from engine.transport.channel import Deliver
 from engine.transport.client import EngineClient
+from engine.transport.replica import NOTHING_DONE, Placed, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,11 @@ class DataParallelClient:
     @property
     def is_asleep(self) -> bool:
         return all(replica.busy_since is None for replica in self.replicas)
+
+    @property
+    def routing(self) -> RoutingStats:
+        """How the engines share the requests."""
+        return self._router.stats(self._alive(), self.num_placed_again)
 
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
@@ -245,7 +250,7 @@ class DataParallelClient:
             )
             for each in lost
         ]
-        return self._merged(outputs, _NOTHING_DONE, now)
+        return self._merged(outputs, NOTHING_DONE, now)
 
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
         """Give those of which nothing has been told to another engine, if there is one. Returns the others."""
@@ -334,62 +339,3 @@ class DataParallelClient:
             kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
         )
         return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
-
-
-_NOTHING_DONE = SchedulerStats(
-    step=0,
-    num_running=0,
-    num_waiting=0,
-    kv_cache_usage=0.0,
-    num_preemptions=0,
-    prompt_tokens=0,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
-)
-
-
-@dataclass(slots=True)
-class Placed:
-    """A request in an engine. While nothing of it has been told, `command` can be given to another, once."""
-
-    replica: Replica
-    request: EngineCoreRequest
-    prompt_tokens: int  # that are not accounted for
-    command: AddRequests | None
-
-
-class Replica:
-    """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
-
-    def __init__(self, index: int, make: Callable[[int], EngineClient]) -> None:
-        self.index = index
-        self._make = make
-        self.engine_info: EngineReady | None = None  # while it lives
-        self.requests: dict[str, float] = {}  # since when it has had each
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin anew, with a client that has not been started."""
-        self.client = self._make(self.index)
-        self.stats = _NOTHING_DONE
-        self.asked = 0.0  # for all that it holds
-        self.ended = anyio.Event()
-
-    def mark_dead(self) -> None:
-        """It has died, and what it had to do is nobody's any more."""
-        self.engine_info = None
-        self.requests.clear()
-        self.ended.set()
-
-    @property
-    def busy_since(self) -> float | None:
-        """Since when it has had work and made no step; None if it has nothing to do, or does not live.
-
-        A replica that sleeps although it was given something does not hear.
-        """
-        if self.engine_info is None:
-            return None
-        if not self.client.is_asleep:
-            return self.client.last_progress
-        oldest = next(iter(self.requests.values()), None)
-        return None if oldest is None else max(self.client.last_progress, oldest)

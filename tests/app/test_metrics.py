@@ -13,6 +13,7 @@ from app.admission import Limit
 from app.metrics import ITL_BUCKETS, Metrics
 from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason, SchedulerStats
+from engine.routing.router import Router
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -200,6 +201,31 @@ def test_the_page_about_metrics_has_them_as_they_are() -> None:
     page = (DOCS / "metrics.md").read_text()
     assert runpy.run_path(str(DOCS / "metrics_table.py"))["written"](page) == page, "python docs/metrics_table.py"
     assert "| `vllm:request_success_total` | counter |" in page
+
+
+def test_levels_for_a_balancer_are_those_of_the_latest_steps(metrics: Metrics) -> None:
+    assert set(metrics.levels().values()) == {0.0}
+    metrics.on_step(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prefix_cache_queries=100), 0)
+    metrics.on_step(stats(num_running=4, num_waiting=1, kv_cache_usage=0.25, prefix_cache_queries=100), 0)
+    for _ in range(300):
+        metrics.on_step(stats(num_running=4, prefix_cache_queries=100, prefix_cache_hits=80), 1)
+    levels = metrics.levels()
+    assert levels["num_requests_running"] == 4
+    assert levels["prefix_cache_hit_rate"] == pytest.approx(0.8, abs=0.01), "what was long ago counts no more"
+
+
+def test_how_engines_share_requests_is_told(metrics: Metrics) -> None:
+    router = Router(2, 8)
+    router.choose(["a"], list(range(1000)), [0, 1])
+    metrics.show(
+        lambda: 0.0, lambda: 0.0, lambda tenant: 0, (), lambda phase: False, routing=lambda: router.stats([0, 1], 3)
+    )
+    assert value(metrics, "headrace:engine_load_seconds", engine="0") == router.loads[0] > 0
+    assert value(metrics, "headrace:engine_load_seconds", engine="1") == 0
+    assert value(metrics, "headrace:routed_prompts_total", reason="load") == 1
+    assert value(metrics, "headrace:engines_with_guessed_cache") == 2
+    assert value(metrics, "headrace:requests_placed_again_total") == 3
+    assert value(metrics, "headrace:routing_bytes") > 100
 
 
 def test_two_servers_in_a_process_count_for_themselves(metrics: Metrics) -> None:

@@ -1,0 +1,70 @@
+"""One engine of several, as the front end sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from engine.commands import AddRequests
+from engine.messages import EngineCoreRequest, EngineReady, SchedulerStats
+from engine.transport.client import EngineClient
+
+NOTHING_DONE = SchedulerStats(
+    step=0,
+    num_running=0,
+    num_waiting=0,
+    kv_cache_usage=0.0,
+    num_preemptions=0,
+    prompt_tokens=0,
+    prefix_cache_queries=0,
+    prefix_cache_hits=0,
+)
+
+
+@dataclass(slots=True)
+class Placed:
+    """A request in an engine. While nothing of it has been told, `command` can be given to another, once."""
+
+    replica: Replica
+    request: EngineCoreRequest
+    prompt_tokens: int  # that are not accounted for
+    command: AddRequests | None
+
+
+class Replica:
+    """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
+
+    def __init__(self, index: int, make: Callable[[int], EngineClient]) -> None:
+        self.index = index
+        self._make = make
+        self.engine_info: EngineReady | None = None  # while it lives
+        self.requests: dict[str, float] = {}  # since when it has had each
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew, with a client that has not been started."""
+        self.client = self._make(self.index)
+        self.stats = NOTHING_DONE
+        self.asked = 0.0  # for all that it holds
+        self.ended = anyio.Event()
+
+    def mark_dead(self) -> None:
+        """It has died, and what it had to do is nobody's any more."""
+        self.engine_info = None
+        self.requests.clear()
+        self.ended.set()
+
+    @property
+    def busy_since(self) -> float | None:
+        """Since when it has had work and made no step; None if it has nothing to do, or does not live.
+
+        A replica that sleeps although it was given something does not hear.
+        """
+        if self.engine_info is None:
+            return None
+        if not self.client.is_asleep:
+            return self.client.last_progress
+        oldest = next(iter(self.requests.values()), None)
+        return None if oldest is None else max(self.client.last_progress, oldest)

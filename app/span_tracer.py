@@ -172,22 +172,26 @@ def _figures(request: RequestScope, record: RequestRecord) -> dict[str, Any]:
     for name, start, end in (("queue", 0, 1), ("prefill", 1, 2), ("decode", 2, 3), ("inference", 1, 3)):
         if (since := marks[start]) is not None and (until := marks[end]) is not None:
             figures[name] = until - since
-    sampling = outputs.sampling
-    return figures | {
+    figures |= {
         "operation": _OPERATIONS.get(record.route, "chat"),
         "provider": PROVIDER,
         "requested_model": record.model,
         "model": record.model,
         "answer_id": request.answer_id,
+        "input_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+    }
+    if figures["operation"] == "embeddings":
+        return figures  # nothing is sampled
+    sampling = outputs.sampling
+    return figures | {
         "choices": sampling.n,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or None,
         "seed": sampling.seed,
-        "input_tokens": record.num_prompt_tokens,
         "output_tokens": record.num_output_tokens,
-        "cached_tokens": record.num_cached_tokens,
         "finish_reasons": record.finish_reason and [record.finish_reason],
         "first_token": record.seconds_to_first_token,
     }

@@ -143,6 +143,8 @@ def test_the_phases_of_whatever_is_asked_add_up(server: Server, collector: Colle
     assert traces[6].attributes["gen_ai.request.choice.count"] == 3
     ended = [event for span in traces[6].phases for event in span.events if event.name == "finished"]
     assert len(ended) == 2  # the last one ends the request
+    told = {name for name in traces[11].attributes if name.startswith("gen_ai.request.")}
+    assert told == {"gen_ai.request.model"}, "an embedding is not sampled"
 
 
 def test_names_and_resource_are_those_of_the_conventions(

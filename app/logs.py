@@ -78,6 +78,17 @@ def set_level(level: str) -> None:
     logging.getLogger().setLevel(level.upper())
 
 
+def change_level(level: str) -> None:
+    """As `set_level`, and leave a line that tells so."""
+    root = logging.getLogger()
+    before = root.level
+    set_level(level)
+    after = root.level
+    root.setLevel(min(before, after))
+    logging.getLogger(__name__).warning("The log level is %s from now on", level)
+    root.setLevel(after)
+
+
 def bind(**fields: object) -> None:
     """Every line of this task, and of those that it starts, has these fields from now on."""
     structlog.contextvars.bind_contextvars(**fields)

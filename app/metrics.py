@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -186,7 +186,7 @@ class Metrics:
         self._waiting_of: Callable[[str], int] = lambda tenant: 0
         text = "Choices of a tenant that wait for their first token."
         self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
-        self.add_tenants(tenants)
+        self.set_tenants(tenants)
         by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
         self._tiers = {
             "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
@@ -323,9 +323,17 @@ class Metrics:
             if finished.longest_output > 1:
                 self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
 
-    def add_tenants(self, names: Iterable[str]) -> None:
-        """Count what these do, too. Who was counted once stays."""
-        for name in set(names) - self._tenants.keys():
+    def set_tenants(self, names: Iterable[str], busy: Collection[str] = ()) -> None:
+        """Count what these do, and drop what others did, unless they are `busy`: those stay until the next time."""
+        names = set(names)
+        for name in self._tenants.keys() - names - set(busy):
+            label = name or ANONYMOUS
+            for status in self._tenants.pop(name)[0]:
+                self._tenant_requests.remove(label, status)
+            for kind in ("prompt", "generation"):
+                self._tenant_tokens.remove(label, kind)
+            self._tenant_waiting.remove(label)
+        for name in names - self._tenants.keys():
             label = name or ANONYMOUS
             requests = {status: self._tenant_requests.labels(label, status) for status in ("2xx", "4xx", "429", "5xx")}
             tokens = partial(self._tenant_tokens.labels, label)

@@ -184,14 +184,22 @@ class Server:
     @property
     def is_ready(self) -> bool:
         """Whether the next request would be accepted, of some tenant at least."""
-        if self.phase is not Phase.READY or self._llm is None:
-            return False
-        return self._llm.is_available and self.is_alive and not self.admission.is_full
+        return self.is_serving and not self.admission.is_full
+
+    @property
+    def is_serving(self) -> bool:
+        """As `is_ready`, were the queue empty."""
+        return self.phase is Phase.READY and self._llm is not None and self._llm.is_available and self.is_alive
 
     @property
     def num_open_requests(self) -> int:
         """HTTP requests that are being answered, probes not counted."""
         return len(self._open_requests)
+
+    @property
+    def busy_tenants(self) -> set[str]:
+        """Names of those whose requests are here."""
+        return {request.tenant.name for request in self._requests}
 
     @property
     def running_share(self) -> float:
@@ -272,7 +280,7 @@ class Server:
         `leave_port` returns when no connection can bring a request any more; until then, those that come are served.
         """
         notify("STOPPING=1")
-        logger.info("Draining: %d requests in flight", len(self._open_requests))
+        logger.info("Draining, requests in flight: %d", len(self._open_requests))
         with anyio.move_on_after(self.settings.drain_timeout):
             if leave_port is not None and self.phase is Phase.READY:
                 self.phase = Phase.LEAVING
@@ -280,13 +288,15 @@ class Server:
             self._stop()
             await self._until_idle()
         self._stop()
-        for request in self._open_requests:
-            if not request.follows_another:
-                request.end(SHUTTING_DOWN, FinishReason.ABORT)
+        cut = [request for request in self._open_requests if not request.follows_another]
+        for request in cut:
+            request.end(SHUTTING_DOWN, FinishReason.ABORT)
         with anyio.move_on_after(ERROR_FRAME_SECONDS):
             await self._until_idle()
         for request in self._open_requests:
             request.cut()
+        level = logging.WARNING if cut else logging.INFO
+        logger.log(level, "Drained, requests cut at drain_timeout (%g s): %d", self.settings.drain_timeout, len(cut))
 
     def _stop(self) -> None:
         if self.phase is not Phase.FAILED:

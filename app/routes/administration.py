@@ -14,7 +14,7 @@ import orjson
 
 from app.engine_facts import describe
 from app.generation import parse
-from app.logs import set_level
+from app.logs import change_level
 from app.routes.probes import VERSION
 from app.scope import RequestScope
 from app.server import Phase, Server
@@ -115,7 +115,7 @@ def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
 async def configure_logging(server: Server, request: RequestScope) -> None:
     """POST /configure_logging: the server logs from another severity on, until it ends."""
     body = await parse(server, ConfigureLogging, request)
-    set_level(body.log_level)
+    change_level(body.log_level)
     if server.phase is Phase.READY:
         server.model.llm.send(SetLogLevel(body.log_level))
     await request.send_json(200, orjson.dumps({"log_level": body.log_level}))

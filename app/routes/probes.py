@@ -2,7 +2,7 @@
 memory.
 
 /livez     is the process worth keeping?   503 once the engine has failed, and while no engine runs
-/readyz    should it get traffic?          200 while tokens can be made
+/readyz    should it get traffic?          200 while tokens can be made; ?exclude=queue_full: with a full queue, too
 /startupz  is it still starting?           200 once the model is loaded; the body says how far it is
 /health    vLLM's name for /readyz, with an empty body; /ping is SageMaker's, with GET and POST
 /load      how many requests are being answered
@@ -18,6 +18,7 @@ from app.metrics import CONTENT_TYPE
 from app.scope import RequestScope
 from app.server import Phase, Server
 from app.tenants import ANONYMOUS
+from protocol.errors import ApiError
 
 VERSION = metadata.version("headrace")
 
@@ -28,7 +29,11 @@ async def livez(server: Server, request: RequestScope) -> None:
 
 
 async def readyz(server: Server, request: RequestScope) -> None:
-    await request.send_json(200 if server.is_ready else 503, orjson.dumps(server.status()))
+    excluded = request.query().get("exclude", [])
+    if unknown := set(excluded) - {"queue_full"}:
+        raise ApiError(400, f"exclude: got {min(unknown)[:32]!r}; allowed: queue_full", param="exclude")
+    ready = server.is_serving if excluded else server.is_ready
+    await request.send_json(200 if ready else 503, orjson.dumps(server.status()))
 
 
 async def startupz(server: Server, request: RequestScope) -> None:

@@ -186,6 +186,18 @@ def test_what_no_tenant_has_asked_for_makes_no_series() -> None:
     assert value(metrics, "headrace:tenant_tokens_total", tenant="zenith", kind="prompt") == 0
 
 
+def test_series_of_a_tenant_go_with_it_and_its_requests() -> None:
+    metrics = Metrics("tiny", tenants=["acme", "zenith"])
+    before = len(samples(metrics))
+    metrics.set_tenants(["zenith-2"], busy={"acme"})
+    assert "zenith-2" in (page := metrics.render().decode())
+    assert 'tenant="acme"' in page
+    assert 'tenant="zenith"' not in page
+    metrics.set_tenants(["zenith-2", "other"])
+    assert 'tenant="acme"' not in metrics.render().decode()
+    assert len(samples(metrics)) == before
+
+
 def test_gateways_find_how_the_kv_cache_is_divided(metrics: Metrics) -> None:
     assert "cache_config_info{" not in metrics.render().decode(), "not before the model is loaded"
     metrics.on_ready(16, 1024, prefix_caching=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def test_everything_in_flight_ends_whole_and_nothing_new_begins(worker_class: st
 @pytest.mark.parametrize(("worker_class", "how"), WAYS[:2] + WAYS[-1:])
 def test_what_does_not_end_in_time_is_told_so(worker_class: str, how: Start) -> None:
     with start(worker_class, how, drain_timeout=0.3) as server:
+        if how == "serve":
+            server.poll(lambda: listens(server.port), bool)
+            os.kill(server.pid, signal.SIGHUP)  # while it imports: it means nothing yet
         server.wait_ready()
         streams = fill(server, max_tokens=1000)
         whole = server.connect()
@@ -101,6 +105,12 @@ def test_what_does_not_end_in_time_is_told_so(worker_class: str, how: Start) -> 
         assert (b"connection", b"close") in head.headers
         assert b"shutting_down" in whole.read_body()
         assert server.wait_exit() == 0
+        assert "Drained, requests cut at drain_timeout (0.3 s): 6" in server.log
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_hung_engine_fails_liveness_until_it_goes_on(server: ChaosServer) -> Non
         stream = server.stream("hung", max_tokens=30).read_some()
         with server.faults.during("hang"):
             wait_status(server, "/livez", 503)
-            assert status(server, "/readyz") == 503
+            assert status(server, "/readyz") == status(server, "/readyz?exclude=queue_full") == 503
             assert status(server, "/health") == 503
             assert status(server, "/startupz") == 200
             assert status(server, "/metrics") == 200, "everything that needs no engine is answered"
@@ -100,6 +100,8 @@ def test_full_queue_is_not_ready_but_alive(server: ChaosServer) -> None:
         refused = server.post("/v1/completions", {"prompt": prompt_of("one too many")})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
+        assert status(server, "/readyz?exclude=queue_full") == 200
+        assert status(server, "/readyz?exclude=engine") == 400
     for stream in running + queued:
         assert stream.read().done
     assert status(server, "/readyz") == 200

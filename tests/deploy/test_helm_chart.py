@@ -224,8 +224,9 @@ def test_probes_ask_what_the_server_answers(release: Release) -> None:
     routes = {route.path for route in create_app(Settings()).routes}  # type: ignore[attr-defined]
     probes = {name: release.container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
     asked = {name: probe["httpGet"]["path"] for name, probe in probes.items()}
-    assert asked == {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
-    assert {*asked.values(), "/metrics"} <= routes
+    excluded = "?exclude=queue_full" if release.values["readiness"]["exclude"] else ""
+    assert asked == {"startupProbe": "/startupz", "readinessProbe": f"/readyz{excluded}", "livenessProbe": "/livez"}
+    assert {*(path.partition("?")[0] for path in asked.values()), "/metrics"} <= routes
     startup = probes["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= release.values["startupTimeout"]
 
@@ -375,7 +376,10 @@ def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Cha
         ({"settings": {"max_num_seq": 8}}, ["settings", "max_num_seq"]),
         ({"settings": {"max_num_seqs": 0}}, ["settings", "max_num_seqs"]),
         ({"settings": {"dtype": "int3"}}, ["settings", "dtype", "bfloat16"]),
-        ({"settings": {"api_keys": "a-secret-key"}}, ["settings", "api_keys"]),
+        ({"settings": {"api_keys": "a-secret-key"}}, ["settings.api_keys", "apiKeys.existingSecret"]),
+        ({"settings": {"port": 8001}}, ["settings.port", "the chart's own port"]),
+        ({"settings": {"reuse_port": True}}, ["settings.reuse_port"]),
+        ({"podLabels": {"app.kubernetes.io/instance": "b"}}, ["podLabels", "app.kubernetes.io/instance"]),
         ({"settings": {"drain_timeout": None}}, ["settings", "drain_timeout"]),
         ({"extraEnv": [{"name": "LEVEL", "value": 1}]}, ["extraEnv", "value", "string"]),
         ({"fullnameOverride": "1e3"}, ["1e3", "Service", "fullnameOverride"]),
@@ -383,6 +387,9 @@ def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Cha
         ({"extraEnv": [{"name": "HEADRACE_API_KEYS", "value": "a-secret-key"}]}, ["extraEnv", "name"]),
         ({"apiKeys": {"value": "a-secret-key"}}, ["apiKeys", "value"]),
         ({"port": 80}, ["port", "1,024"]),
+        ({"port": None}, ["missing", "port"]),
+        ({"cache": {"size": None}}, ["cache", "missing", "size"]),
+        ({"readiness": {"exclude": "engine"}}, ["readiness", "exclude", "queue_full"]),
         ({"gpu": {"count": -1}}, ["gpu", "count"]),
         ({"gpu": {"count": 2}}, ["gpu.count", "data_parallel_size"]),
         ({"workload": "StatefulSet", "cache": {"existingClaim": "shared"}}, ["cache", "existingClaim"]),

@@ -236,6 +236,8 @@ def test_the_log_level_changes_while_the_server_runs(governed: Server) -> None:
     lines = [line for line in governed.log.splitlines() if "while-all-are" in line]
     assert all(any(words in line for line in lines) for words in said), lines
     assert "while-errors-are" not in governed.log
+    for level in ("error", "info"):
+        assert f"The log level is {level} from now on" in governed.log
 
 
 def test_the_prefix_cache_is_forgotten(governed: Server) -> None:

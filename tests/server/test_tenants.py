@@ -199,7 +199,7 @@ def test_keys_change_while_the_server_runs_and_requests_that_run_keep_theirs(ser
         keys_file.write_text(
             FILE.replace("guest-secret", "new-secret") + "[tenants.newcomer]\nkeys = ['late-secret']\n"
         )
-        reload(server, "read again: 5 tenants")
+        reload(server, "read again, tenants: 5")
         assert ask(server, "guest-secret").status_code == 401
         for key in ("flood-secret-1", "new-secret", "late-secret", "environment-secret"):
             assert ask(server, key).status_code == 200
@@ -208,11 +208,14 @@ def test_keys_change_while_the_server_runs_and_requests_that_run_keep_theirs(ser
         waiting = [connect(server, stack, "late-secret", max_tokens=2000) for _ in range(SLOTS + 2)]
         server.wait_until(lambda now: now.waiting == 2)
         keys_file.write_text(FILE)
-        reload(server, "read again: 4 tenants")
+        reload(server, "read again, tenants: 4")
         assert ask(server, "late-secret").status_code == 401
         assert server.metrics().samples["headrace:tenant_requests_total{status=2xx,tenant=newcomer}"] == 1
         assert waiting[-1].read_head().status_code == 200, "it waited while its tenant was removed"
     server.wait_idle()
+    reload(server, "read again, tenants: 4")
+    assert "newcomer" not in server.client.get("/metrics").text, "it is gone, and so are its requests"
+    assert "tenant=guest" in str(server.metrics().samples)
 
 
 @pytest.mark.parametrize("content", ["[tenants.a]\nkeys = ['flood-secret-1'", "", "a = " + "[" * 5000, None])

@@ -59,6 +59,19 @@ labels:
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
 {{- fail (printf "%q cannot name a Service: set fullnameOverride to a letter, and letters, digits and \"-\" after it" $name) }}
 {{- end }}
+{{- range $setting, $value := dict "port" "port" "api_keys" "apiKeys.existingSecret" "admin_keys" "adminKeys.existingSecret" "api_keys_file" "tenants.existingSecret" }}
+{{- if hasKey $v.settings $setting }}
+{{- fail (printf "settings.%s is not taken: set the chart's own %s" $setting $value) }}
+{{- end }}
+{{- end }}
+{{- if hasKey $v.settings "reuse_port" }}
+{{- fail "settings.reuse_port is not taken: a pod has its port alone" }}
+{{- end }}
+{{- range $label, $value := include "headrace.labels" . | fromYaml }}
+{{- if hasKey ($v.podLabels | default dict) $label }}
+{{- fail (printf "podLabels: %s is the chart's own; selectors go by such labels" $label) }}
+{{- end }}
+{{- end }}
 {{- $prefix := $v.settings.metrics_prefix | default "vllm:" }}
 {{- if and (ne $prefix "vllm:") (or $v.prometheusRule.enabled $v.inferencePool.enabled) }}
 {{- fail (printf "settings.metrics_prefix is %q, and prometheusRule and inferencePool read metrics that begin with \"vllm:\"" $prefix) }}

@@ -47,9 +47,9 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ divf .Values.startupTimeout 5 | ceil }}
-      # Not ready while the queue is full, so quick both ways.
+      # Not ready while the queue is full, if that counts, so quick both ways.
       readinessProbe:
-        httpGet: {path: /readyz, port: http}
+        httpGet: {path: "/readyz{{ with .Values.readiness.exclude }}?exclude={{ . }}{{ end }}", port: http}
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.setting_sources import Given
-from app.setting_types import is_secret
+from app.setting_types import has_password, is_secret
 from app.settings import Settings
 
 
@@ -26,7 +26,7 @@ def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> 
         value, source = getattr(settings, name), given[name].where if name in given else "default"
         if value is None or (is_secret(field) and not value):
             line = f"# {name} is not set"
-        elif is_secret(field):
+        elif is_secret(field) or has_password(value):
             line = f"# {name} is set and not shown"
         else:
             line = f"{name} = {_toml(value)}"

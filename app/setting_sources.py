@@ -20,7 +20,7 @@ from pydantic import ByteSize, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource
 
-from app.setting_types import is_secret, without_none
+from app.setting_types import has_password, is_secret, without_none
 from app.settings import ENV_PREFIX, Settings, SettingsError
 
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
@@ -174,9 +174,38 @@ def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
     return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
 
 
+# What vLLM takes and Headrace calls otherwise, or does not have ("") where the spelling would suggest something else.
+_OF_VLLM = {
+    "download_dir": "cache_dir",
+    "uvicorn_log_level": "log_level",
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "kv_offloading_size": "kv_cache_ram",
+    "swap_space": "kv_cache_ram",
+    "tool_call_parser": "tool_parser",
+    "default_chat_template_kwargs": "template_kwargs",
+    "shutdown_timeout": "drain_timeout",
+    "generation_config": "sampling_defaults",
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), ""),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "enforce_eager", "runner", "headless"), ""),
+    **dict.fromkeys(("tokenizer", "chat_template", "response_role", "tool_server", "logits_processors"), ""),
+    **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format", "kv_cache_dtype"), ""),
+    **dict.fromkeys(
+        ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""
+    ),
+}
+
+
 def _meant(name: str, known: Iterable[str]) -> str:
+    by_field = {_field_name(each): each for each in known}
+    if (of_vllm := _OF_VLLM.get(_field_name(name))) is not None:
+        return f"Did you mean {by_field[of_vllm]}?" if of_vllm in by_field else ""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"Did you mean {nearest[0]}?" if nearest else ""
+
+
+def _field_name(spelled: str) -> str:
+    return spelled.removeprefix(ENV_PREFIX).removeprefix("--").replace("-", "_").lower()
 
 
 def _explain(problem: Any, given: Mapping[str, Given]) -> str:
@@ -187,6 +216,6 @@ def _explain(problem: Any, given: Mapping[str, Given]) -> str:
     if field is None:
         return unknown_setting(name, {n: n for n in Settings.model_fields})
     entry = given[name]
-    value = "a value that is not shown" if is_secret(field) else repr(entry.value)
+    value = "a value that is not shown" if is_secret(field) or has_password(entry.value) else repr(entry.value)
     example = working_value(field)
     return f"{entry.where}: got {value}; allowed: {allowed_values(field)}. A value that works: {example}"

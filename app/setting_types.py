@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -28,6 +29,11 @@ CommaSeparatedSecrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_
 def is_secret(field: FieldInfo) -> bool:
     """Whether a setting's value must never be shown."""
     return SecretStr in get_args(without_none(field.annotation))
+
+
+def has_password(value: object) -> bool:
+    """Whether it is a URL with one, or with a name that may be as secret."""
+    return isinstance(value, str) and re.search(r"://[^/?#]*@", value) is not None
 
 
 def without_none(annotation: Any) -> Any:

@@ -65,9 +65,7 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
     except ImportError as error:
         missing = f"{error.name} is not installed. Install it (pip install 'headrace[otel]')"
         if settings.otlp_endpoint is not None:
-            raise SettingsError(
-                f"otlp_endpoint is {settings.otlp_endpoint!r}, but {missing} or leave otlp_endpoint unset."
-            ) from error
+            raise SettingsError(f"otlp_endpoint is set, but {missing} or leave otlp_endpoint unset.") from error
         # The environment may be meant for everything in a cluster.
         logger.warning("The environment names a collector of traces, but %s; nothing is traced", missing)
         return NoTracer()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from app.cli import main
-from app.setting_sources import flag_name
+from app.setting_sources import _OF_VLLM, env_name, flag_name, unknown_flag, unknown_setting
 from app.settings import Settings
 
 pytestmark = pytest.mark.slow
@@ -85,6 +85,15 @@ def test_a_mistyped_flag_is_told_with_the_one_that_was_meant() -> None:
     done = run("serve", "--prot=secret")
     assert done.returncode == 1
     assert done.stderr == "error: there is no setting '--prot'. Did you mean --port?\n"
+
+
+def test_flags_of_vllm_are_told_by_what_they_mean() -> None:
+    known = {env_name(name): name for name in Settings.model_fields}
+    assert "Did you mean HEADRACE_DRAIN_TIMEOUT?" in unknown_setting("HEADRACE_SHUTDOWN_TIMEOUT", known)
+    flags = [flag_name(name) for name in Settings.model_fields]
+    assert "Did you mean --cache-dir?" in unknown_flag("--download-dir", flags, "headrace serve")
+    assert "Did you mean" not in unknown_flag("--ssl-keyfile", flags, "headrace serve"), "nothing like it is here"
+    assert {meant for meant in _OF_VLLM.values() if meant} <= Settings.model_fields.keys()
 
 
 def test_a_model_without_its_flag_is_told_with_it() -> None:

@@ -90,13 +90,18 @@ def test_the_settings_in_force_are_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('port = 9001\nserved_model_name = ["one", "zwei"]\nmax_num_seqs = 7\n')
     given = ("--config", str(file), "--max-num-seqs", "9")
-    done = run("config", *given, HEADRACE_API_KEYS="sk-secret", HEADRACE_KV_CACHE_MEMORY="1.5GiB")
+    more = {
+        "HEADRACE_KV_CACHE_MEMORY": "1.5GiB",
+        "HEADRACE_OTLP_ENDPOINT": "https://name:sk-secret@collector/v1/traces",
+    }
+    done = run("config", *given, HEADRACE_API_KEYS="sk-secret", **more)
     assert done.returncode == 0
     assert "sk-secret" not in done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert f"port = 9001  # port in {file}" in lines
     assert "max_num_seqs = 9  # --max-num-seqs" in lines
     assert "# api_keys is set and not shown  # HEADRACE_API_KEYS" in lines
+    assert "# otlp_endpoint is set and not shown  # HEADRACE_OTLP_ENDPOINT" in lines
     assert 'worker_class = "uvloop"  # default' in lines
     assert len(lines) == len(Settings.model_fields)
     again = tmp_path / "again.toml"

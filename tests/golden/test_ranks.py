@@ -1,0 +1,38 @@
+"""The embedded model, greedy, in several processes: token for token what it says in one, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.offline import LLM
+from engine.messages import SamplingParams
+from tests.golden.prompts import PROMPTS, chat
+
+pytestmark = pytest.mark.slow
+
+SUBJECTS = ["rivers", "bread", "the moon", "iron", "bees", "chess", "salt", "violins", "maps", "glass"]
+THIRTY = [*PROMPTS, *(chat(f"Tell me of {subject}.") for subject in SUBJECTS), *(f"About {each}:" for each in SUBJECTS)]
+
+
+def say(prompts: list[str], num_tokens: int, **settings: object) -> list[list[int]]:
+    llm = LLM(progress=False, device="cpu", max_model_len=512, max_num_seqs=32, num_threads=2, **settings)
+    try:
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        return [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
+    finally:
+        llm.core.shutdown()
+
+
+def test_two_stages_of_two_uneven_ranks_say_what_one_process_says() -> None:
+    whole = say(PROMPTS[:8], 6, dtype="float32")
+    assert say(PROMPTS[:8], 6, dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2) == whole
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("dtype", ["float32"])
+def test_thirty_prompts_have_their_tokens_in_every_layout(dtype: str) -> None:
+    assert len(THIRTY) == 30
+    whole = say(THIRTY, 16, dtype=dtype)
+    for tensor, pipeline in ((2, 1), (3, 1), (1, 2), (1, 3), (2, 2)):
+        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        assert say(THIRTY, 16, dtype=dtype, **sizes) == whole, sizes

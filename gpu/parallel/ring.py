@@ -21,7 +21,7 @@ from typing import Self
 from zlib import crc32
 
 CAPACITY = 4 * 2**20  # bytes
-SPIN_SECONDS = 50e-6  # about what waking up takes
+SPIN_SECONDS = 250e-6  # about what an engine does between two steps; waking up takes 50 to 100 µs
 ROOM_SECONDS = 100e-6  # between two looks at whether the slowest reader has made room
 LONGEST_MESSAGE = 2**30  # bytes: what is longer is a mistake
 TORN_SECONDS = 10.0  # after which a frame that is still not whole never will be

@@ -38,18 +38,18 @@ class StagedExecutor(QueueingExecutor):
     def __init__(self, num_stages: int, clock: VirtualClock, **options: Any) -> None:
         super().__init__(4096, 16, 1000, max_num_batched_tokens=512, **options)
         self.busy = 0.0  # seconds, of all stages together
-        self._clock = clock
+        self.virtual_clock = clock
         self._free = [0.0] * num_stages
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> Any:
         step = super().submit(plan, abandoned)
-        self._clock.sleep(HOST_SECONDS)
+        self.virtual_clock.sleep(HOST_SECONDS)
         seconds = STEP_SECONDS + TOKEN_SECONDS * plan.total_num_scheduled_tokens if plan.request_ids else 0.0
-        ends = self._clock.now
+        ends = self.virtual_clock.now
         for stage, free in enumerate(self._free):
             ends = self._free[stage] = max(ends, free) + seconds / len(self._free)
             self.busy += seconds / len(self._free)
-        return StagedStep(step, ends, self._clock)
+        return StagedStep(step, ends, self.virtual_clock)
 
 
 def bubble(num_stages: int, num_requests: int, prompt: int, answer: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from app.offline import LLM
@@ -14,7 +16,7 @@ SUBJECTS = ["rivers", "bread", "the moon", "iron", "bees", "chess", "salt", "vio
 THIRTY = [*PROMPTS, *(chat(f"Tell me of {subject}.") for subject in SUBJECTS), *(f"About {each}:" for each in SUBJECTS)]
 
 
-def say(prompts: list[str], num_tokens: int, **settings: object) -> list[list[int]]:
+def say(prompts: list[str], num_tokens: int, **settings: Any) -> list[list[int]]:
     llm = LLM(progress=False, device="cpu", max_model_len=512, max_num_seqs=32, num_threads=2, **settings)
     try:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

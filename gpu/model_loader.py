@@ -112,8 +112,8 @@ def load_model(
     options that cannot work, ModelError for weights that the device cannot hold.
 
     The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. Those of one rank of a
-    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`, torch's a
-    `gpu.parallel.communicator.Communicator`.
+    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`: torch's a
+    `gpu.parallel.communicator.Communicator`, the library's a `gpu.cpu.communicator.SharedMemoryCommunicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.
@@ -136,6 +136,9 @@ def load_model(
             max_model_len=longest,
             num_threads=num_threads,
             quantized=options.dtype == "auto",
+            layout=layout,
+            communicator=communicator,
+            max_num_batched_tokens=options.max_num_batched_tokens,
         )
     from gpu.models.served import load_torch_model
 

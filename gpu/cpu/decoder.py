@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import StepAbandoned
 from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import (
     AttentionSpec,
@@ -33,6 +34,7 @@ from gpu.checkpoint.architecture import (
 )
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.tensors import checked
+from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import (
     STOP_INTERVAL,
     ForwardStruct,
@@ -45,16 +47,20 @@ from gpu.cpu.library import (
     StopFunction,
     Threads,
 )
-from gpu.cpu.matrices import BF16, FORMS, LANES, PackedMatrix, pack, padded_rows
+from gpu.cpu.matrices import BF16, FORMS, LANES, PackedMatrix, pack
 from gpu.cpu.memory import WeightBuffer, zeros
 from gpu.cpu.sampling import draw
 from gpu.kv_layout import kv_layout
+from gpu.parallel.cuts import sharded
+from gpu.parallel.layout import Layout
 from gpu.rotary import rotations
 from gpu.runner import ModelInputs
 from gpu.weights import Weight, floats
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
+ONE_RANK = Layout()
+_LOGITS_ROWS = 64  # that ranks put side by side at a time
 
 # What `forward` computes; a model with a part of any other kind is torch's.
 _KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, SwiGLUSpec, GeGLUSpec, RMSNormSpec, Part}
@@ -76,8 +82,16 @@ class CPUCausalLM:
         max_model_len: int,
         num_threads: int,
         quantized: bool = True,
+        layout: Layout = ONE_RANK,
+        communicator: SharedMemoryCommunicator | None = None,
+        max_num_batched_tokens: int = 0,
     ) -> None:
-        """Draws all weights. Raises ModelError if they are not those of `config`."""
+        """Draws all weights. Raises ModelError if they are not those of `config`.
+
+        With a `layout` of several ranks it is one of them, and its weights are those of its `sharded` spec. Tensor
+        ranks of a stage need a `communicator`, through which they give each other what they compute of up to
+        `max_num_batched_tokens` tokens: then every call is a call of all.
+        """
         self.config = config
         self.block_size = block_size
         self._library = library
@@ -85,7 +99,7 @@ class CPUCausalLM:
         self._weight_buffer = WeightBuffer()
         self._vectors: list[NDArray[np.float32]] = []  # what the structs point to
         self._matrices: list[PackedMatrix] = []
-        spec = spec_of(config)
+        spec = self._spec = sharded(spec_of(config), layout, gathers=True)
         self._layers = (LayerStruct * len(spec.layers))()
         for struct, layer in zip(self._layers, spec.layers, strict=True):
             heads = layer.attention.heads
@@ -105,6 +119,8 @@ class CPUCausalLM:
             epsilon=spec.layers[0].attention_norm.eps,
             embedding_scale=spec.embedding_scale,
             gelu=type(spec.layers[0].feed_forward) is GeGLUSpec,
+            post_norms=spec.layers[0].attention_post_norm is not None,
+            **_begins(spec),
         )
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._softcap = spec.softcap
@@ -112,8 +128,13 @@ class CPUCausalLM:
         self._load(weights, self._groups(spec, quantized))
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
         self._logits = np.empty(0, dtype=np.float32)
+        self._width = -(-config.vocab_size // LANES) * LANES  # of a row of them
         self.draw = partial(draw, self._threads)
         self._stopped_by: BaseException | None = None
+        self._max_tokens: int | None = None
+        if layout.tensor_parallel_size > 1:
+            assert communicator is not None
+            self._join(communicator, max_num_batched_tokens)
 
     @staticmethod
     def supports(config: ModelConfig) -> bool:
@@ -125,6 +146,7 @@ class CPUCausalLM:
             return False
         heads, epsilon = spec.layers[0].attention.heads, spec.layers[0].attention_norm.eps
         merged = [layer.attention.qkv for layer in spec.layers]  # whose biases are one vector, or none
+        post_norms = [(layer.attention_post_norm, layer.feed_forward_post_norm) for layer in spec.layers]
         unmerged = set(parts_of(spec)).difference(*merged)
         return (
             heads.dim % 16 == 0
@@ -134,6 +156,7 @@ class CPUCausalLM:
             and len({type(layer.feed_forward) for layer in spec.layers}) == 1
             and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1
             and all(record.eps == epsilon for record in records if type(record) is RMSNormSpec)
+            and len({norm is None for pair in post_norms for norm in pair}) == 1
             and all(len({part.bias for part in parts}) == 1 for parts in merged)
             and not any(part.bias for part in unmerged)
         )
@@ -157,15 +180,18 @@ class CPUCausalLM:
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """A zeroed cache for every slot, in place of the one before. csrc/attention.h has its layout."""
-        layout = kv_layout(self.config)
-        shape = (num_blocks, self.tokens_held // TILE, self.config.num_key_value_heads, 2, TILE * self.config.head_dim)
+        layout, heads = kv_layout(self.config, self._spec), self._layers[0].heads
+        shape = (num_blocks, self.tokens_held // TILE, heads.kv, 2, TILE * heads.dim)
         self.kv_caches = [zeros(2 * math.prod(shape)).view(np.uint16).reshape(shape) for _ in range(layout.num_slots)]
         for layer, group, slot in zip(self._layers, layout.groups, layout.slots, strict=True):
             layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
-        """As `gpu.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so."""
+        """As `gpu.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so: of several tensor
+        ranks the first one's, and where it ends the pass the others raise StepAbandoned."""
         num_tokens = len(inputs.input_ids)
+        if self._max_tokens is not None and num_tokens > self._max_tokens:
+            raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
         hidden = np.empty((num_tokens, self.config.hidden_size), dtype=np.float32)
         step = ForwardStruct(
             step=StepStruct(
@@ -178,6 +204,7 @@ class CPUCausalLM:
                 block_table_stride=inputs.block_tables.shape[2],
             ),
             input_ids=inputs.input_ids.ctypes.data,
+            input=None if inputs.hidden is None else inputs.hidden.ctypes.data,
             num_prompt_tokens=inputs.num_prompt_tokens.ctypes.data,
             hidden=hidden.ctypes.data,
             stop=StopFunction() if cancellation_check is None else self._stop_function(cancellation_check),
@@ -185,8 +212,7 @@ class CPUCausalLM:
         )
         if self._library.functions.hr_forward(self._threads.handle, self._model, step):
             error, self._stopped_by = self._stopped_by, None
-            assert error is not None
-            raise error
+            raise error or StepAbandoned("the first rank has found that nobody wants this step")
         return hidden
 
     def set_max_model_len(self, max_model_len: int) -> None:
@@ -201,13 +227,20 @@ class CPUCausalLM:
 
     def compute_logits(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """[R, hidden] -> [R, vocab], in memory that the next call uses again."""
-        rows, width = len(hidden), padded_rows(self._head)
+        rows, width = len(hidden), self._width
         if self._logits.size < rows * width:
             self._logits = np.empty(rows * width, dtype=np.float32)
         logits = self._logits[: rows * width].reshape(rows, width)
-        self._library.functions.hr_multiply(
-            self._threads.handle, self._head, hidden.ctypes.data, rows, 0, None, logits.ctypes.data, width
-        )
+        for part in self._parts(rows):
+            self._library.functions.hr_logits(
+                self._threads.handle,
+                self._head,
+                hidden[part].ctypes.data,
+                len(hidden[part]),
+                self._model.vocabulary_begin,
+                logits[part].ctypes.data,
+                width,
+            )
         if self._softcap is not None:
             logits[:] = np.tanh(logits / np.float32(self._softcap)) * np.float32(self._softcap)
         return logits[:, : self.config.vocab_size]
@@ -216,15 +249,31 @@ class CPUCausalLM:
         """As `gpu.runner.LanguageModel.most_likely`. The logits themselves are never written."""
         token_ids = np.empty(len(hidden), dtype=np.int64)
         finite = np.empty(len(hidden), dtype=np.bool_)
-        self._library.functions.hr_largest_product(
-            self._threads.handle,
-            self._head,
-            hidden.ctypes.data,
-            len(hidden),
-            token_ids.ctypes.data,
-            finite.ctypes.data,
-        )
+        for part in self._parts(len(hidden)):
+            self._library.functions.hr_largest_product(
+                self._threads.handle,
+                self._head,
+                hidden[part].ctypes.data,
+                len(hidden[part]),
+                self._model.vocabulary_begin,
+                token_ids[part].ctypes.data,
+                finite[part].ctypes.data,
+            )
         return token_ids, finite
+
+    def _join(self, communicator: SharedMemoryCommunicator, max_tokens: int) -> None:
+        """Share what ranks put side by side."""
+        sizes = (max_tokens, _LOGITS_ROWS, self._width)
+        functions = self._library.functions
+        memory = communicator.room(functions.hr_shared_bytes(self._model, communicator.size, *sizes))
+        functions.hr_join(self._threads.handle, communicator.handle, self._model, *sizes, memory.ctypes.data)
+        self._shared = communicator, memory  # kept as long as the library has them
+        self._max_tokens = max_tokens
+
+    def _parts(self, rows: int) -> list[slice]:
+        """As many rows at a time as ranks have room for logits of; one rank needs none."""
+        step = max(1, rows) if self._max_tokens is None else _LOGITS_ROWS
+        return [slice(start, start + step) for start in range(0, rows, step)]
 
     def _stop_function(self, cancellation_check: Callable[[], None]) -> ctypes._CFunctionType:
         def stop() -> int:
@@ -240,7 +289,7 @@ class CPUCausalLM:
     def _load(self, weights: Iterable[tuple[str, Weight]], groups: dict[str, _Group]) -> None:
         """Pack every matrix as soon as its parts are there, so that little more than the model is in memory."""
         waiting: dict[str, Weight] = {}
-        for name, weight in checked(weights, self.config, source="The checkpoint"):
+        for name, weight in checked(weights, self.config, source="The checkpoint", spec=self._spec):
             waiting[name] = weight
             group = groups[name]
             if all(member in waiting for member in group.members):
@@ -298,6 +347,21 @@ class CPUCausalLM:
         vector = np.concatenate([*(floats(part) for part in parts), padding])
         self._vectors.append(vector)
         setattr(owner, field, vector.ctypes.data)
+
+
+def _begins(spec: DecoderSpec) -> dict[str, int]:
+    """Where a rank's parts begin among those of all ranks, by the fields of `ModelStruct`."""
+
+    def begin(part: Part | None) -> int:
+        return 0 if part is None or part.ranges is None else part.ranges[0][0]
+
+    layer, network = spec.layers[0], spec.layers[0].feed_forward
+    return {
+        "hidden_begin": begin(layer.attention.out),
+        "attended_begin": begin(layer.attention.qkv[0]),
+        "inner_begin": begin(network.gate) if isinstance(network, SwiGLUSpec) else 0,
+        "vocabulary_begin": begin(spec.head or spec.embedding),
+    }
 
 
 @dataclass(frozen=True)

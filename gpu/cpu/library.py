@@ -8,6 +8,7 @@ csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
 from __future__ import annotations
 
 import ctypes
+import socket
 import sys
 from collections.abc import Iterator
 from ctypes import POINTER, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
@@ -15,6 +16,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+from engine.errors import RankLost
 from gpu.cpu.builds import BUILDS
 from gpu.host import processor_flags
 
@@ -101,6 +103,11 @@ class ModelStruct(ctypes.Structure):
         ("epsilon", c_float),
         ("embedding_scale", c_float),
         ("gelu", c_int32),
+        ("post_norms", c_int32),
+        ("hidden_begin", c_int32),
+        ("attended_begin", c_int32),
+        ("inner_begin", c_int32),
+        ("vocabulary_begin", c_int32),
     )
 
 
@@ -110,6 +117,7 @@ class ForwardStruct(ctypes.Structure):
     _fields_ = (
         ("step", StepStruct),
         ("input_ids", c_void_p),
+        ("input", c_void_p),
         ("num_prompt_tokens", c_void_p),
         ("hidden", c_void_p),
         ("stop", StopFunction),
@@ -127,14 +135,28 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int32,
         (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_int64),
     ),
-    "hr_largest_product": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_void_p, c_void_p)),
+    "hr_logits": (c_int32, (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_int32, c_void_p, c_int64)),
+    "hr_largest_product": (
+        c_int32,
+        (c_void_p, POINTER(MatrixStruct), c_void_p, c_int32, c_int64, c_void_p, c_void_p),
+    ),
+    "hr_shared_bytes": (c_int64, (POINTER(ModelStruct), *[c_int32] * 4)),
+    "hr_join": (c_int32, (c_void_p, c_void_p, POINTER(ModelStruct), *[c_int32] * 3, c_void_p)),
+    "hr_segment_bytes": (c_int64, (c_int32,)),
+    "hr_ranks_create": (c_void_p, (c_void_p, c_int32, c_int32, c_double)),
+    "hr_ranks_destroy": (None, (c_void_p,)),
+    "hr_barrier": (c_int32, (c_void_p,)),
+    "hr_all_reduce": (c_int32, (c_void_p, c_void_p, c_int64)),
+    "hr_all_gather": (c_int32, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "hr_lose": (None, (c_void_p, c_int32)),
     "hr_matrix_row": (None, (POINTER(MatrixStruct), c_int32, c_void_p)),
     "hr_tile_bytes": (c_int64, (POINTER(MatrixStruct), c_int32)),
     "hr_pack_blocks": (c_int32, (POINTER(MatrixStruct), c_int32, c_void_p, c_int64, *[c_int32] * 3)),
     "hr_pack_floats": (c_int32, (POINTER(MatrixStruct), c_void_p, *[c_int32] * 3)),
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
-_OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS = 2, 3, 4  # of `headrace::Outcome`
+# Of `headrace::Outcome`; the last one and those above it are the ranks.
+STOPPED, _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS, _RANK_LOST = 1, 2, 3, 4, 16
 _NO_SUCH_FORM = -1  # of packing
 
 
@@ -169,6 +191,8 @@ def _raise_what_failed(outcome: int, function: ctypes._NamedFuncPointer, _: obje
             f"{function.__name__} was called with threads of another process: "
             "threads do not come along where a process forks"
         )
+    if outcome >= _RANK_LOST:
+        raise RankLost(outcome - _RANK_LOST, socket.gethostname(), "did not come to where the others wait for it")
     return outcome
 
 

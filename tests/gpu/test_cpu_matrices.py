@@ -206,7 +206,7 @@ def test_the_largest_product_is_the_first_of_several_and_what_is_not_finite_is_t
     indices, finite = np.empty(21, np.int64), np.empty(21, np.bool_)
     threads = Threads(library, num_threads)
     library.functions.hr_largest_product(
-        threads.handle, matrix.struct, x.data_ptr(), 21, indices.ctypes.data, finite.ctypes.data
+        threads.handle, matrix.struct, x.data_ptr(), 21, 0, indices.ctypes.data, finite.ctypes.data
     )
     assert indices[0] == 9
     assert finite.tolist() == [row not in (5, 6) for row in range(21)]

@@ -66,6 +66,12 @@ int64_t place_of(const Heads& heads, const Work& work, int r) {
     return ((int64_t)(work.first + r / group) * heads.query + work.head * group + r % group) * heads.dim;
 }
 
+// Where they go: a token's heads side by side.
+struct Results {
+    float* first;
+    int64_t stride;
+};
+
 Sums sums_in(float* memory, int64_t rows, int dim) { return {memory, memory + rows * dim, memory + rows * (dim + 1)}; }
 size_t size_of_sums(int64_t rows, int dim) { return (size_t)rows * (dim + 2); }
 
@@ -89,11 +95,11 @@ void merge(const Sums& into, const Sums& from, int rows, int dim) {
     }
 }
 
-void finish(const Heads& heads, const Work& work, const Sums& sums, float* out) {
+void finish(const Heads& heads, const Work& work, const Sums& sums, const Results& out) {
     for (int r = 0; r < rows_of(heads, work); r++) {
-        const int64_t place = place_of(heads, work, r);
-        float *to = out + place, total = sums.total[r];
-        if (heads.sinks) total += std::exp2(heads.sinks[place / heads.dim % heads.query] * kLog2E - sums.maximum[r]);
+        const int64_t row = place_of(heads, work, r) / heads.dim, head = row % heads.query;
+        float *to = out.first + row / heads.query * out.stride + head * heads.dim, total = sums.total[r];
+        if (heads.sinks) total += std::exp2(heads.sinks[head] * kLog2E - sums.maximum[r]);
         const f32x16 inverse = splat(1.0f / total);
         for (int d = 0; d < heads.dim; d += 16)
             store(to + d, load<f32x16>(sums.values + (int64_t)r * heads.dim + d) * inverse);
@@ -162,7 +168,7 @@ void soften(Run& run, int count) {
 }
 
 // `next` is what this thread does next, or null; `asked`: what it did before has asked for the first keys of this.
-void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, float* out, float* kept,
+void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, const Results& out, float* kept,
                 const Work& work, const Work* next, bool asked) {
     const Heads& heads = *cache.heads;
     thread_local Run run;
@@ -222,7 +228,7 @@ void attend_run(const Cache& cache, const Step& step, const uint16_t* queries, f
 }
 
 // The parts of a run in their order, as attend_run() does it where it computes them all.
-void merge_parts(const Heads& heads, const Step& step, const Work& work, float* kept, float* out) {
+void merge_parts(const Heads& heads, const Step& step, const Work& work, float* kept, const Results& out) {
     const int rows = rows_of(heads, work), dim = heads.dim;
     const Range seen = tiles_seen(heads, step, work);
     const Sums sums = sums_in(kept + work.kept, rows, dim);  // of the first part
@@ -252,8 +258,9 @@ void write_kv(const Cache& cache, int64_t block, int offset, int head, const flo
     }
 }
 
-void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* out) {
+void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* first, int64_t stride) {
     const Heads& heads = *cache.heads;
+    const Results out{first, stride};
     const int run = std::max(1, kRunRows / (heads.query / heads.kv));  // queries; a group is at most kMaxRows
     thread_local std::vector<Work> runs, items, split;
     thread_local std::vector<int> chunks;  // where they begin among the items

@@ -59,7 +59,7 @@ struct Cache {
 // Write one token's key and value of one head. The tokens of a tile are written in the order of their positions.
 void write_kv(const Cache& cache, int64_t block, int offset, int head, const float* key, const float* value);
 
-// queries: bfloat16 [T, query heads, dim]; out: float32 [T, query heads, dim].
-void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* out);
+// queries: bfloat16 [T, query heads, dim]; out: float32 [query heads, dim] for each token, `stride` floats apart.
+void attend(Pool& pool, const Cache& cache, const Step& step, const uint16_t* queries, float* out, int64_t stride);
 
 }  // namespace headrace

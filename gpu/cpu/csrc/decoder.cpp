@@ -3,10 +3,27 @@
 //
 // The residual stream and all sums are float32. Activations are rounded where they meet a matrix, queries, keys and
 // values where they meet the cache.
+//
+// Several ranks. Each has all inputs of some outputs of every matrix, so an output is computed as one rank would, and no bit
+// depends on how many there are. They put what they compute side by side in `Shared`, and meet behind each matrix:
+//
+//   `meet`  is behind                                    from then on, all ranks
+//   begin   the last call                                may write to `shared`: nobody reads it any more
+//   embed   embeddings, or what the stage before gave    read the stream
+//   A       attention                                    read `attended`, and write to the stream
+//   B       the output projection                        read the stream, and write to `inner`
+//   C       gate and up                                  read `inner`, and write to the stream
+//   D       down                                         read the stream, and write to `attended`
+//
+// Each buffer is written between two neighbours of these, by its columns' owner alone, and read between others. The stream
+// is the residual stream; where products are normed before they are added, which takes whole rows, it is those products,
+// and each rank has a residual stream of its own. Logits and the largest of them, after the pass, lie between a `begin` and
+// a `meet` of their own. A pass is ended by rank 0 alone: what it wrote before A, all have read before D.
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -43,13 +60,17 @@ struct hr_model {
     float epsilon;
     float embedding_scale;
     int32_t gelu;  // of the gate, not silu
+    int32_t post_norms;
+    // Where a rank's part begins: of the stream, of `attended`, of the inputs of `down` (whole blocks), of the vocabulary.
+    int32_t hidden_begin, attended_begin, inner_begin, vocabulary_begin;
 };
 
 struct hr_step {
     Step step;
     const int64_t* input_ids;  // [T]
+    const float* input;        // [T, hidden], what the stage before gave, or null: this is the first
     const int32_t* num_prompt_tokens;  // [B], how many of a request's tokens are its prompt; or null: none
-    float* hidden;             // [T, hidden], the result
+    float* hidden;             // [T, hidden], the result; of a stage that has no final norm, the residual stream
     int32_t (*stop)(void);     // asked between layers, at most every `stop_interval` seconds; not 0 ends the pass
     double stop_interval;
 };
@@ -147,41 +168,73 @@ void place(Engine& engine, const hr_model& model, const hr_layer& layer, const S
     });
 }
 
-void run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, const Rows (&kinds)[2],
-               float* residual) {
+// Where the rows of a step are between matrices.
+struct Streams {
+    float* residual;
+    float* products;  // where there are post-norms
+    float* attended;
+    uint8_t* inner;  // or null: the engine's own
+};
+
+Streams streams_of(Engine& engine, const hr_model& model, int rows) {
+    const size_t size = (size_t)rows * model.hidden, attended = (size_t)rows * model.layers[0].out.cols;
+    float* own = engine.ranks && !model.post_norms ? nullptr : engine.residual.reserve(size);
+    if (engine.ranks) {
+        const Shared& shared = engine.shared;
+        return {own ? own : shared.stream, shared.stream, shared.attended, shared.inner};
+    }
+    return {own, model.post_norms ? engine.products.reserve(size) : nullptr, engine.attended.reserve(attended), nullptr};
+}
+
+// Whether nobody wants the pass any more, as rank 0 has found.
+bool is_stopped(Engine& engine) {
+    return engine.ranks && engine.ranks->segment().stopped.load(std::memory_order_relaxed);
+}
+
+Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, const Step& step, const Rows (&kinds)[2],
+                  const Streams& streams) {
     const Heads& heads = layer.heads;
     const int rows = step.num_tokens;
-    const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = (int64_t)heads.query * heads.dim;
-    const int64_t hidden = model.hidden;
-    float* wide = engine.wide.reserve((size_t)(rows * std::max(qkv_width, hidden)));
-    float* attended = engine.attended.reserve((size_t)(rows * attended_width));
-    uint16_t* queries = engine.queries.reserve((size_t)(rows * attended_width));
+    const int64_t qkv_width = layer.qkv.tiles() * kLanes, attended_width = layer.out.cols, hidden = model.hidden;
+    float *wide = engine.wide.reserve((size_t)(rows * qkv_width)), *residual = streams.residual;
+    uint16_t* queries = engine.queries.reserve((size_t)rows * heads.query * heads.dim);
 
     for (const Rows& rows : kinds) {
         const Activations& x = prepare(engine, layer.qkv, residual, hidden, rows, layer.attention_norm, model.epsilon);
         multiply(engine.pool, layer.qkv, x, rows.precision, Then::kStore, layer.qkv_bias, {wide, qkv_width, rows.index});
     }
     place(engine, model, layer, step, wide, qkv_width, queries);
-    attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, attended);
+    attend(engine.pool, Cache{layer.kv_cache, &heads}, step, queries, streams.attended + model.attended_begin,
+           attended_width);
+    engine.meet();  // A
+    if (is_stopped(engine)) return kStopped;
     // A product into the residual stream, normed before if there is a `norm`.
     auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm) {
-        const Output to{norm ? wide : residual, hidden, rows.index};
-        multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, nullptr, to);
+        float* to = norm ? streams.products : residual;
+        multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, nullptr,
+                 {to + model.hidden_begin, hidden, rows.index});
+        engine.meet();  // B, D
         if (norm) for_rows(engine.pool, rows.count, [&](int r) {
-            float *from = to.row(r), *into = residual + (from - wide);
-            normalize(from, norm, model.epsilon, model.hidden, from);
-            for (int i = 0; i < hidden; i += 16) store(into + i, load<f32x16>(into + i) + load<f32x16>(from + i));
+            thread_local Buffer<float> buffer;
+            float* normed = buffer.reserve((size_t)hidden);
+            const int64_t row = (rows.index ? rows.index[r] : r) * hidden;
+            normalize(streams.products + row, norm, model.epsilon, model.hidden, normed);
+            for (float *from = normed, *into = residual + row; from < normed + hidden; from += 16, into += 16)
+                store(into, load<f32x16>(into) + load<f32x16>(from));
         });
     };
     for (const Rows& rows : kinds) {
-        const Activations& x = prepare(engine, layer.out, attended, attended_width, rows);
+        if (rows.count == 0) continue;
+        const Activations& x = prepare(engine, layer.out, streams.attended, attended_width, rows);
         add(layer.out, x, rows, layer.attention_post_norm);
         prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon);
-        engine.inner.begin(layer.down.cols, rows.count, rows.precision);
+        engine.inner.begin(layer.down.cols, rows.count, rows.precision, streams.inner);
         multiply(engine.pool, layer.gate_up, x, rows.precision, model.gelu ? Then::kGeluMul : Then::kSiluMul, nullptr,
-                 {nullptr, 0, nullptr, &engine.inner});
+                 {nullptr, 0, nullptr, &engine.inner, model.inner_begin / kBlock});
+        engine.meet();  // C
         add(layer.down, engine.inner, rows, layer.mlp_post_norm);
     }
+    return kDone;
 }
 
 // Where there are two ways to compute, prompts take the faster: a token's kind is its own, whatever step it is in.
@@ -200,31 +253,80 @@ void sort_rows(Engine& engine, const hr_step& step, Rows (&kinds)[2]) {
     }
 }
 
+// Calls of ranks by what they are for: of the same step there is one.
+constexpr uint32_t kLogitsCall = 1, kLargestCall = 2;
+
+uint32_t name_of(const Step& step) {
+    uint32_t name = 2166136261u;  // FNV-1a
+    for (int token = 0; token < step.num_tokens; token++) name = (name ^ (uint32_t)step.positions[token]) * 16777619u;
+    for (int request = 0; request < step.num_requests; request++)
+        name = (name ^ (uint32_t)step.block_table[request * step.block_table_stride]) * 16777619u;
+    return name | 4;
+}
+
+// The rows that the first layer begins with: those of a rank's part of the vocabulary, or some of what all were given.
+void begin_rows(Engine& engine, const hr_model& model, const hr_step& step, const Streams& streams) {
+    const int rows = step.step.num_tokens;
+    const int64_t rank = engine.ranks ? engine.ranks->rank : 0, ranks = engine.ranks ? engine.ranks->size : 1;
+    float* to = engine.ranks ? engine.shared.stream : streams.residual;
+    engine.begin(name_of(step.step));
+    if (engine.ranks && rank == 0) engine.ranks->segment().stopped.store(0, std::memory_order_relaxed);
+    for_rows(engine.pool, rows, [&](int row) {
+        const int64_t at = (int64_t)row * model.hidden;
+        if (step.input) {
+            if (row >= rows * rank / ranks && row < rows * (rank + 1) / ranks)
+                std::copy_n(step.input + at, model.hidden, to + at);
+            return;
+        }
+        const int64_t own = step.input_ids[row] - model.vocabulary_begin;
+        if (own < 0 || own >= model.embedding.rows) return;
+        matrix_row(model.embedding, (int)own, to + at);
+        for (int i = 0; i < model.hidden; i++) to[at + i] *= model.embedding_scale;
+    });
+    engine.meet();  // embed
+    if (to != streams.residual) std::copy_n(to, (int64_t)rows * model.hidden, streams.residual);
+}
+
 Outcome forward(Engine& engine, const hr_model& model, const hr_step& step) {
     const int rows = step.step.num_tokens;
-    float* residual = engine.residual.reserve((size_t)rows * model.hidden);
-    for_rows(engine.pool, rows, [&](int row) {
-        float* to = residual + (int64_t)row * model.hidden;
-        matrix_row(model.embedding, (int)step.input_ids[row], to);
-        for (int i = 0; i < model.hidden; i++) to[i] *= model.embedding_scale;
-    });
+    const Streams streams = streams_of(engine, model, rows);
+    begin_rows(engine, model, step, streams);
     Rows kinds[2];
     sort_rows(engine, step, kinds);
     double asked = seconds();
     for (int i = 0; i < model.num_layers; i++) {
-        if (step.stop && seconds() - asked >= step.stop_interval) {
-            if (step.stop()) return kStopped;
+        if (step.stop && seconds() - asked >= step.stop_interval && (!engine.ranks || engine.ranks->rank == 0)) {
+            const bool stops = step.stop();
+            if (stops && !engine.ranks) return kStopped;
+            if (stops) engine.ranks->segment().stopped.store(1, std::memory_order_relaxed);
             asked = seconds();
         }
         Step here = step.step;
         here.block_table += (int64_t)model.layers[i].group * here.num_requests * here.block_table_stride;
-        run_layer(engine, model, model.layers[i], here, kinds, residual);
+        if (run_layer(engine, model, model.layers[i], here, kinds, streams) == kStopped) return kStopped;
     }
     for_rows(engine.pool, rows, [&](int row) {
-        normalize(residual + (int64_t)row * model.hidden, model.final_norm, model.epsilon, model.hidden,
-                  step.hidden + (int64_t)row * model.hidden);
+        const float* from = streams.residual + (int64_t)row * model.hidden;
+        float* to = step.hidden + (int64_t)row * model.hidden;
+        if (model.final_norm) normalize(from, model.final_norm, model.epsilon, model.hidden, to);
+        else std::copy_n(from, model.hidden, to);
     });
     return kDone;
+}
+
+// What is in `Shared`, for up to so many tokens and rows of logits, if there is `memory`. Returns how many bytes it takes.
+int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, int rows, int width, uint8_t* memory) {
+    int64_t end = 0;
+    auto take = [&](auto*& field, int64_t bytes) {
+        field = memory ? (std::remove_reference_t<decltype(field)>)(memory + end) : nullptr;
+        end += (bytes + 63) / 64 * 64;
+    };
+    take(shared.stream, (int64_t)tokens * model.hidden * 4);
+    take(shared.attended, (int64_t)tokens * model.layers[0].out.cols * 4);
+    take(shared.inner, Activations::bytes(model.layers[0].down.cols, tokens));
+    take(shared.logits, (int64_t)rows * width * 4);
+    take(shared.largest, (int64_t)ranks * rows * (int64_t)sizeof(Largest));
+    return end;
 }
 
 }  // namespace
@@ -267,11 +369,58 @@ int32_t hr_multiply(void* handle, const Matrix* w, const float* x, int32_t rows,
     });
 }
 
-int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t* indices,
-                           uint8_t* finite) {
+// As hr_multiply of generated tokens, by the part of the head that begins at output `first`, `width` floats for each row:
+// with several ranks, all that they compute side by side, for as many rows as were promised to hr_join.
+int32_t hr_logits(void* handle, const Matrix* w, const float* x, int32_t rows, int32_t first, float* out, int64_t width) {
     return call(handle, [=](Engine& engine) {
         const Activations& input = prepare(engine, *w, x, w->cols, {nullptr, rows, Precision::kExact});
-        largest_product(engine.pool, *w, input, indices, finite);
+        float* logits = engine.ranks ? engine.shared.logits : out;
+        engine.begin(kLogitsCall + ((uint32_t)rows << 3));
+        multiply(engine.pool, *w, input, Precision::kExact, Then::kStore, nullptr, {logits + first, width, nullptr});
+        engine.meet();
+        if (logits != out) for_rows(engine.pool, rows, [&](int r) { std::copy_n(logits + r * width, width, out + r * width); });
+        return kDone;
+    });
+}
+
+// For each row the index of its largest product, the lowest of several, and whether all are finite. The first output of `w`
+// is `first`; with several ranks, of all that they have.
+int32_t hr_largest_product(void* handle, const Matrix* w, const float* x, int32_t rows, int64_t first, int64_t* indices,
+                           uint8_t* finite) {
+    return call(handle, [=](Engine& engine) {
+        const int rank = engine.ranks ? engine.ranks->rank : 0, ranks = engine.ranks ? engine.ranks->size : 1;
+        Largest* all = engine.ranks ? engine.shared.largest : engine.largest.reserve((size_t)rows);
+        const Activations& input = prepare(engine, *w, x, w->cols, {nullptr, rows, Precision::kExact});
+        engine.begin(kLargestCall + ((uint32_t)rows << 3));
+        largest_product(engine.pool, *w, input, all + rank * rows);
+        for (int row = 0; row < rows; row++) all[rank * rows + row].index += first;
+        engine.meet();
+        for (int row = 0; row < rows; row++) {
+            Largest best = all[row];
+            for (int from = 1; from < ranks; from++) {  // by their vocabularies, so the first of equal ones is the lowest
+                const Largest& other = all[from * rows + row];
+                if (other.value > best.value) best.value = other.value, best.index = other.index;
+                best.finite &= other.finite;
+            }
+            indices[row] = best.index;
+            finite[row] = best.finite;
+        }
+        return kDone;
+    });
+}
+
+// Bytes of what ranks share, for up to so many tokens of a step and rows of logits, `width` floats each.
+int64_t hr_shared_bytes(const hr_model* model, int32_t ranks, int32_t tokens, int32_t rows, int32_t width) {
+    Shared shared;
+    return lay_out(shared, *model, ranks, tokens, rows, width, nullptr);
+}
+
+// From now on this engine is one of several ranks, and every call a call of all of them. `memory` is theirs.
+int32_t hr_join(void* handle, void* ranks, const hr_model* model, int32_t tokens, int32_t rows, int32_t width,
+                uint8_t* memory) {
+    return call(handle, [=](Engine& engine) {
+        engine.ranks = static_cast<Ranks*>(ranks);
+        lay_out(engine.shared, *model, engine.ranks->size, tokens, rows, width, memory);
         return kDone;
     });
 }

@@ -9,8 +9,19 @@
 
 #include "matrix.h"
 #include "pool.h"
+#include "ranks.h"
 
 namespace headrace {
+
+// Memory of all ranks of a model, in which each writes what it computes: its own columns of rows that all read in full.
+// decoder.cpp says when.
+struct Shared {
+    float* stream;       // [T, hidden]
+    float* attended;     // [T, all query heads * dim]
+    uint8_t* inner;      // `Activations` of all inputs of `down`
+    float* logits;       // [R, width]
+    Largest* largest;    // [ranks, R]
+};
 
 struct Engine {
     explicit Engine(int num_threads) : pool(num_threads) {}
@@ -20,17 +31,30 @@ struct Engine {
     bool is_here() const { return process == getpid(); }
     std::mutex in_call;
     Pool pool;
-    Buffer<float> residual, wide, attended;
+    Buffer<float> residual, wide, attended, products;
     Buffer<uint16_t> queries;
     Buffer<int32_t> order;
+    Buffer<Largest> largest;
     Activations input, inner;
+
+    // Where this is one of several ranks of a model; else null.
+    Ranks* ranks = nullptr;
+    Shared shared;
+    // All have come here for the same call: nobody reads what the last one left in `shared`.
+    void begin(uint32_t call) {
+        if (ranks) ranks->begin(call);
+    }
+    // All have come here, and what they wrote to `shared` before is there.
+    void meet() {
+        if (ranks) ranks->barrier();
+    }
 };
 
-// What a call returns; gpu/cpu/library.py makes exceptions of all but the first two.
-enum Outcome : int32_t { kDone = 0, kStopped = 1, kOutOfMemory = 2, kFailed = 3, kOtherProcess = 4 };
+// What a call returns; gpu/cpu/library.py makes exceptions of all but the first two. From kRankLost on: which rank.
+enum Outcome : int32_t { kDone = 0, kStopped = 1, kOutOfMemory = 2, kFailed = 3, kOtherProcess = 4, kRankLost = 16 };
 
 // One call from outside. Those that share an engine take turns, because they share its memory, and what is thrown ends
-// here: whoever called knows no exceptions of C++.
+// here: whoever called knows no exceptions of C++. The other ranks must not wait for one that has failed.
 template <class Body>
 Outcome call(void* handle, const Body& body) {
     Engine& engine = *static_cast<Engine*>(handle);
@@ -38,9 +62,13 @@ Outcome call(void* handle, const Body& body) {
     try {
         std::lock_guard<std::mutex> lock(engine.in_call);
         return body(engine);
+    } catch (const RankLost& lost) {
+        return (Outcome)(kRankLost + lost.rank);
     } catch (const std::bad_alloc&) {
+        if (engine.ranks) lose(engine.ranks->segment(), engine.ranks->rank);
         return kOutOfMemory;
     } catch (...) {
+        if (engine.ranks) lose(engine.ranks->segment(), engine.ranks->rank);
         return kFailed;
     }
 }

@@ -135,7 +135,7 @@ int rows_together(int rows) {
 template <class B>
 void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
     for (int row = begin; row < begin + count; row += kVectorRows, sums += kVectorRows * kLanes) {
-        const float* values = (const float*)x.data.get() + (int64_t)row * x.blocks * kValues;
+        const float* values = (const float*)x.data + (int64_t)row * x.blocks * kValues;
         const int n = rows_together(x.count - row);
         if (n == 1) vector_sums<B, 1>(tile, x.blocks, values, sums);
         else if (n == 2) vector_sums<B, 2>(tile, x.blocks, values, sums);
@@ -195,7 +195,7 @@ void finish(const float* sums, int64_t size, int first, int tiles, int row, int 
         if (then >= Then::kSiluMul) {
             f32x16 low = gated(load<f32x16>(sums), load<f32x16>(sums + size), then), high = {};
             if (tiles == 4) high = gated(load<f32x16>(sums + 2 * size), load<f32x16>(sums + 3 * size), then);
-            out.next->set_block(row, first / 4, low, high);
+            out.next->set_block(row, out.first_block + first / 4, low, high);
             continue;
         }
         float* to = out.row(row) + (int64_t)first * kLanes;
@@ -218,12 +218,16 @@ bool has_super_blocks(Form form) {
     return with_form(form, [](auto f) { return Blocks<f>::kSuper; });
 }
 
-void Activations::begin(int cols, int rows, Precision precision) {
+void Activations::begin(int cols, int rows, Precision precision, uint8_t* memory) {
     blocks = (cols + kBlock - 1) / kBlock;
     count = rows;
     tiled = kHasTiles && (precision == Precision::kTiles || rows > kVectorRows);
-    data.reserve((size_t)(rows + 16) * blocks * kValues * 4);
-    sums.reserve((size_t)(rows + 16) * blocks);
+    data = memory ? memory : own_.reserve((size_t)bytes(cols, rows));
+    sums = (float*)data + (int64_t)(rows + 16) * blocks * kValues;
+}
+
+int64_t Activations::bytes(int cols, int rows) {
+    return (int64_t)(rows + 16) * ((cols + kBlock - 1) / kBlock) * (kValues + 1) * (int64_t)sizeof(float);
 }
 
 void Activations::set_row(int row, const float* x, int cols) {
@@ -240,17 +244,17 @@ void Activations::set_block(int row, int b, f32x16 low, f32x16 high) {
     const float total = sum(low + high);
     if (tiled) {
         const int64_t at = (int64_t)(row / 16) * blocks + b;
-        uint16_t* to = (uint16_t*)data.get() + (at * 16 + row % 16) * kBlock;
+        uint16_t* to = (uint16_t*)data + (at * 16 + row % 16) * kBlock;
         store(to, narrow(as_u32(low) >> 16));
         store(to + 16, narrow(as_u32(high) >> 16));
-        sums.get()[at * 16 + row % 16] = total;
+        sums[at * 16 + row % 16] = total;
         return;
     }
     alignas(64) float block[kBlock];
     store(block, low);
     store(block + 16, high);
     const int first = row / kVectorRows * kVectorRows, n = rows_together(count - first);
-    float* to = (float*)data.get() + ((int64_t)first * blocks + (int64_t)b * n) * kValues + row - first;
+    float* to = (float*)data + ((int64_t)first * blocks + (int64_t)b * n) * kValues + row - first;
     if constexpr (kPairs) {
         for (int p = 0; p < kBlock / 2; p++) {
             uint32_t pair = to_bf16(block[2 * p]) | (uint32_t)to_bf16(block[2 * p + 1]) << 16;
@@ -308,7 +312,7 @@ void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision preci
     }
 }
 
-void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t* indices, uint8_t* finite) {
+void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest* out) {
     struct Best {
         f32x16 value;
         i32x16 tile;
@@ -339,22 +343,18 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t*
         }
     });
     for (int row = 0; row < rows; row++) {
-        float value = -INFINITY;
-        int64_t index = 0;
-        bool sound = true;
+        Largest& all = out[row] = {-INFINITY, true, 0};
         for (int chunk = 0; chunk < chunks; chunk++) {
             const Best& part = best[(size_t)chunk * rows + row];
             for (int i = 0; i < kLanes; i++) {
                 int64_t candidate = (int64_t)part.tile[i] * kLanes + i;
-                sound &= part.zero[i] == 0.0f;
-                if (part.value[i] > value || (part.value[i] == value && candidate < index)) {
-                    value = part.value[i];
-                    index = candidate;
+                all.finite &= part.zero[i] == 0.0f;
+                if (part.value[i] > all.value || (part.value[i] == all.value && candidate < all.index)) {
+                    all.value = part.value[i];
+                    all.index = candidate;
                 }
             }
         }
-        indices[row] = index;
-        finite[row] = sound;
     }
 }
 

@@ -106,25 +106,30 @@ struct Activations {
     int blocks = 0;
     int count = 0;
     bool tiled = false;
-    Buffer<uint8_t> data;
-    Buffer<float> sums;
+    uint8_t* data = nullptr;
+    float* sums = nullptr;
 
-    // Makes room, and decides how rows are laid out; `precision` is that of all of them.
-    void begin(int cols, int rows, Precision precision);
+    // Makes room, unless there is `memory` for it, and decides how rows are laid out; `precision` is that of all of them.
+    void begin(int cols, int rows, Precision precision, uint8_t* memory = nullptr);
+    static int64_t bytes(int cols, int rows);
     // `x` has `cols` floats; a last block is filled with zeros. Rows that fill up a group may be anything.
     void set_row(int row, const float* x, int cols);
     void set_block(int row, int block, f32x16 low, f32x16 high);
+
+  private:
+    Buffer<uint8_t> own_;
 };
 
 enum class Then { kStore, kAdd, kSiluMul, kGeluMul };
 
 // Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With
-// the last two to row r of `next`, which the next product takes as it is.
+// the last two to row r of `next`, from block `first_block` on, which the next product takes as it is.
 struct Output {
     float* out;
     int64_t stride;
     const int32_t* index;
     Activations* next = nullptr;
+    int first_block = 0;
 
     float* row(int r) const { return out + (index ? index[r] : r) * stride; }
 };
@@ -134,8 +139,13 @@ struct Output {
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
 
-// For each row the index of its largest product, the lowest of several, and whether all of its products are finite.
-void largest_product(Pool& pool, const Matrix& w, const Activations& x, int64_t* indices, uint8_t* finite);
+// For each row its largest product, its index, the lowest of several, and whether all of its products are finite.
+struct Largest {
+    float value;
+    bool finite;
+    int64_t index;
+};
+void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest* out);
 
 // One row of weights as floats: what an embedding is that shares its matrix with the head.
 void matrix_row(const Matrix& w, int row, float* out);

@@ -72,8 +72,8 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
     constexpr int kEach = B::kHalves ? 2 : 1;
     alignas(64) PairTile wide[kTogether * kEach];
     alignas(64) float products[kTogether * kEach][32][kLanes];
-    const uint8_t* rows = x.data.get() + (int64_t)begin * x.blocks * 64;
-    const float* totals = x.sums.get() + (int64_t)begin * x.blocks;
+    const uint8_t* rows = x.data + (int64_t)begin * x.blocks * 64;
+    const float* totals = x.sums + (int64_t)begin * x.blocks;
     std::fill(sums, sums + (int64_t)count * kLanes, 0.0f);
     for (int b = 0; b < x.blocks; b += kTogether) {
         const int together = std::min(kTogether, x.blocks - b);
@@ -110,7 +110,7 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
 void unscaled_sums(const uint8_t* tile, const Activations& x, int begin, int count, float* sums) {
     alignas(64) float products[16][kLanes];
     for (int r = 0; r < count; r += 16) {
-        const uint8_t* rows = x.data.get() + (int64_t)(begin + r) * x.blocks * 64;
+        const uint8_t* rows = x.data + (int64_t)(begin + r) * x.blocks * 64;
         tile_zero<0>();
         for (int b = 0; b < x.blocks; b++) {
             tile_load<4>(rows + b * 1024, 64);
@@ -145,7 +145,7 @@ void RoundedTiles::widen(const Matrix& w, int first, int tiles) {
 }
 
 void RoundedTiles::sums(const Activations& x, int begin, int count, float* sums, int64_t stride) const {
-    const uint8_t *rows = x.data.get() + (int64_t)begin * x.blocks * 64, *more = rows + (int64_t)x.blocks * 1024;
+    const uint8_t *rows = x.data + (int64_t)begin * x.blocks * 64, *more = rows + (int64_t)x.blocks * 1024;
     const PairTile* wide = (const PairTile*)wide_.get();
     for (int t = 0; t < tiles_; t += 2, sums += 2 * stride) {
         tile_zero<0>();

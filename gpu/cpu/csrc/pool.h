@@ -43,6 +43,14 @@ inline void take_thread_locals() {
     any = 0;
 }
 
+inline void cpu_relax() {
+#if defined(__aarch64__)
+    __asm__ __volatile__("isb");  // some ten nanoseconds; `yield` is nothing at all on most of them
+#else
+    __builtin_ia32_pause();
+#endif
+}
+
 class Pool {
   public:
     // Where the system grants fewer threads than are asked for, those do the work: slower, with the same results.
@@ -90,7 +98,7 @@ class Pool {
         }
         take();
         for (int spins = 0; done_.load(std::memory_order_acquire) < count; spins++) {
-            if (spins < kSpins) pause();
+            if (spins < kSpins) cpu_relax();
             else std::this_thread::yield();
         }
         std::exception_ptr thrown;
@@ -105,14 +113,6 @@ class Pool {
   private:
     // About 50 microseconds: longer than the gaps within a step, shorter than what anybody would miss between steps.
     static constexpr int kSpins = 2000;
-
-    static void pause() {
-#if defined(__aarch64__)
-        __asm__ __volatile__("isb");  // some ten nanoseconds; `yield` is nothing at all on most of them
-#else
-        __builtin_ia32_pause();
-#endif
-    }
 
     bool any_left() const { return left_.load(std::memory_order_relaxed) > 0; }
 
@@ -133,7 +133,7 @@ class Pool {
     void help() {
         take_thread_locals();
         while (true) {
-            for (int spins = 0; !any_left() && spins < kSpins; spins++) pause();
+            for (int spins = 0; !any_left() && spins < kSpins; spins++) cpu_relax();
             if (!any_left()) {
                 std::unique_lock<std::mutex> lock(mutex_);
                 sleeping_.fetch_add(1, std::memory_order_seq_cst);

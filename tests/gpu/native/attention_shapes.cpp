@@ -130,7 +130,7 @@ struct Shape {
         Step step{(int)positions.size(), (int)batch.size(), positions.data(), starts.data(), lengths.data(),
                   table.data(), (int64_t)stride};
         std::vector<float> out(positions.size() * width);
-        attend(pool, cache(), step, queries.data(), out.data());
+        attend(pool, cache(), step, queries.data(), out.data(), (int64_t)width);
         int wrong = 0;
         for (size_t i = 0; i < batch.size(); i++) {
             auto from = out.begin() + starts[i] * width, to = out.begin() + starts[i + 1] * width;

@@ -91,7 +91,7 @@ void products(void* engine, const char* name, const Matrix& w) {
     std::vector<int64_t> indices(kRows);
     std::vector<uint8_t> finite(kRows);
     x[5] = NAN;
-    hr_largest_product(engine, &w, x.data(), kRows, indices.data(), finite.data());
+    hr_largest_product(engine, &w, x.data(), kRows, 0, indices.data(), finite.data());
     indices[0] = 0;
     print(name, indices);
     print(name, finite);

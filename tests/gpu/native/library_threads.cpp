@@ -12,7 +12,7 @@ void hr_destroy(void*);
 int64_t hr_tile_bytes(const headrace::Matrix*, int32_t);
 int32_t hr_pack_floats(const headrace::Matrix*, const float*, int32_t, int32_t, int32_t);
 int32_t hr_multiply(void*, const headrace::Matrix*, const float*, int32_t, int32_t, const float*, float*, int64_t);
-int32_t hr_largest_product(void*, const headrace::Matrix*, const float*, int32_t, int64_t*, uint8_t*);
+int32_t hr_largest_product(void*, const headrace::Matrix*, const float*, int32_t, int64_t, int64_t*, uint8_t*);
 int32_t hr_draw(void*, float*, int32_t, int64_t, int64_t, const float*, const int64_t*, const double*, const double*,
                 const double*, int64_t*, uint8_t*);
 }
@@ -35,7 +35,7 @@ int work(void* engine, const headrace::Matrix& matrix) {
         wrong += hr_multiply(engine, &matrix, x.data(), rows, call / 2 % 2, nullptr, out.data(), kOutputs);
         if (call == 1 || call == 3) first[call / 2] = out;  // of generated and of prompt tokens
         if (call > 3 && call % 2) wrong += out != first[call / 2 % 2];
-        wrong += hr_largest_product(engine, &matrix, x.data(), rows, largest.data(), finite.data());
+        wrong += hr_largest_product(engine, &matrix, x.data(), rows, 0, largest.data(), finite.data());
         wrong += hr_draw(engine, out.data(), rows, kOutputs, kOutputs, temperature.data(), top_k.data(), top_p.data(),
                          min_p.data(), uniform.data(), tokens.data(), finite.data());
     }

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from app.engine_facts import describe, engine_config
@@ -233,12 +234,17 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     if settings.has_rank_processes:
-        from gpu.parallel.multiproc import load_multiproc
-
         opened = {"model": settings.model, "load_format": settings.load_format}
         cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
         sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}
-        return load_multiproc({**opened, "cache_dir": cache_dir}, options, sizes, files.progress)
+        if settings.executor == "ray":
+            if find_spec("ray") is None:
+                hint = "pip install 'headrace[ray]' makes it work, or executor=mp"
+                raise ConfigError("executor", "ray", allowed="Ray is not installed", hint=hint)
+            from gpu.parallel.ray_executor import load_on_ray as load
+        else:
+            from gpu.parallel.multiproc import load_multiproc as load
+        return load({**opened, "cache_dir": cache_dir}, options, sizes, files.progress)
     with frozen_imports("torch"):
         import_what_computes(files.config, options)
     return load_executor(files, options)

@@ -9,6 +9,7 @@ What crosses between the parts, and then the wings, each of which lists its own 
 messages         requests, outputs and stats, and the checks of what a client asked
 errors           what goes wrong on purpose
 errors_in_words  the same on the way to another process
+curve            sockets between machines, which let in who has the keys
 clock            what time it is, handed to whoever needs to know
 snapshot         what an engine answers when it is asked how it is
 kv_events        what an engine tells of its prefix cache, and how a prompt's beginning is named there

@@ -14,13 +14,13 @@ from typing import Any, Protocol, Self
 
 import anyio
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from engine.commands import Command
 from engine.core.heartbeat import Heartbeat
+from engine.curve import CurveServer
 from engine.transport.link import Ended, Link
 from engine.transport.process_client import ProcessClient
-from engine.transport.wire import Ends, Keys, Ping, Pulse, Report, limited
+from engine.transport.wire import Ends, Ping, Pulse, Report
 
 PING_SECONDS = 0.25  # a lost connection is seen by the next ping
 LAST_EVENT_SECONDS = 0.25  # what was said last and what tells the end come by two connections
@@ -61,23 +61,17 @@ class RemoteChild(Link):
     def __init__(self, launch: Launch, host: str) -> None:
         super().__init__()
         self._launch = launch
-        self._host = f"[{host}]" if ":" in host else host
-        self._secret_key = b""
+        self._host = host
         self._lost = anyio.Event()
         self._how = "the connection to the engine is lost"
 
     def __enter__(self) -> Self:
         self.heartbeat = Heartbeat()
-        server_public, self._secret_key = zmq.curve_keypair()
-        public, secret = zmq.curve_keypair()
         with ExitStack() as stack:
-            context = zmq.Context()
-            stack.callback(context.destroy, linger=0)
-            _let_in(public, context, stack)
-            self._down, self._up = self._bind(context, zmq.ROUTER), self._bind(context, zmq.PULL)
+            server = stack.enter_context(CurveServer(self._host))
+            (self._down, down), (self._up, up) = server.bind(zmq.ROUTER), server.bind(zmq.PULL)
             self._down.router_mandatory = True  # or what is sent to nobody would be dropped without a word
-            ends = Ends(_address(self._down), _address(self._up), Keys(server_public, public, secret))
-            self._launched = self._launch(ends)
+            self._launched = self._launch(Ends(down, up, server.new_keys()))
             stack.callback(self.kill)
             self._resources = stack.pop_all()
         return self
@@ -115,33 +109,3 @@ class RemoteChild(Link):
 
     def _ping(self) -> None:
         self.send(Ping(time.monotonic()))
-
-    def _bind(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-        socket = limited(context.socket(kind))
-        socket.curve_server = True
-        socket.curve_secretkey = self._secret_key
-        socket.ipv6 = self._host.startswith("[")
-        socket.bind(f"tcp://{self._host}:*")
-        return socket
-
-
-def _address(socket: zmq.Socket[bytes]) -> str:
-    address = socket.last_endpoint
-    assert isinstance(address, bytes)
-    return address.decode()
-
-
-def _let_in(key: bytes, context: zmq.Context[zmq.Socket[bytes]], stack: ExitStack) -> None:
-    """Nobody but who has this public key, and its secret."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    stack.callback(authenticator.stop)
-    authenticator.configure_curve_callback(credentials_provider=_Only(key))
-
-
-class _Only:
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key

@@ -20,8 +20,9 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.commands import Command
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
+from engine.curve import connect
 from engine.transport.process_core import Build, ProcessChannel, keep_what_is_loaded, run_and_exit, vital
-from engine.transport.wire import Ends, Ping, Pulse, decoder, limited
+from engine.transport.wire import Ends, Ping, Pulse, decoder
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +79,10 @@ class RemoteChannel(ProcessChannel):
     def _connect(self, socket: zmq.Socket[bytes], address: str) -> None:
         keys = self._ends.keys
         assert keys is not None
-        limited(socket)
-        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
-            keys.server_public,
-            keys.public,
-            keys.secret,
-        )
-        socket.ipv6 = "[" in address
-        socket.reconnect_ivl = -1  # nobody would know what was lost
         monitor = socket.get_monitor_socket()
         watch = partial(self._end_with_connection, monitor)
         threading.Thread(target=vital, args=(watch,), name="lifeline", daemon=True).start()
-        super()._connect(socket, address)
+        connect(socket, address, keys)
 
     def _end_with_connection(self, monitor: zmq.Socket[bytes]) -> None:
         with monitor, suppress(zmq.ContextTerminated):

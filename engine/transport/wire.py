@@ -15,30 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import msgspec
-import zmq
 
+from engine.curve import Keys
 from engine.errors import HeadraceError
 from engine.errors_in_words import ErrorInWords
 
 # Files of the private directory that both sides know.
 DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
-
-# Of what comes from another machine: the logits of a long step's prompt, all of them, are about half of it.
-MAX_MESSAGE_BYTES = 256 * 2**20
-# ZMQ's own threads ask each other whether they are there, however busy Python is. So long may a machine be silent.
-PROBE_SECONDS, SILENCE_SECONDS = 1.0, 5.0
-HANDSHAKE_SECONDS = 5.0  # until who connects has shown his key
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """What an engine on another machine proves itself with, once. Secret: it must not come to a log."""
-
-    server_public: bytes
-    public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:
-        return "Keys(...)"
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -64,15 +47,6 @@ class Pulse(msgspec.Struct, tag=True, array_like=True, gc=False):
 
     seconds_since_progress: float
     is_asleep: bool
-
-
-def limited(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A socket between machines with its limits: of silence, of a message's size, of a stranger's time."""
-    socket.heartbeat_ivl = round(1000 * PROBE_SECONDS)
-    socket.heartbeat_timeout = round(1000 * SILENCE_SECONDS)
-    socket.handshake_ivl = round(1000 * HANDSHAKE_SECONDS)
-    socket.maxmsgsize = MAX_MESSAGE_BYTES
-    return socket
 
 
 class Report(Protocol):

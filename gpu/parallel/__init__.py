@@ -13,6 +13,8 @@ rank                one rank: its part of the model, and what messages do to it
 rank_process        the main of a rank's process
 rank_child          the driver's hold on such a process: its start, its end, and why it ended
 multiproc           the executor: ranks on this machine
+ray_rank            one rank in an actor of Ray's
+ray_executor        the same for ranks on the machines of a Ray cluster
 """
 
 from gpu.parallel.cuts import cut, sharded

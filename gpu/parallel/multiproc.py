@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead, HeadraceError, RankLost
@@ -52,6 +52,35 @@ FAILURE_SECONDS = 0.5
 OnLost = Callable[[HeadraceError], None]
 
 
+class Wire(Protocol):
+    """How messages come to all ranks: a `RingWriter`, where they are of this machine."""
+
+    abandoned: int
+
+    def write(self, message: bytes, check: Callable[[], None]) -> None: ...
+
+    def steps(self, reader: int) -> int: ...
+
+    def last_words(self, reader: int) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class RankProcess(Protocol):
+    """A hold on one: a `RankChild`, where it is of this machine."""
+
+    index: int
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait_told(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
 class MultiprocExecutor:
     """An `engine.core.executor.Executor` that prepares. Made and used by one thread.
 
@@ -62,30 +91,23 @@ class MultiprocExecutor:
         """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's."""
         world_size = layout.world_size
         self._layout = layout
-        self._host = socket.gethostname()
         self._lock = threading.Lock()
         self._error: RankLost | None = None
         self._is_closed = False
         self._on_lost: OnLost = lambda error: None
-        self._ring = RingWriter(world_size)
+        self._ring = self._make_ring(world_size)
         self._steps: deque[int] = deque()  # submitted and not waited for, oldest first
-        self._ended: dict[int, tuple[RankChild, Output | Failed]] = {}
+        self._ended: dict[int, tuple[RankProcess, Output | Failed]] = {}
         self._failed: deque[int] = deque(maxlen=16)  # steps of late
         self._sampled: dict[int, list[list[int]] | None] = {}  # what earlier stages have not been told
         self._num_submitted = 0
         self._num_steps = 0  # that were waited for
         self._is_prepared = False
-        self._ranks: list[RankChild] = []
+        self._ranks: list[RankProcess] = []
         self._ranks_by_descriptor: dict[int, RankChild] = {}
         self._poll = select.poll()
         try:
-            with Shared(layout) as shared:
-                for index in range(world_size):
-                    setup = _setup(model, options, replace(layout, rank=index), shared, self._ring)
-                    self._ranks.append(RankChild(index, setup, self._lose))
-            for rank in self._ranks:
-                self._ranks_by_descriptor[rank.connection.fileno()] = rank
-                self._poll.register(rank.connection, select.POLLIN)
+            self._start_ranks(model, options)
             loaded = self._load(progress)
         except BaseException:
             self.shutdown()
@@ -169,7 +191,7 @@ class MultiprocExecutor:
         self._wait_all_failed(rank, ended.error.kind)
         raise ended.error.error()
 
-    def _wait_all_failed(self, rank: RankChild, kind: str) -> None:
+    def _wait_all_failed(self, rank: RankProcess, kind: str) -> None:
         """Wait until a step that has failed on a rank is over on every one."""
         until = time.monotonic() + FAILURE_SECONDS
         while any(self._ring.steps(other.index) < self._num_steps for other in self._ranks):
@@ -190,8 +212,8 @@ class MultiprocExecutor:
                 case Failed(step, error) if step not in self._failed:
                     self._lose(rank.index, f"has failed in a step that others have made: {error.kind}")
 
-    def _messages(self, timeout: float | None) -> list[tuple[RankChild, Up]]:
-        came: list[tuple[RankChild, Up]] = []
+    def _messages(self, timeout: float | None) -> list[tuple[RankProcess, Up]]:
+        came: list[tuple[RankProcess, Up]] = []
         for descriptor, _ in self._poll.poll(None if timeout is None else timeout * 1000):
             rank = self._ranks_by_descriptor[descriptor]
             try:
@@ -216,7 +238,7 @@ class MultiprocExecutor:
     # --- loading and losing
 
     def _load(self, progress: ReportProgress) -> Loaded:
-        def report(rank: RankChild, message: Up) -> None:
+        def report(rank: RankProcess, message: Up) -> None:
             match message:
                 case Progress(phase, done, total) if rank.index == 0:
                     progress(phase, done, total)
@@ -228,7 +250,25 @@ class MultiprocExecutor:
         self._ring.write(encode(CacheSize(num_blocks, max_model_len)), self._check)
         return self._from_each(Loaded, report)[-1]
 
-    def _from_each(self, kind: type[Any], other: Callable[[RankChild, Up], None]) -> list[Any]:
+    # What is another's where ranks are elsewhere.
+
+    def _make_ring(self, world_size: int) -> Wire:
+        return RingWriter(world_size)
+
+    def _start_ranks(self, model: dict[str, Any], options: WorkerOptions) -> None:
+        assert isinstance(self._ring, RingWriter)
+        with Shared(self._layout) as shared:
+            for index in range(self._layout.world_size):
+                setup = _setup(model, options, replace(self._layout, rank=index), shared, self._ring)
+                rank = RankChild(index, setup, self._lose)
+                self._ranks.append(rank)
+                self._ranks_by_descriptor[rank.connection.fileno()] = rank
+                self._poll.register(rank.connection, select.POLLIN)
+
+    def _host_of(self, index: int) -> str:
+        return socket.gethostname()
+
+    def _from_each(self, kind: type[Any], other: Callable[[RankProcess, Up], None]) -> list[Any]:
         """A message of this kind from each rank, by rank."""
         found: dict[int, Any] = {}
         while len(found) < len(self._ranks):
@@ -245,7 +285,7 @@ class MultiprocExecutor:
             if self._error is not None or self._is_closed:
                 return
             words = self._ring.last_words(index)
-            self._error = error = RankLost(index, self._host, f"{why}: {words}" if words else why)
+            self._error = error = RankLost(index, self._host_of(index), f"{why}: {words}" if words else why)
             for rank in self._ranks:
                 rank.kill()
             on_lost = self._on_lost

@@ -49,7 +49,7 @@ def main() -> NoReturn:
     try:
         _serve(setup, reader, lambda message: up.send_bytes(encode(message)))
     except BaseException as error:
-        reader.leave_words(_in_few_words(error))
+        reader.leave_words(in_few_words(error))
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(1)  # neither a library's thread nor its exit handler may hold up the end
@@ -63,14 +63,17 @@ def _serve(setup: RankSetup, reader: RingReader, tell: Callable[[Up], None]) -> 
         link = StageLink(before, after, is_last=layout.is_last_stage)
     rank = Rank(layout, reader, tell, reader.count_step, link)
     try:
-        worker, cost, vocab_size = _load(setup, rank, tell)
+        worker, cost, vocab_size = load(setup, rank, tell, _communicator)
     except HeadraceError as error:
         tell(Failed(-1, ErrorInWords.of(error)))
         raise
     rank.serve(worker, cost, vocab_size, _abandoned(layout, reader, worker))
 
 
-def _load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None]) -> tuple[Worker, str, int]:
+def load(
+    setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Callable[[RankSetup, WorkerOptions], Any]
+) -> tuple[Worker, str, int]:
+    """The worker, what it says of its weights, and the vocabulary's size. `join` makes the communicator."""
     from gpu.executor import load_worker
     from gpu.model_loader import WorkerOptions
 
@@ -85,7 +88,7 @@ def _load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None]) -> tuple[Wor
         files,
         options,
         setup.layout,
-        communicator=_communicator(setup, options),
+        communicator=join(setup, options),
         links=NO_LINKS if rank.link is None else rank.link.links,
         agree=rank.agree,
     )
@@ -134,7 +137,7 @@ def _reader(group: Group, index: int) -> RingReader:
     return RingReader(group.memory, group.wakers[index], index, len(group.wakers))
 
 
-def _in_few_words(error: BaseException) -> str:
+def in_few_words(error: BaseException) -> str:
     """What may be told to anybody: what is foreign to us may quote paths and prompts."""
     return str(error) if isinstance(error, HeadraceError) else type(error).__name__
 

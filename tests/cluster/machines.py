@@ -1,6 +1,7 @@
-"""`python -m tests.cluster.machines FILE`: two machines of a Ray cluster, as far as Ray can tell, with Serve on them.
+"""Two machines of a Ray cluster, as far as Ray can tell, and nothing left of them afterwards.
 
-FILE is a configuration as `serve run` takes it. Ends with SIGTERM, and everything that it has started with it.
+`python -m tests.cluster.machines` prints the cluster's address; with the file of a configuration, as `serve run` takes
+it, Serve is on them. It ends with SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Before it is imported, which reads it.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5"}
@@ -20,16 +23,27 @@ from ray.cluster_utils import Cluster
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
-def main(configuration: str) -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+@contextmanager
+def two_machines() -> Iterator[Cluster]:
+    """Of one core each."""
     home = tempfile.mkdtemp(prefix="hr-ray-")
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={**SMALL, "include_dashboard": False, "temp_dir": home},
-        shutdown_at_exit=False,
-    )
+    head = {**SMALL, "include_dashboard": False, "temp_dir": home}
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
         cluster.add_node(**SMALL)
+        yield cluster
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def main(configuration: str | None = None) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with two_machines() as cluster:
+        if configuration is None:
+            print(cluster.address, flush=True)
+            signal.pause()
+            return
         command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address, configuration]
         serve = subprocess.Popen(command)
         try:
@@ -37,10 +51,7 @@ def main(configuration: str) -> None:
         finally:
             serve.send_signal(signal.SIGINT)
             serve.wait()
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(home, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -19,10 +19,11 @@ import pytest
 import zmq
 
 from engine.commands import EngineDied
+from engine.curve import Keys
 from engine.errors import EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import FinishReason
-from engine.transport.wire import Ends, Keys, encoder
+from engine.transport.wire import Ends, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import Launched, is_running, remote_client, serving
 from tests.engine.serving import TOKENIZER, collect, expected_tokens

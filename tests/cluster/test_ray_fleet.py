@@ -1,0 +1,68 @@
+"""A server whose engines compute on the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.executor_process import rank_processes
+from tests.server.harness import REPOSITORY, TIMEOUT, Server
+from tests.server.raw_client import sse_events
+from tests.server.tiny_model import tiny_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+PROMPT = list(range(1000, 1020))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    command = [sys.executable, "-m", "tests.cluster.machines"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as machines:
+        assert machines.stdout is not None
+        while ":" not in (line := machines.stdout.readline()) or " " in line.strip():
+            assert line, "the machines have ended"
+        yield line.strip()
+        machines.send_signal(signal.SIGTERM)
+        machines.wait(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def server(address: str) -> Iterator[Server]:
+    fleet = tiny_server(executor="ray", data_parallel_size=2, num_threads=1, device="cpu")
+    fleet.environment["RAY_ADDRESS"] = address
+    with fleet:
+        yield fleet.wait_ready()
+
+
+def test_engines_on_a_cluster_say_what_one_here_says(server: Server) -> None:
+    assert len(rank_processes()) == 2
+    body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
+    there = [server.complete(PROMPT, **body)["choices"][0]["token_ids"] for _ in range(2)]
+    with tiny_server(device="cpu") as here:
+        assert there == [here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]] * 2
+
+
+def test_one_that_is_killed_is_named_and_comes_back(server: Server) -> None:
+    server.wait_idle()
+    clients = [server.connect() for _ in range(2)]
+    for number, client in enumerate(clients):
+        prompt = [number * 1000 + each for each in range(1, 20)]
+        client.post("/v1/completions", {"prompt": prompt, "max_tokens": 8000, "ignore_eos": True, "stream": True})
+    events = [sse_events(client.chunks()) for client in clients if client.read_head().status_code == 200]
+    for each in events:
+        next(each)
+    before = rank_processes()
+    os.kill(before[0], signal.SIGKILL)
+    server.poll(rank_processes, lambda now: len(now) == 2 and before[0] not in now, 0.05)
+    said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
+    assert sorted(map(len, said)) == [0, 1], "one stream goes on"
+    [[error]] = [each for each in said if each]
+    assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]
+    server.wait_ready()
+    assert server.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3

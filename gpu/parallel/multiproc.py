@@ -46,7 +46,8 @@ from gpu.runner import FinishedStep
 LINK_BYTES = 16 * 2**20  # of a ring between two stages: a long step's activations
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # A step that has failed on one rank fails on all, for the same reason; where another waits for that one instead, their
-# states have parted. Far more than ranks that compute side by side are apart.
+# states have parted. Far more than ranks that compute side by side are apart; what a busy machine keeps from them does
+# not count.
 FAILURE_SECONDS = 0.5
 
 OnLost = Callable[[HeadraceError], None]
@@ -73,6 +74,9 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int: ...
+
+    @property
+    def seconds_without_a_core(self) -> float: ...
 
     def kill(self) -> None: ...
 
@@ -193,9 +197,10 @@ class MultiprocExecutor:
 
     def _wait_all_failed(self, rank: RankProcess, kind: str) -> None:
         """Wait until a step that has failed on a rank is over on every one."""
-        until = time.monotonic() + FAILURE_SECONDS
-        while any(self._ring.steps(other.index) < self._num_steps for other in self._ranks):
-            if time.monotonic() > until:
+        began = {other.index: time.monotonic() - other.seconds_without_a_core for other in self._ranks}
+        while behind := [other for other in self._ranks if self._ring.steps(other.index) < self._num_steps]:
+            now = time.monotonic()
+            if any(now - other.seconds_without_a_core - began[other.index] > FAILURE_SECONDS for other in behind):
                 self._lose(rank.index, f"has failed in a step that others had begun: {kind}")
             self._receive(0.001)
 

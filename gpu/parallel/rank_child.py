@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
@@ -46,6 +47,14 @@ class RankChild:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def seconds_without_a_core(self) -> float:
+        """For how long its main thread, all in all, could have run and was not let."""
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
+        except OSError:  # it has ended, or this kernel does not say
+            return 0.0
 
     def receive(self) -> Up:
         """The next thing that it says. Waits for it; raises EOFError when it has ended."""

@@ -23,7 +23,7 @@ import msgspec
 
 from engine.errors import HeadraceError
 from engine.errors_in_words import ErrorInWords
-from gpu.checkpoint import open_model
+from gpu.checkpoint import ModelFiles, open_model
 from gpu.parallel.layout import Layout
 from gpu.parallel.messages import Failed, Group, Progress, RankSetup, Up, encode
 from gpu.parallel.rank import Abandoned, Rank
@@ -70,9 +70,11 @@ def _serve(setup: RankSetup, reader: RingReader, tell: Callable[[Up], None]) -> 
     rank.serve(worker, cost, vocab_size, _abandoned(layout, reader, worker))
 
 
-def load(
-    setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Callable[[RankSetup, WorkerOptions], Any]
-) -> tuple[Worker, str, int]:
+Join = Callable[[RankSetup, "WorkerOptions", ModelFiles], Any]
+"""Makes the communicator of a rank."""
+
+
+def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
     """The worker, what it says of its weights, and the vocabulary's size. `join` makes the communicator."""
     from gpu.executor import load_worker
     from gpu.model_loader import WorkerOptions
@@ -88,24 +90,31 @@ def load(
         files,
         options,
         setup.layout,
-        communicator=join(setup, options),
+        communicator=join(setup, options, files),
         links=NO_LINKS if rank.link is None else rank.link.links,
         agree=rank.agree,
     )
     return worker, cost, files.config.vocab_size
 
 
-def _communicator(setup: RankSetup, options: WorkerOptions) -> Any:
-    """Between the tensor ranks of its stage, where there are several."""
-    if setup.layout.tensor_parallel_size == 1:
+def _communicator(setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
+    """Between the tensor ranks of its stage, where there are several: shared memory where the library computes."""
+    from gpu.model_loader import library_for, resolve_device
+
+    layout, device = setup.layout, resolve_device(options.device)
+    if layout.tensor_parallel_size == 1:
         return None
+    if (library := library_for(files.config, options, device)) is not None:
+        from gpu.cpu.communicator import SharedMemoryCommunicator
+
+        assert setup.segment is not None
+        return SharedMemoryCommunicator(library, setup.segment, layout.tp_rank, layout.tensor_parallel_size)
     import torch.distributed as dist
 
-    from gpu.model_loader import resolve_device
     from gpu.parallel.torch_communicator import TorchCommunicator
 
-    store = dist.FileStore(f"/proc/self/fd/{setup.store}", setup.layout.world_size)  # type: ignore[attr-defined]
-    return TorchCommunicator(store, setup.layout, resolve_device(options.device))
+    store = dist.FileStore(f"/proc/self/fd/{setup.store}", layout.world_size)  # type: ignore[attr-defined]
+    return TorchCommunicator(store, layout, device)
 
 
 def _abandoned(layout: Layout, reader: RingReader, worker: Worker) -> Abandoned:

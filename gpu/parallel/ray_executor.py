@@ -170,6 +170,7 @@ class _ActorRank:
     """What `RankChild` is to ranks of one machine."""
 
     pid = 0
+    seconds_without_a_core = 0.0  # which another machine's kernel knows
 
     def __init__(self, index: int, actor: Any, told: bytes, on_end: Callable[[int, str], None]) -> None:
         self.index, self._actor, self._on_end = index, actor, on_end

@@ -12,9 +12,10 @@ import msgspec
 import zmq
 
 from engine.curve import Keys, connect
-from engine.errors import HeadraceError
+from engine.errors import ConfigError, HeadraceError
 from engine.errors_in_words import ErrorInWords
-from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.checkpoint import ModelFiles
+from gpu.model_loader import WorkerOptions, library_for, resolve_device
 from gpu.parallel.messages import Failed, RankSetup, Up, encode
 from gpu.parallel.rank import Rank
 from gpu.parallel.rank_process import in_few_words, load
@@ -75,9 +76,12 @@ class RankActor:
         self._plans.send_multipart([kind, data])
 
 
-def _communicator(place: tuple[str, int] | None, setup: RankSetup, options: WorkerOptions) -> Any:
+def _communicator(place: tuple[str, int] | None, setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
     if place is None:
         return None
+    if library_for(files.config, options, resolve_device(options.device)) is not None:
+        allowed = "tensor ranks of the CPU library share a machine's memory, and those on Ray may have none in common"
+        raise ConfigError("dtype", options.dtype, allowed=allowed, hint="dtype=float32 works, or executor=mp")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from gpu.parallel.torch_communicator import TorchCommunicator

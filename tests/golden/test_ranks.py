@@ -25,13 +25,15 @@ def say(prompts: list[str], num_tokens: int, **settings: Any) -> list[list[int]]
         llm.core.shutdown()
 
 
-def test_two_stages_of_two_uneven_ranks_say_what_one_process_says() -> None:
-    whole = say(PROMPTS[:8], 6, dtype="float32")
-    assert say(PROMPTS[:8], 6, dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2) == whole
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_two_stages_of_two_uneven_ranks_say_what_one_process_says(dtype: str) -> None:
+    """By the library, and by torch."""
+    whole = say(PROMPTS[:8], 6, dtype=dtype)
+    assert say(PROMPTS[:8], 6, dtype=dtype, tensor_parallel_size=2, pipeline_parallel_size=2) == whole
 
 
 @pytest.mark.storm
-@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_thirty_prompts_have_their_tokens_in_every_layout(dtype: str) -> None:
     assert len(THIRTY) == 30
     whole = say(THIRTY, 16, dtype=dtype)

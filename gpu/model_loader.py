@@ -112,8 +112,9 @@ def load_model(
     options that cannot work, ModelError for weights that the device cannot hold.
 
     The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. Those of one rank of a
-    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`: torch's a
-    `gpu.parallel.communicator.Communicator`, the library's a `gpu.cpu.communicator.SharedMemoryCommunicator`.
+    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`: the library's a
+    `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; for torch anywhere else it is a
+    `gpu.parallel.communicator.Communicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.

@@ -19,12 +19,14 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
+from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import Threads, load_library
 from gpu.cpu.sampling import draw
 from gpu.host import has_bfloat16_instructions
 from gpu.models.decoder import CausalLM
 from gpu.parallel.communicator import Communicator
 from gpu.parallel.cuts import vocabulary
+from gpu.parallel.shared_tensors import SharedTensors
 from gpu.runner import ModelInputs
 from gpu.sampling import torch_draw
 from gpu.sampling.greedy import largest
@@ -109,12 +111,14 @@ def load_torch_model(
     max_model_len: int,
     num_threads: int,
     spec: DecoderSpec | None = None,
-    communicator: Communicator | None = None,
+    communicator: Communicator | SharedMemoryCommunicator | None = None,
 ) -> TorchModel:
     """Call it in the thread that will run the steps, because torch's thread count belongs to a thread."""
     torch.set_num_threads(num_threads)
     place, kind = torch.device(device), resolve_dtype(dtype, config, device)
     attention = partial(TritonAttention if place.type == "cuda" else TorchAttention, block_size=block_size)
+    if isinstance(communicator, SharedMemoryCommunicator):
+        communicator = SharedTensors(communicator)
     model = CausalLM(
         config,
         dtype=kind,

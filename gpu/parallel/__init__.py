@@ -6,6 +6,7 @@ layout              the sizes of the groups, and which rank this is
 cuts                which part of every tensor a rank has
 communicator        what the tensor ranks of a stage tell each other
 torch_communicator  the same by torch.distributed
+shared_tensors      the same over the shared memory of one machine
 ring                messages from one process to several, through shared memory
 stage_link          activations, from the ranks of a stage to those of the next
 messages            what a driver tells its ranks, and they it

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelConfig, open_model
+from gpu.cpu.communicator import SharedMemoryCommunicator
+from gpu.cpu.library import load_library
 from gpu.model_loader import WorkerOptions, rank_spec
 from gpu.model_runner import ModelRunner
 from gpu.parallel import Layout, cut
@@ -32,6 +34,7 @@ SECONDS = 200.0  # that anything may take here
 
 Case = tuple[ModelConfig | Path, WorkerOptions]  # random weights of a configuration, or those of a file
 Step = Callable[["RankExecutor"], Any]
+Join = Callable[[Layout, str], Any]
 
 
 class RankExecutor:
@@ -57,8 +60,8 @@ class RankExecutor:
         return FinishedStep(output)
 
 
-def run(tp: int, pp: int, folder: Path, cases: list[Case], step: Step) -> list[list[Any]]:
-    """What `step` returns of each case, on each rank."""
+def run(tp: int, pp: int, folder: Path, cases: list[Case], step: Step, join: Join | None = None) -> list[list[Any]]:
+    """What `step` returns of each case, on each rank. `join` makes the communicator of a rank, by default gloo's."""
     world = tp * pp
     activations = {rank: PROCESSES.Pipe(duplex=False) for rank in range(tp, world)}  # to this rank, from its left
     tokens = {rank: PROCESSES.Pipe(duplex=False) for rank in range(world - tp)}
@@ -70,7 +73,8 @@ def run(tp: int, pp: int, folder: Path, cases: list[Case], step: Step) -> list[l
             outputs = [tokens[rank][0]] if rank in tokens else []
             if rank == world - tp:
                 outputs = [sender for _, sender in tokens.values()]
-            start(partial(_rank, layout, str(folder / "store"), cases, step, links, outputs, results[rank][1]))
+            communicator = partial(join or join_gloo, layout, str(folder / "store"))
+            start(partial(_rank, layout, communicator, cases, step, links, outputs, results[rank][1]))
         found = []
         for (receiver, sender), process in zip(results, start.__self__, strict=True):  # type: ignore[attr-defined]
             sender.close()
@@ -99,7 +103,17 @@ def processes() -> Iterator[Callable[[Callable[[], None]], None]]:
             process.join()
 
 
-def join(layout: Layout, store: str, timeout: float = SECONDS) -> TorchCommunicator | None:
+def join_memory(layout: Layout, path: str) -> SharedMemoryCommunicator | None:
+    """The tensor group of a rank, over a file that all ranks of its stage map."""
+    library = load_library()
+    assert library is not None
+    if layout.tensor_parallel_size == 1:
+        return None
+    descriptor = os.open(f"{path}-{layout.pp_rank}", os.O_RDWR | os.O_CREAT)
+    return SharedMemoryCommunicator(library, descriptor, layout.tp_rank, layout.tensor_parallel_size)
+
+
+def join_gloo(layout: Layout, store: str, timeout: float = SECONDS) -> TorchCommunicator | None:
     """The tensor group of a rank, over the loopback device."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if layout.tensor_parallel_size == 1:
@@ -109,14 +123,14 @@ def join(layout: Layout, store: str, timeout: float = SECONDS) -> TorchCommunica
 
 def _rank(
     layout: Layout,
-    store: str,
+    join: Callable[[], Any],
     cases: list[Case],
     step: Step,
     links: tuple[Connection | None, Connection | None],
     outputs: list[Connection],
     result: Connection,
 ) -> None:
-    communicator = join(layout, store)
+    communicator = join()
     found = []
     for model, options in cases:
         worker = load(model, options, layout, communicator, *links)
@@ -128,7 +142,7 @@ def load(
     model: ModelConfig | Path,
     options: WorkerOptions,
     layout: Layout,
-    communicator: TorchCommunicator | None = None,
+    communicator: Any = None,
     left: Connection | None = None,
     right: Connection | None = None,
 ) -> Worker:

@@ -15,13 +15,24 @@ import torch
 from engine.errors import RankLost
 from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import ModelConfig
+from gpu.cpu.library import is_for_this_processor
 from gpu.kv_cache_size import kv_cache_size
 from gpu.kv_layout import kv_layout
 from gpu.model_loader import WorkerOptions, rank_spec
 from gpu.parallel import Layout
 from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model
-from tests.gpu.parallel.ranks import PROCESSES, SECONDS, Case, RankExecutor, join, load, processes, run
+from tests.gpu.parallel.ranks import (
+    PROCESSES,
+    SECONDS,
+    Case,
+    RankExecutor,
+    join_gloo,
+    join_memory,
+    load,
+    processes,
+    run,
+)
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
 
@@ -82,6 +93,21 @@ def test_ranks_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path
             assert tokens == expected[index], (rank, [*MODELS, "device"][index])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+@pytest.mark.parametrize(("tp", "pp"), [(2, 2), (3, 1)])
+def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
+    """Of torch, and of the library of the CPU path, whose ranks say the same to the last bit."""
+    wide = {**UNEVEN, "hidden_size": 64, "intermediate_size": 96}  # a tile and a block for each of three ranks
+    cases: list[Case] = [
+        (small_model(**wide), OPTIONS),
+        (small_model(**wide), replace(OPTIONS, dtype="auto")),
+        (small_model(architecture="Gemma2ForCausalLM", **GEMMA, **wide), replace(OPTIONS, dtype="auto")),
+    ]
+    expected = [alone(case) for case in cases]
+    assert run(tp, pp, tmp_path, cases, say, join_memory) == [expected] * (tp * pp)
+
+
 def read_on(executor: RankExecutor) -> Any:
     """Greedy tokens of the embedded model."""
     requests = [
@@ -101,7 +127,7 @@ def test_ranks_of_the_embedded_model(tp: int, pp: int, tmp_path: Path) -> None:
 
 
 def meet(layout: Layout, store: str, timeout: float, last: bool, told: Connection) -> None:
-    communicator = join(layout, store, timeout)
+    communicator = join_gloo(layout, store, timeout)
     assert communicator is not None
     tensor = torch.full((3,), float(layout.rank + 1))
     communicator.all_reduce_(tensor)

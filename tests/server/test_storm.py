@@ -91,7 +91,7 @@ def check_storm(server: Server, kills: int, warm_up: int, memory_growth: int) ->
         assert server.complete(prompt, **SURVIVOR)["choices"][0]["text"] == text
 
     assert server.stop() == 0
-    assert "Draining: 0 requests in flight" in server.log
+    assert "Draining, requests in flight: 0" in server.log
     assert "Traceback" not in server.log, server.log
 
 

@@ -139,6 +139,7 @@ def rank_processes(
                 library, segments[own.pp_rank], own.tp_rank, layout.tensor_parallel_size, timeout
             )
         model = make_model(library, config, weights, own, communicator, **options)
+        connection.send("ready")
         while True:
             name, argument = connection.recv()
             try:
@@ -160,6 +161,8 @@ def rank_processes(
             process.start()
             theirs.close()
             processes.append(process)
+        for connection in connections:  # so that no deadline begins before all are there
+            assert connection.recv() == "ready"
         yield RankProcesses(layout, connections, [process.pid or 0 for process in processes], segments)
     finally:
         for process in processes:

@@ -133,7 +133,7 @@ def test_replicas_follow_the_queue_and_one_that_goes_finishes_its_streams() -> N
         "upscale_delay_s": 0,
         "downscale_delay_s": 1,
     }
-    settings: dict[str, Any] = {"model": MODEL, "max_num_seqs": 2, "drain_timeout": 300}
+    settings: dict[str, Any] = {"model": MODEL, "max_num_seqs": 2, "drain_timeout": 300, "max_queue_time": 0}
     with ServeOnRay(scaling, **settings) as server, ThreadPoolExecutor(8) as clients:
         server.wait_ready()
 

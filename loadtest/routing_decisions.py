@@ -1,6 +1,7 @@
 """What a routing decision costs: who of many engines gets a request, while requests come and go.
 
-    python -m loadtest.routing_decisions [--engines 64] [--rate 1000] [--seconds 5] [--prompt 2048] [--json FILE]
+    python -m loadtest.routing_decisions [--engines 64] [--rate 1000] [--seconds 5] [--prompt 2048]
+        [--max-chunks N] [--json FILE]
 
 Requests come at a rate, each with one of some prefixes; engines publish what they store and evict, as much as such a
 load makes them. In one thread, without engines. Prints microseconds of `Router.choose`, of all that a request costs the
@@ -20,6 +21,7 @@ from collections import deque
 import numpy as np
 
 from engine.kv_events import KVEvents, PrefixHashes
+from engine.routing.prefix_index import MAX_CHUNKS, PrefixIndex
 from engine.routing.router import Router
 from engine.scheduler.step_cost import Curve, StepCostTable
 
@@ -56,10 +58,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=5.0, help="of requests, which are not waited for")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens, seven eighths of which others share")
+    parser.add_argument("--max-chunks", type=int, default=MAX_CHUNKS, help="that the router knows at most")
     parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()
     draw = random.Random(0)
-    router = Router(options.engines, SLOTS, key=b"benchmark")
+    router = Router(options.engines, SLOTS, key=b"benchmark", index=PrefixIndex(options.max_chunks))
     engines = [Engine(number, TOKENS_PER_ENGINE // router.chunk_size) for number in range(options.engines)]
     for engine in engines:
         router.set_costs(engine.number, COSTS)

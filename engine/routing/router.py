@@ -119,7 +119,10 @@ class Router:
     def set_costs(self, engine: int, costs: StepCostTable) -> None:
         """The engine says what its steps cost."""
         self._costs[engine] = costs
-        self._set_prices()
+        if costs.is_known and self._is_priced:
+            self._prompt_price[engine], self._answer_price[engine] = self._prices(costs)
+        else:
+            self._set_prices()
 
     def apply(self, engine: int, events: KVEvents) -> bool:
         """The engine says what it holds. False if it has to be asked for everything (`PublishKVEvents`)."""
@@ -244,9 +247,9 @@ class Router:
         """Seconds for a token of a prompt and for one of an answer. An engine that has not told is like another."""
         self._priced_answer = self._typical_answer
         any_costs = next((each for each in self._costs if each is not None and each.is_known), None)
-        prices = [(1 / TOKENS_PER_ANSWER, 1 / self._typical_answer)] * len(self._costs)
-        if any_costs is not None:
-            prices = [self._prices(own if own is not None and own.is_known else any_costs) for own in self._costs]
+        self._is_priced = any_costs is not None
+        other = (1 / TOKENS_PER_ANSWER, 1 / self._typical_answer) if any_costs is None else self._prices(any_costs)
+        prices = [self._prices(own) if own is not None and own.is_known else other for own in self._costs]
         self._prompt_price, self._answer_price = np.array(prices).reshape(-1, 2).T
 
     def _prices(self, costs: StepCostTable) -> tuple[float, float]:

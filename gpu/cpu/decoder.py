@@ -21,13 +21,16 @@ from engine.errors import StepAbandoned
 from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import (
     AttentionSpec,
+    ClampedSwiGLUSpec,
     DecoderSpec,
     GeGLUSpec,
     Heads,
     LayerSpec,
+    MoESpec,
     Part,
     RMSNormSpec,
     Rope,
+    Stack,
     SwiGLUSpec,
     parts_of,
     records_of,
@@ -37,6 +40,8 @@ from gpu.checkpoint.tensors import checked
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import (
     STOP_INTERVAL,
+    ExpertsStruct,
+    ExpertStruct,
     ForwardStruct,
     HeadsStruct,
     LayerStruct,
@@ -63,7 +68,10 @@ ONE_RANK = Layout()
 _LOGITS_ROWS = 64  # that ranks put side by side at a time
 
 # What `forward` computes; a model with a part of any other kind is torch's.
-_KINDS = {DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, SwiGLUSpec, GeGLUSpec, RMSNormSpec, Part}
+_KINDS = {
+    *(DecoderSpec, LayerSpec, AttentionSpec, Heads, Rope, RopeScaling, RMSNormSpec, Part, Stack),
+    *(SwiGLUSpec, GeGLUSpec, MoESpec, ClampedSwiGLUSpec),
+}
 
 
 class CPUCausalLM:
@@ -99,6 +107,8 @@ class CPUCausalLM:
         self._weight_buffer = WeightBuffer()
         self._vectors: list[NDArray[np.float32]] = []  # what the structs point to
         self._matrices: list[PackedMatrix] = []
+        self._experts: list[object] = []  # likewise
+        self.tokens_of_experts: list[NDArray[np.int64]] = []  # of each layer with experts: how many tokens each has had
         spec = self._spec = sharded(spec_of(config), layout, gathers=True)
         self._layers = (LayerStruct * len(spec.layers))()
         for struct, layer in zip(self._layers, spec.layers, strict=True):
@@ -118,7 +128,7 @@ class CPUCausalLM:
             hidden=config.hidden_size,
             epsilon=spec.layers[0].attention_norm.eps,
             embedding_scale=spec.embedding_scale,
-            gelu=type(spec.layers[0].feed_forward) is GeGLUSpec,
+            gelu=any(type(layer.feed_forward) is GeGLUSpec for layer in spec.layers),
             post_norms=spec.layers[0].attention_post_norm is not None,
             **_begins(spec),
         )
@@ -146,14 +156,18 @@ class CPUCausalLM:
             return False
         heads, epsilon = spec.layers[0].attention.heads, spec.layers[0].attention_norm.eps
         merged = [layer.attention.qkv for layer in spec.layers]  # whose biases are one vector, or none
+        mixtures = [layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, MoESpec)]
+        outs = [layer.attention.out for layer in spec.layers]
+        unmerged = set(parts_of(spec)).difference(outs, *merged, *map(parts_of, mixtures))
         post_norms = [(layer.attention_post_norm, layer.feed_forward_post_norm) for layer in spec.layers]
-        unmerged = set(parts_of(spec)).difference(*merged)
         return (
             heads.dim % 16 == 0
             and heads.query // heads.kv <= MAX_GROUP
             and config.hidden_size % LANES == 0
             and config.intermediate_size % LANES == 0
-            and len({type(layer.feed_forward) for layer in spec.layers}) == 1
+            and all(mixture.experts[0].gate.shape[0] % LANES == 0 for mixture in mixtures)
+            and len({type(layer.feed_forward) for layer in spec.layers} - {MoESpec}) <= 1
+            and not (mixtures and any(layer.feed_forward_post_norm for layer in spec.layers))
             and len({(record.query, record.kv, record.dim) for record in records if type(record) is Heads}) == 1
             and all(record.eps == epsilon for record in records if type(record) is RMSNormSpec)
             and len({norm is None for pair in post_norms for norm in pair}) == 1
@@ -323,8 +337,12 @@ class CPUCausalLM:
             if attention.sinks is not None:
                 vector(struct.heads, "sinks", attention.sinks.weight_name)
             matrix(struct, "out", attention.out)
+            if attention.out.bias:
+                vector(struct, "out_bias", f"{attention.out.name}.bias")
             norm(struct, "mlp_norm", layer.feed_forward_norm)
-            assert isinstance(network, SwiGLUSpec)
+            if isinstance(network, MoESpec):
+                groups += self._expert_groups(struct, network, matrix, vector)
+                continue
             matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
             matrix(struct, "down", network.down)
         if spec.norm is not None:
@@ -335,6 +353,45 @@ class CPUCausalLM:
             matrix(self._model, "head", spec.head)
         return {member: group for group in groups for member in group.members}
 
+    def _expert_groups(
+        self, layer: LayerStruct, spec: MoESpec, matrix: Callable[..., None], vector: Callable[..., None]
+    ) -> list[_Group]:
+        """What becomes of a layer's experts; `matrix` and `vector` are those of `_groups`."""
+        network, groups = spec.experts[0], list[_Group]()
+        each = (ExpertStruct * len(spec.experts))()
+        tokens = np.zeros(spec.router.shape[0], dtype=np.int64)
+        experts = ExpertsStruct(
+            experts=ctypes.cast(each, ctypes.POINTER(ExpertStruct)),
+            first=spec.first,
+            here=len(spec.experts),
+            count=len(tokens),
+            top_k=spec.top_k,
+            normalized=spec.normalized,
+            tokens=tokens.ctypes.data,
+        )
+        if isinstance(network, ClampedSwiGLUSpec):
+            experts.alpha, experts.limit = network.alpha, network.limit
+        layer.experts = ctypes.pointer(experts)
+        self.tokens_of_experts.append(tokens)
+        self._experts += [each, experts]
+        vector(experts, "router", spec.router.weight_name)
+        if spec.router.bias:
+            vector(experts, "router_bias", f"{spec.router.name}.bias")
+        for struct, expert in zip(each, spec.experts, strict=True):
+            matrix(struct, "gate_up", expert.gate, expert.up, interleave=True)
+            matrix(struct, "down", expert.down)
+            if expert.gate.bias:
+                names = [f"{expert.gate.name}.bias", f"{expert.up.name}.bias"]
+                groups.append(_Group(names, partial(self._set_interleaved, struct, "gate_up_bias")))
+            if expert.down.bias:
+                vector(struct, "down_bias", f"{expert.down.name}.bias")
+        return groups
+
+    def _set_interleaved(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
+        """Biases of matrices whose tiles take turns."""
+        tiles = np.stack([floats(part).reshape(-1, LANES) for part in parts], axis=1)
+        self._set_vector(owner, field, [tiles])
+
     def _set_matrix(
         self, owner: object, field: str, quantized: bool, interleave: bool, parts: Sequence[Weight]
     ) -> None:
@@ -344,7 +401,7 @@ class CPUCausalLM:
 
     def _set_vector(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
         padding = np.zeros(LANES, dtype=np.float32)  # read in whole tiles
-        vector = np.concatenate([*(floats(part) for part in parts), padding])
+        vector = np.concatenate([*(floats(part).ravel() for part in parts), padding])
         self._vectors.append(vector)
         setattr(owner, field, vector.ctypes.data)
 
@@ -355,11 +412,12 @@ def _begins(spec: DecoderSpec) -> dict[str, int]:
     def begin(part: Part | None) -> int:
         return 0 if part is None or part.ranges is None else part.ranges[0][0]
 
-    layer, network = spec.layers[0], spec.layers[0].feed_forward
+    layer = spec.layers[0]
+    gates = [each.feed_forward.gate for each in spec.layers if isinstance(each.feed_forward, SwiGLUSpec)]
     return {
         "hidden_begin": begin(layer.attention.out),
         "attended_begin": begin(layer.attention.qkv[0]),
-        "inner_begin": begin(network.gate) if isinstance(network, SwiGLUSpec) else 0,
+        "inner_begin": begin(gates[0] if gates else None),
         "vocabulary_begin": begin(spec.head or spec.embedding),
     }
 

@@ -67,6 +67,35 @@ class StepStruct(ctypes.Structure):
     )
 
 
+class ExpertStruct(ctypes.Structure):
+    """`headrace::Expert`"""
+
+    _fields_ = (
+        ("gate_up", MatrixStruct),
+        ("down", MatrixStruct),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+    )
+
+
+class ExpertsStruct(ctypes.Structure):
+    """`headrace::Experts`"""
+
+    _fields_ = (
+        ("router", c_void_p),
+        ("router_bias", c_void_p),
+        ("experts", POINTER(ExpertStruct)),
+        ("first", c_int32),
+        ("here", c_int32),
+        ("count", c_int32),
+        ("top_k", c_int32),
+        ("normalized", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("tokens", c_void_p),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`hr_layer`"""
 
@@ -82,6 +111,8 @@ class LayerStruct(ctypes.Structure):
         ("k_norm", c_void_p),
         ("attention_post_norm", c_void_p),
         ("mlp_post_norm", c_void_p),
+        ("out_bias", c_void_p),
+        ("experts", POINTER(ExpertsStruct)),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("kv_cache", c_void_p),

@@ -38,6 +38,9 @@ CASES = [
     ("sinks", "tp3"),
     ("gemma2", "tp3"),
     ("gemma3", "tp2"),
+    ("mixtral", "tp3"),  # six experts, two on each rank
+    ("qwen3-moe", "tp2"),
+    ("gpt-oss", "tp2-pp2"),
     ("sinks", "pp3"),
     ("llama-tied", "tp2-pp2"),
     ("gemma2", "tp2-pp2"),

@@ -28,6 +28,8 @@
 
 #include "attention.h"
 #include "engine.h"
+#include "experts.h"
+#include "rows.h"
 #include "tiles.h"
 
 using namespace headrace;
@@ -43,6 +45,8 @@ struct hr_layer {
     const float* k_norm;
     const float* attention_post_norm;  // or null
     const float* mlp_post_norm;        // or null
+    const float* out_bias;             // or null
+    const Experts* experts;            // or null: gate_up and down
     const float* cosines;              // [positions, dim / 2]
     const float* sines;
     uint16_t* kv_cache;
@@ -80,25 +84,6 @@ namespace {
 
 double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// Rows are cheap; below this many of them a loop that several threads share costs more than it saves.
-constexpr int kRowsPerItem = 8;
-
-template <class Body>
-void for_rows(Pool& pool, int rows, const Body& body) {
-    int items = (rows + kRowsPerItem - 1) / kRowsPerItem;
-    pool.run(items, [&](int item) {
-        for (int row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); row++) body(row);
-    });
-}
-
-// RMSNorm (Zhang and Sennrich, arXiv:1910.07467). `size` is a multiple of 16; `out` may be `x`.
-void normalize(const float* x, const float* weight, float epsilon, int size, float* out) {
-    f32x16 squares = {};
-    for (int i = 0; i < size; i += 16) squares = fma(load<f32x16>(x + i), load<f32x16>(x + i), squares);
-    f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / (float)size + epsilon));
-    for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(x + i) * scale * load<f32x16>(weight + i));
 }
 
 // The rows of a step by how they are computed.
@@ -209,9 +194,9 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     engine.meet();  // A
     if (is_stopped(engine)) return kStopped;
     // A product into the residual stream, normed before if there is a `norm`.
-    auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm) {
+    auto add = [&](const Matrix& w, const Activations& x, const Rows& rows, const float* norm, const float* bias) {
         float* to = norm ? streams.products : residual;
-        multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, nullptr,
+        multiply(engine.pool, w, x, rows.precision, norm ? Then::kStore : Then::kAdd, bias,
                  {to + model.hidden_begin, hidden, rows.index});
         engine.meet();  // B, D
         if (norm) for_rows(engine.pool, rows.count, [&](int r) {
@@ -226,13 +211,19 @@ Outcome run_layer(Engine& engine, const hr_model& model, const hr_layer& layer, 
     for (const Rows& rows : kinds) {
         if (rows.count == 0) continue;
         const Activations& x = prepare(engine, layer.out, streams.attended, attended_width, rows);
-        add(layer.out, x, rows, layer.attention_post_norm);
+        add(layer.out, x, rows, layer.attention_post_norm, layer.out_bias);
+        if (layer.experts) {
+            add_experts(engine, *layer.experts, residual, model.hidden, rows.index, rows.count, rows.precision,
+                        layer.mlp_norm, model.epsilon, model.hidden_begin, layer.out.rows);
+            engine.meet();  // D
+            continue;
+        }
         prepare(engine, layer.gate_up, residual, hidden, rows, layer.mlp_norm, model.epsilon);
         engine.inner.begin(layer.down.cols, rows.count, rows.precision, streams.inner);
         multiply(engine.pool, layer.gate_up, x, rows.precision, model.gelu ? Then::kGeluMul : Then::kSiluMul, nullptr,
                  {nullptr, 0, nullptr, &engine.inner, model.inner_begin / kBlock});
         engine.meet();  // C
-        add(layer.down, engine.inner, rows, layer.mlp_post_norm);
+        add(layer.down, engine.inner, rows, layer.mlp_post_norm, nullptr);
     }
     return kDone;
 }
@@ -323,7 +314,14 @@ int64_t lay_out(Shared& shared, const hr_model& model, int ranks, int tokens, in
     };
     take(shared.stream, (int64_t)tokens * model.hidden * 4);
     take(shared.attended, (int64_t)tokens * model.layers[0].out.cols * 4);
-    take(shared.inner, Activations::bytes(model.layers[0].down.cols, tokens));
+    int inner = 0, top_k = 0;
+    for (int i = 0; i < model.num_layers; i++) {
+        const hr_layer& layer = model.layers[i];
+        inner = std::max(inner, layer.down.cols);
+        if (layer.experts) top_k = std::max(top_k, layer.experts->top_k);
+    }
+    take(shared.inner, Activations::bytes(inner, tokens));
+    take(shared.made, (int64_t)tokens * top_k * model.hidden * 4);
     take(shared.logits, (int64_t)rows * width * 4);
     take(shared.largest, (int64_t)ranks * rows * (int64_t)sizeof(Largest));
     return end;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <mutex>
 #include <new>
+#include <vector>
 
 #include <unistd.h>
 
@@ -21,6 +22,14 @@ struct Shared {
     uint8_t* inner;      // `Activations` of all inputs of `down`
     float* logits;       // [R, width]
     Largest* largest;    // [ranks, R]
+    float* made;         // [T, top_k, hidden], what experts make of tokens
+};
+
+// What `add_experts` works in.
+struct ExpertMemory {
+    Buffer<float> normed, shares, made;
+    Buffer<int32_t> routes;
+    std::vector<Activations> inputs, inners;
 };
 
 struct Engine {
@@ -36,6 +45,7 @@ struct Engine {
     Buffer<int32_t> order;
     Buffer<Largest> largest;
     Activations input, inner;
+    ExpertMemory experts;
 
     // Where this is one of several ranks of a model; else null.
     Ranks* ranks = nullptr;

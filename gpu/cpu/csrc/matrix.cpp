@@ -144,8 +144,14 @@ void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int coun
     }
 }
 
-inline f32x16 gated(f32x16 x, f32x16 up, Then then) {  // gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it
+inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {  // gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it
     if (then == Then::kSiluMul) return x * sigmoid(x) * up;
+    if (then == Then::kClampedMul) {  // by comparisons, so that what is no number stays none
+        const f32x16 most = splat(out.limit), least = splat(-out.limit);
+        x = select(x > most, most, x);
+        up = select(up > most, most, select(up < least, least, up));
+        return x * sigmoid(x * splat(out.alpha)) * (up + splat(1.0f));
+    }
     return x * sigmoid(splat(1.5957691216f) * fma(x * x * x, splat(0.044715f), x)) * up;
 }
 
@@ -193,16 +199,22 @@ void finish(const float* sums, int64_t size, int first, int tiles, int row, int 
             const Output& out) {
     for (int end = row + count; row < end; row++, sums += kLanes) {
         if (then >= Then::kSiluMul) {
-            f32x16 low = gated(load<f32x16>(sums), load<f32x16>(sums + size), then), high = {};
-            if (tiles == 4) high = gated(load<f32x16>(sums + 2 * size), load<f32x16>(sums + 3 * size), then);
+            auto pair = [&](int t) {
+                f32x16 gate = load<f32x16>(sums + t * size), up = load<f32x16>(sums + (t + 1) * size);
+                const float* at = bias + (int64_t)(first + t) * kLanes;
+                return bias ? gated(gate + load<f32x16>(at), up + load<f32x16>(at + kLanes), then, out)
+                            : gated(gate, up, then, out);
+            };
+            f32x16 low = pair(0), high = {};
+            if (tiles == 4) high = pair(2);
             out.next->set_block(row, out.first_block + first / 4, low, high);
             continue;
         }
         float* to = out.row(row) + (int64_t)first * kLanes;
         for (int t = 0; t < tiles; t++, to += kLanes) {
             f32x16 value = load<f32x16>(sums + t * size);
+            if (bias) value = value + load<f32x16>(bias + (int64_t)(first + t) * kLanes);
             if (then == Then::kAdd) value = load<f32x16>(to) + value;
-            else if (bias) value = value + load<f32x16>(bias + (int64_t)(first + t) * kLanes);
             store(to, value);
         }
     }
@@ -282,34 +294,63 @@ void exact_sums(const Tile& tile, const Activations& x, int begin, int count, fl
     });
 }
 
+namespace {
+
+bool by_panel(Precision precision) { return kHasTiles && precision == Precision::kTiles; }
+
+// How many rows meet a matrix before the next ones do.
+int rows_of_step(Precision precision) { return by_panel(precision) ? kRowsOfPanel : kRowsInCache; }
+
+// Tiles that go together: gate and up of a whole block; what is loaded at once.
+int tiles_of_group(Precision precision, Then then) { return then >= Then::kSiluMul ? 4 : by_panel(precision) ? 2 : 1; }
+
+// One of `chunks` parts of a product, for rows [begin, end).
+void multiply_chunk(const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
+                    const Output& out, int begin, int end, int chunk, int chunks) {
+    thread_local RoundedTiles rounded;
+    const bool panel = by_panel(precision);
+    const int group = tiles_of_group(precision, then), groups = (w.tiles() + group - 1) / group;
+    const int at_once = panel ? 32 : kRowsInCache;
+    Tiles registers(shapes_for(panel ? 16 : x.count));
+    const int64_t size = (int64_t)round_up(std::min(at_once, end - begin), 32) * kLanes;
+    float* sums = scratch(std::min(at_once, end - begin), group);
+    int last = (int)((int64_t)groups * (chunk + 1) / chunks);
+    for (int g = (int)((int64_t)groups * chunk / chunks); g < last; g++) {
+        const int first = g * group, together = std::min(group, w.tiles() - first);
+        if (panel) rounded.widen(w, first, together);
+        for (int row = begin; row < end; row += at_once) {
+            const int count = std::min(at_once, end - row);
+            if (panel) rounded.sums(x, row, count, sums, size);
+            for (int t = 0; t < (panel ? 0 : together); t++)
+                exact_sums(w.tile(first + t), x, row, count, sums + t * size);
+            finish(sums, size, first, together, row, count, then, bias, out);
+        }
+    }
+}
+
+}  // namespace
+
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out) {
-    const bool by_panel = kHasTiles && precision == Precision::kTiles;
-    const int group = then >= Then::kSiluMul ? 4 : by_panel ? 2 : 1;  // gate and up of a whole block; what is loaded at once
-    const int groups = (w.tiles() + group - 1) / group;
+    const int group = tiles_of_group(precision, then), groups = (w.tiles() + group - 1) / group;
     const int chunks = std::max(1, std::min(groups, pool.num_threads() == 1 ? 1 : pool.num_threads() * 4));
-    const int step = by_panel ? kRowsOfPanel : kRowsInCache, at_once = by_panel ? 32 : kRowsInCache;
+    const int step = rows_of_step(precision);
     for (int begin = 0; begin < x.count; begin += step) {
         const int end = std::min(begin + step, x.count);
-        pool.run(chunks, [&](int chunk) {
-            thread_local RoundedTiles rounded;
-            Tiles registers(shapes_for(by_panel ? 16 : x.count));
-            const int64_t size = (int64_t)round_up(std::min(at_once, end - begin), 32) * kLanes;
-            float* sums = scratch(std::min(at_once, end - begin), group);
-            int last = (int)((int64_t)groups * (chunk + 1) / chunks);
-            for (int g = (int)((int64_t)groups * chunk / chunks); g < last; g++) {
-                const int first = g * group, together = std::min(group, w.tiles() - first);
-                if (by_panel) rounded.widen(w, first, together);
-                for (int row = begin; row < end; row += at_once) {
-                    const int count = std::min(at_once, end - row);
-                    if (by_panel) rounded.sums(x, row, count, sums, size);
-                    for (int t = 0; t < (by_panel ? 0 : together); t++)
-                        exact_sums(w.tile(first + t), x, row, count, sums + t * size);
-                    finish(sums, size, first, together, row, count, then, bias, out);
-                }
-            }
-        });
+        pool.run(chunks, [&](int chunk) { multiply_chunk(w, x, precision, then, bias, out, begin, end, chunk, chunks); });
     }
+}
+
+void multiply(Pool& pool, const std::vector<Product>& products, Precision precision, Then then) {
+    const int count = (int)products.size();
+    const int chunks = pool.num_threads() == 1 ? 1 : (pool.num_threads() * 4 + count - 1) / std::max(count, 1);
+    const int step = rows_of_step(precision);
+    pool.run(count * chunks, [&](int item) {
+        const Product& p = products[(size_t)(item / chunks)];
+        for (int begin = 0; begin < p.x->count; begin += step)
+            multiply_chunk(*p.w, *p.x, precision, then, p.bias, p.out, begin, std::min(begin + step, p.x->count),
+                           item % chunks, chunks);
+    });
 }
 
 void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest* out) {

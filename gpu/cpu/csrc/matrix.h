@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "pool.h"
 #include "simd.h"
@@ -120,24 +121,35 @@ struct Activations {
     Buffer<uint8_t> own_;
 };
 
-enum class Then { kStore, kAdd, kSiluMul, kGeluMul };
+enum class Then { kStore, kAdd, kSiluMul, kGeluMul, kClampedMul };
 
 // Where a product's rows go: row r of the activations to out + index[r] * stride (index null: r itself), in floats. With
-// the last two to row r of `next`, from block `first_block` on, which the next product takes as it is.
+// the last three to row r of `next`, from block `first_block` on, which the next product takes as it is.
 struct Output {
     float* out;
     int64_t stride;
     const int32_t* index;
     Activations* next = nullptr;
     int first_block = 0;
+    float alpha = 1, limit = 0;  // of kClampedMul
 
     float* row(int r) const { return out + (index ? index[r] : r) * stride; }
 };
 
-// out = x W^T. kStore: out[r, n] = sum (+ bias[n]). kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
-// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: likewise, with gelu.
+// out = x W^T (+ bias). kStore: out[r, n] = sum. kAdd: out[r, n] += sum. kSiluMul: tiles alternate between gate and up,
+// next[r, n] = silu(gate) * up with half as many columns. kGeluMul: likewise, with gelu. kClampedMul: with the gate of
+// gpu.checkpoint.architecture.ClampedSwiGLUSpec.
 void multiply(Pool& pool, const Matrix& w, const Activations& x, Precision precision, Then then, const float* bias,
               const Output& out);
+
+// Several products in one loop of the threads: each matrix by rows of its own.
+struct Product {
+    const Matrix* w;
+    const Activations* x;
+    const float* bias;
+    Output out;
+};
+void multiply(Pool& pool, const std::vector<Product>& products, Precision precision, Then then);
 
 // For each row its largest product, its index, the lowest of several, and whether all of its products are finite.
 struct Largest {

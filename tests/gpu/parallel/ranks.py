@@ -60,7 +60,16 @@ class RankExecutor:
         return FinishedStep(output)
 
 
-def run(tp: int, pp: int, folder: Path, cases: list[Case], step: Step, join: Join | None = None) -> list[list[Any]]:
+def run(
+    tp: int,
+    pp: int,
+    folder: Path,
+    cases: list[Case],
+    step: Step,
+    join: Join | None = None,
+    *,
+    whole_experts: bool = False,
+) -> list[list[Any]]:
     """What `step` returns of each case, on each rank. `join` makes the communicator of a rank, by default gloo's."""
     world = tp * pp
     activations = {rank: PROCESSES.Pipe(duplex=False) for rank in range(tp, world)}  # to this rank, from its left
@@ -68,7 +77,9 @@ def run(tp: int, pp: int, folder: Path, cases: list[Case], step: Step, join: Joi
     results = [PROCESSES.Pipe(duplex=False) for _ in range(world)]
     with processes() as start:
         for rank in range(world):
-            layout = Layout(tensor_parallel_size=tp, pipeline_parallel_size=pp, rank=rank)
+            layout = Layout(
+                tensor_parallel_size=tp, pipeline_parallel_size=pp, enable_expert_parallel=whole_experts, rank=rank
+            )
             links = activations.get(rank, (None,))[0], activations.get(rank + tp, (None, None))[1]
             outputs = [tokens[rank][0]] if rank in tokens else []
             if rank == world - tp:

@@ -44,12 +44,29 @@ GEMMA = {
     "layer_types": ModelConfig.alternating(3, 2),
     "numbers": {"query_pre_attn_scalar": 24.0, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+MIXTURES: dict[str, ModelConfig] = {
+    "qwen3-moe": small_model(
+        architecture="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        dense_layers=(1,),
+        numbers=EXPERTS | {"moe_intermediate_size": 48, "norm_topk_prob": False},
+    ),
+    "gpt-oss": small_model(
+        architecture="GptOssForCausalLM",
+        attention_bias=True,
+        sliding_window=11,
+        layer_types=ModelConfig.alternating(3, 2),
+        numbers=EXPERTS | {"swiglu_alpha": 1.702, "swiglu_limit": 1.5},
+    ),
+}
 MODELS: dict[str, ModelConfig] = {
     "llama": small_model(**UNEVEN),
     "llama-tied": small_model(tie_word_embeddings=True),  # 2 KV heads: three ranks share them
     "qwen2": small_model(architecture="Qwen2ForCausalLM", attention_bias=True),
     "qwen3": small_model(architecture="Qwen3ForCausalLM", qk_norm=True, **UNEVEN),
     "gemma2": small_model(architecture="Gemma2ForCausalLM", **GEMMA),
+    **MIXTURES,
 }
 OPTIONS = WorkerOptions(
     dtype="float32", device="cpu", block_size=4, num_threads=1, max_num_seqs=8, kv_cache_memory=2**20, max_model_len=96
@@ -106,6 +123,14 @@ def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
     ]
     expected = [alone(case) for case in cases]
     assert run(tp, pp, tmp_path, cases, say, join_memory) == [expected] * (tp * pp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_ranks_that_have_experts_whole_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path: Path) -> None:
+    which = [index for index, name in enumerate(MODELS) if name in MIXTURES]
+    for found in run(tp, pp, tmp_path, [CASES[i] for i in which], say, whole_experts=True):
+        assert found == [expected[index] for index in which]
 
 
 def read_on(executor: RankExecutor) -> Any:

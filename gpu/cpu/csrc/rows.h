@@ -1,0 +1,31 @@
+// What is done to each row of a step by itself.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace headrace {
+
+// Rows are cheap; below this many of them a loop that several threads share costs more than it saves.
+constexpr int kRowsPerItem = 8;
+
+template <class Body>
+void for_rows(Pool& pool, int rows, const Body& body) {
+    int items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+    pool.run(items, [&](int item) {
+        for (int row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); row++) body(row);
+    });
+}
+
+// RMSNorm (Zhang and Sennrich, arXiv:1910.07467). `size` is a multiple of 16; `out` may be `x`.
+inline void normalize(const float* x, const float* weight, float epsilon, int size, float* out) {
+    f32x16 squares = {};
+    for (int i = 0; i < size; i += 16) squares = fma(load<f32x16>(x + i), load<f32x16>(x + i), squares);
+    f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / (float)size + epsilon));
+    for (int i = 0; i < size; i += 16) store(out + i, load<f32x16>(x + i) * scale * load<f32x16>(weight + i));
+}
+
+}  // namespace headrace

@@ -5,6 +5,7 @@ A thread waits for its end, and for a signal that stops it, which is as good as 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -22,6 +23,9 @@ from gpu.parallel.messages import RankSetup, Up, decode_up
 
 LONGEST_MESSAGE = 2**30  # bytes
 
+PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
 RANK_MODULE = "gpu.parallel.rank_process"  # tests put one with faults in its place
 
 
@@ -36,6 +40,7 @@ class RankChild:
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
                 pass_fds=(theirs.fileno(), *setup.descriptors),
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
             )
@@ -88,6 +93,11 @@ class RankChild:
             self._on_end(self.index, f"was stopped by {_name(what.si_status)}")
         else:
             self._on_end(self.index, f"was killed by {_name(what.si_status)}")
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process with the one that has started it, even if it is stopped then."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _name(number: int) -> str:

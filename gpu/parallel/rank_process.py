@@ -6,7 +6,6 @@ with its parent, also when it has been stopped.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -35,11 +34,8 @@ if TYPE_CHECKING:
     from gpu.model_loader import WorkerOptions
     from gpu.worker import Worker
 
-PR_SET_PDEATHSIG = 1
-
 
 def main() -> NoReturn:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
     up = Connection(int(sys.argv[1]))
@@ -98,17 +94,23 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
 
 
 def _communicator(setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
-    """Between the tensor ranks of its stage, where there are several: shared memory where the library computes."""
+    """Between the tensor ranks of its stage, where there are several: on a CPU they share memory, whoever computes."""
+    from gpu.cpu.library import load_library
     from gpu.model_loader import library_for, resolve_device
 
     layout, device = setup.layout, resolve_device(options.device)
     if layout.tensor_parallel_size == 1:
         return None
-    if (library := library_for(files.config, options, device)) is not None:
+    if device == "cpu" and (library := load_library()) is not None:
         from gpu.cpu.communicator import SharedMemoryCommunicator
 
         assert setup.segment is not None
-        return SharedMemoryCommunicator(library, setup.segment, layout.tp_rank, layout.tensor_parallel_size)
+        ranks = SharedMemoryCommunicator(library, setup.segment, layout.tp_rank, layout.tensor_parallel_size)
+        if library_for(files.config, options, device) is not None:
+            return ranks
+        from gpu.parallel.shared_tensors import SharedTensors
+
+        return SharedTensors(ranks)
     import torch.distributed as dist
 
     from gpu.parallel.torch_communicator import TorchCommunicator

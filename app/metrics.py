@@ -200,6 +200,10 @@ class Metrics:
         self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
         for tier in TIERS:
             self._on_tier(TierStats(tier=tier))
+        text = "Tokens that went to experts, each as often as it went to one, by layers with experts."
+        self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
+        text = "Tokens of a layer's most loaded expert in terms of the mean of all, lately."
+        self._expert_imbalance = Gauge("headrace:expert_imbalance", text, ("layer",), registry=self._registry)
         text = "Tools that clients offered and nobody serves here, by the requests that did so."
         tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
         self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
@@ -245,10 +249,17 @@ class Metrics:
             self._changed_prefixes.inc(stats.num_changed_prefixes)
         if stats.num_preemptions:
             self._preemptions.inc(stats.num_preemptions)
+        self.on_expert_load(stats.expert_load or ())
         for tier in stats.tiers or ():
             self._on_tier(tier)
         if tokens := stats.prompt_tokens + generated_tokens:
             self._step_tokens.observe(tokens)
+
+    def on_expert_load(self, layers: Iterable[tuple[int, float]]) -> None:
+        """Of each layer with experts: their tokens, and how many times the mean of them the most loaded one had."""
+        for layer, (tokens, imbalance) in enumerate(layers):
+            self._expert_tokens.labels(layer).inc(tokens)
+            self._expert_imbalance.labels(layer).set(imbalance)
 
     def _on_tier(self, stats: TierStats) -> None:
         for field, counter in self._tiers.items():

@@ -25,8 +25,11 @@ UNNAMED = {
     "vllm:prefix_cache_queries": "tokens",
     "vllm:prefix_cache_hits": "tokens",
     "process_start_time_seconds": "Unix time",
+    "headrace:expert_imbalance": "times the mean",
 }
 BOUNDED = {
+    "headrace:expert_tokens": "layers with experts",
+    "headrace:expert_imbalance": "layers with experts",
     "http_requests": "routes × 8 × 4",  # methods and others; 2xx to 5xx
 }
 
@@ -37,6 +40,7 @@ def table() -> str:
     metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, Phase, lambda phase: False)
     metrics.on_ready(16, 1024, prefix_caching=True)
     metrics.on_http_request("/v1/models", "GET", 200)
+    metrics.on_expert_load([(0, 1.0)])
     lines = ["| name | type | labels | unit | series | |", "| --- | --- | --- | --- | --- | --- |"]
     for family in text_string_to_metric_families(metrics.render().decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -353,6 +353,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
     tiers: list[TierStats] | None = None  # None where nothing has happened in them
     step_costs: bytes | None = None  # now and then, an `engine.scheduler.step_cost.StepCostTable` as JSON
+    # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
+    # them the most loaded one had.
+    expert_load: list[tuple[int, float]] | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

@@ -99,6 +99,9 @@ class UniProcExecutor:
     def prepare(self) -> bool:
         return self._worker is not None and self._worker.runner.prepare()
 
+    def tokens_of_experts(self) -> list[list[int]]:
+        return [] if self._worker is None else self._worker.tokens_of_experts()
+
     def start_profile(self) -> None:
         if self._worker is not None and self._profile is None:
             self._profile = self._worker.start_profile()

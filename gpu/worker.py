@@ -94,6 +94,10 @@ class Worker:
             return HostProfile(self.runner, self._native)
         return TorchProfile()
 
+    def tokens_of_experts(self) -> list[list[int]]:
+        """How many tokens each expert of each layer has had. Torch does not count."""
+        return [] if self._native is None else [counts.tolist() for counts in self._native.tokens_of_experts]
+
     def shutdown(self) -> None:
         """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
         if self._on_cuda:

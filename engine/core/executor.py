@@ -64,6 +64,15 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class CountsExperts(Protocol):
+    """An executor whose model may have experts."""
+
+    def tokens_of_experts(self) -> list[list[int]]:
+        """How many tokens each expert of each layer that has some has had since the start. Costs no step."""
+        ...
+
+
+@runtime_checkable
 class Profiles(Protocol):
     """An executor that can tell what it does within a step."""
 

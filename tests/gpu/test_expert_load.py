@@ -1,0 +1,32 @@
+"""How tokens are spread over experts comes with the stats of a step, and shows in the metrics."""
+
+import pytest
+
+from app.metrics import Metrics
+from gpu.cpu.library import is_for_this_processor
+from tests.engine.helpers import make_request
+from tests.golden.histories import load, small_model
+
+
+@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+def test_how_many_tokens_went_to_experts_and_how_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.core.core.STEPS_BETWEEN_EXPERT_LOADS", 1)
+    core = load(
+        small_model(architecture="MixtralForCausalLM", numbers={"num_experts": 4, "num_experts_per_tok": 2}),
+        dtype="auto",
+    )
+    core.add(make_request([5, 6, 7, 8, 9], "r", max_tokens=2, ignore_eos=True, seed=0))
+    metrics = Metrics("model")
+    loads = []
+    while core.has_work:
+        stats = core.step().stats
+        loads.append(stats.expert_load)
+        metrics.on_step(stats, 0)
+    core.shutdown()
+    first, second = (load for load in loads if load)
+    assert [tokens for tokens, _ in first] == [10] * 3  # of three layers, each token at two experts
+    assert second == [(2, 2.0)] * 3  # one token, at two of four
+    assert all(1.0 <= imbalance <= 2.0 for _, imbalance in first)
+    text = metrics.render().decode()
+    assert 'headrace:expert_tokens_total{layer="2"} 12.0' in text
+    assert 'headrace:expert_imbalance{layer="0"} 2.0' in text

@@ -32,7 +32,8 @@ prompts            what a client wrote, as token ids
 workload           what is short enough for the event loop, and what goes to a thread
 response_store     responses that can be asked for later, in bounded memory
 dashboard          the pages: /dashboard, what the engine does as it does it, and a chat; and the files of /docs
-server             the state of the server: what is loaded, how far loading is, the way to the engine
+server             a running server: loading, the way to the engine, requests, drain
+server_state       what it is at a moment: its phase, how far loading is, what is loaded
 loading            from settings to an engine: the only place that knows both the gpu room and the engine room
 engine_facts       what an engine is told of the settings, and what is told of an engine
 engine_process     the main of the engine's own process
@@ -48,7 +49,7 @@ hypercorn_streams  what is patched in how Hypercorn carries messages
 hypercorn_http2    HTTP/2's part of that
 logs               what the server says about itself: lines in a terminal, JSON elsewhere
 metrics            what Prometheus reads from /metrics
-routing_metrics  what it says of how several engines share the requests
+routing_metrics    what it says of how several engines share the requests
 histogram          a histogram that takes many equal values at once
 event_loop         who keeps the event loop from its other work, and for how long
 timelines          what happened to each of the last requests, and how long it took

@@ -18,7 +18,8 @@ import anyio
 from anyio.lowlevel import checkpoint
 
 from app.scope import RequestScope
-from app.server import ServedModel, Server
+from app.server import Server
+from app.server_state import ServedModel
 from app.trace_names import Phase
 from app.transcript import MAX_CHARACTERS, MAX_MESSAGES, Transcript
 from app.workload import INLINE_ANSWER, weight_of, weight_so_far

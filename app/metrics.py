@@ -37,8 +37,9 @@ from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
 from app.routing_metrics import RoutingCollector
 from engine.frontend.observer import FinishedRequest
-from engine.messages import FinishReason, SchedulerStats, TierStats
+from engine.messages import FinishReason
 from engine.routing.stats import RoutingStats
+from engine.stats import SchedulerStats, TierStats
 from protocol.answer_check import OUTCOMES, Outcome
 from protocol.tools.left_out import FAMILIES, family
 

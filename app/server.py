@@ -6,13 +6,11 @@ be had.
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +24,7 @@ from app.hypercorn_patches import Connection
 from app.metrics import Metrics
 from app.response_store import ResponseStore
 from app.scope import RequestScope
+from app.server_state import Phase, ServedModel, StartUp
 from app.settings import Settings, SettingsError
 from app.systemd import notify
 from app.tenants import Tenants
@@ -33,7 +32,7 @@ from app.timelines import Timelines
 from app.tracing import open_tracer
 from app.workload import Workload
 from engine.errors import EngineDead
-from engine.messages import EngineReady, FinishReason
+from engine.messages import FinishReason
 from protocol.answer_check import CheckProcesses
 from protocol.body import build_models
 from protocol.errors import ApiError
@@ -56,46 +55,6 @@ SHUTTING_DOWN = ApiError(
 ABORTED = ApiError(
     503, "The request was ended by the operator.", code="request_aborted", headers={"x-should-retry": "false"}
 )
-
-
-class Phase(enum.StrEnum):
-    """STARTING → READY → STOPPING; FAILED from anywhere. LEAVING, before STOPPING, is not ready but serves."""
-
-    STARTING = "starting"
-    READY = "ready"
-    LEAVING = "leaving"
-    STOPPING = "stopping"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """Everything that exists once the model is loaded."""
-
-    llm: AsyncLLM
-    prompts: PromptEncoder
-    root: str  # the weights' own name
-    embedding_size: int
-    engine_info: EngineReady
-    default_sampling: Mapping[str, float | None]  # for requests that leave it open
-    chat_parameters: Mapping[str, float]  # which chats with a person add
-    tokenizer_info: dict[str, Any]
-    fingerprint: str  # of the model and of how it is computed
-
-
-@dataclass(kw_only=True)
-class StartUp:
-    """How far loading is. Written by the thread that loads, read by the event loop."""
-
-    task: str = "Starting"
-    done: int = 0
-    total: int | None = None
-
-    def report(self, phase: str, done: int, total: int | None) -> None:
-        """A `gpu.checkpoint.Progress`."""
-        if phase != self.task:
-            logger.info("%s", phase)
-        self.task, self.done, self.total = phase, done, total
 
 
 class Server:

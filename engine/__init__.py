@@ -6,7 +6,8 @@ other rooms, so a scheduler is tested without a model and a model without a serv
 
 What crosses between the parts, and then the wings, each of which lists its own modules. Reading order:
 
-messages         requests, outputs and stats, and the checks of what a client asked
+messages         requests and outputs, and the checks of what a client asked
+stats            what an engine says of itself beside its outputs
 errors           what goes wrong on purpose
 errors_in_words  the same on the way to another process
 curve            sockets between machines, which let in who has the keys

@@ -15,6 +15,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.kv_events import KVEvents
+from engine.stats import SchedulerStats
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
@@ -324,38 +325,6 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     embedding: bytes | None = None  # the pooled hidden states, float32 in the machine's order
     refusal: Refusal | None = None  # set with FinishReason.ERROR if the client is at fault, and not the server
     rank_lost: str | None = None  # set with FinishReason.ERROR: which rank of the engine has gone, and how
-
-
-class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """What has happened in a tier of the KV cache since it was last told; `num_bytes` is a level."""
-
-    tier: str  # "ram" or "disk"
-    hit_tokens: int = 0  # that were loaded into the prefix cache
-    failed_loads: int = 0  # pieces that were torn, foreign, or gone
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0  # of reading, checking and copying
-    stored_bytes: int = 0
-    store_seconds: float = 0.0  # of writing, beside the steps
-    num_bytes: int = 0  # held
-
-
-class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """The stats after one step: levels, and from `num_preemptions` on what this step added."""
-
-    step: int
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float  # 0..1: share of blocks that requests own
-    num_preemptions: int
-    prompt_tokens: int  # prompt tokens whose KV was computed
-    prefix_cache_queries: int  # in tokens
-    prefix_cache_hits: int  # in tokens
-    num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
-    tiers: list[TierStats] | None = None  # None where nothing has happened in them
-    step_costs: bytes | None = None  # now and then, an `engine.scheduler.step_cost.StepCostTable` as JSON
-    # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
-    # them the most loaded one had.
-    expert_load: list[tuple[int, float]] | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):

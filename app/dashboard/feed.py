@@ -16,7 +16,8 @@ from anyio import WouldBlock
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from app.dashboard.frames import MOST_REQUESTS, Service, make_frame
-from app.server import Phase, Server
+from app.server import Server
+from app.server_state import Phase
 from engine.commands import GetSnapshot
 from engine.errors import HeadraceError
 from protocol.errors import ApiError

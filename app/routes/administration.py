@@ -17,7 +17,8 @@ from app.generation import parse
 from app.logs import change_level
 from app.routes.probes import VERSION
 from app.scope import RequestScope
-from app.server import Phase, Server
+from app.server import Server
+from app.server_state import Phase
 from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
 from protocol.administration import AbortRequest, ConfigureLogging
 from protocol.errors import ApiError

@@ -16,7 +16,8 @@ import orjson
 
 from app.metrics import CONTENT_TYPE
 from app.scope import RequestScope
-from app.server import Phase, Server
+from app.server import Server
+from app.server_state import Phase
 from app.tenants import ANONYMOUS
 from protocol.errors import ApiError
 

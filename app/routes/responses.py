@@ -15,7 +15,8 @@ from app.event_log import EventLog
 from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse, tell_left_out
 from app.response_store import RunningResponse, StoredResponse
 from app.scope import RequestScope
-from app.server import ServedModel, Server
+from app.server import Server
+from app.server_state import ServedModel
 from app.workload import INLINE_BODY_BYTES, weight_so_far
 from engine.errors import InvalidRequest
 from engine.messages import FinishReason

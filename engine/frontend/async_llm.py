@@ -49,13 +49,13 @@ from engine.messages import (
     EngineReady,
     FinishReason,
     SamplingParams,
-    SchedulerStats,
     StructuredOutput,
     Unenforced,
 )
 from engine.routing.stats import RoutingStats
 from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot
+from engine.stats import SchedulerStats
 from engine.structured import CompiledGrammar, GrammarCompiler, Owner
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.messages import FinishReason, SchedulerStats
+from engine.messages import FinishReason
+from engine.stats import SchedulerStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

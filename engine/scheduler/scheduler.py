@@ -31,7 +31,7 @@ from itertools import chain
 from typing import Any
 
 from engine.core.config import EngineConfig
-from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal
 from engine.scheduler.admission import Admission
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST
@@ -45,6 +45,7 @@ from engine.scheduler.step_budget import PacePrefill
 from engine.scheduler.step_cost import StepLoad
 from engine.scheduler.tiers import BlockTier
 from engine.snapshot import WaitsFor
+from engine.stats import SchedulerStats
 from engine.structured import TokenMatcher
 
 

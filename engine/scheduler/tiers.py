@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.clock import Clock
-from engine.messages import EventKind, TierStats
+from engine.messages import EventKind
 from engine.scheduler.kv_groups import NO_BLOCK, owned
 from engine.scheduler.request import Request
+from engine.stats import TierStats
 
 if TYPE_CHECKING:
     from engine.scheduler.kv_cache_manager import KVCacheManager

@@ -28,18 +28,13 @@ from engine.commands import (
     Question,
 )
 from engine.errors import EngineDead, RankLost, RequestFailed
-from engine.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineReady,
-    FinishReason,
-    SchedulerStats,
-)
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
 from engine.routing.router import WHOLE, Router
 from engine.routing.stats import RoutingStats
 from engine.routing.tenants import FleetShares, TenantLimits
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.step_cost import StepCostTable
+from engine.stats import SchedulerStats
 from engine.transport.channel import Deliver
 from engine.transport.client import EngineClient
 from engine.transport.replica import NOTHING_DONE, Placed, Replica

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import anyio
 
 from engine.commands import AddRequests
-from engine.messages import EngineCoreRequest, EngineReady, SchedulerStats
+from engine.messages import EngineCoreRequest, EngineReady
+from engine.stats import SchedulerStats
 from engine.transport.client import EngineClient
 
 NOTHING_DONE = SchedulerStats(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -36,12 +35,9 @@ from gpu.checkpoint.architecture import (
     records_of,
 )
 from gpu.checkpoint.families import spec_of
-from gpu.checkpoint.tensors import checked
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import (
     STOP_INTERVAL,
-    ExpertsStruct,
-    ExpertStruct,
     ForwardStruct,
     HeadsStruct,
     LayerStruct,
@@ -52,15 +48,16 @@ from gpu.cpu.library import (
     StopFunction,
     Threads,
 )
-from gpu.cpu.matrices import BF16, FORMS, LANES, PackedMatrix, pack
-from gpu.cpu.memory import WeightBuffer, zeros
+from gpu.cpu.matrices import BF16, FORMS, LANES
+from gpu.cpu.memory import zeros
 from gpu.cpu.sampling import draw
+from gpu.cpu.weights import PackedWeights
 from gpu.kv_layout import kv_layout
 from gpu.parallel.cuts import sharded
 from gpu.parallel.layout import Layout
 from gpu.rotary import rotations
 from gpu.runner import ModelInputs
-from gpu.weights import Weight, floats
+from gpu.weights import Weight
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
@@ -104,11 +101,6 @@ class CPUCausalLM:
         self.block_size = block_size
         self._library = library
         self._threads = Threads(library, num_threads)
-        self._weight_buffer = WeightBuffer()
-        self._vectors: list[NDArray[np.float32]] = []  # what the structs point to
-        self._matrices: list[PackedMatrix] = []
-        self._experts: list[object] = []  # likewise
-        self.tokens_of_experts: list[NDArray[np.int64]] = []  # of each layer with experts: how many tokens each has had
         spec = self._spec = sharded(spec_of(config), layout, gathers=True)
         self._layers = (LayerStruct * len(spec.layers))()
         for struct, layer in zip(self._layers, spec.layers, strict=True):
@@ -135,7 +127,8 @@ class CPUCausalLM:
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._softcap = spec.softcap
         self.set_max_model_len(max_model_len)
-        self._load(weights, self._groups(spec, quantized))
+        self._weights = PackedWeights(library, self._model, spec, quantized=quantized)
+        self._weights.load(weights, config)
         self._head: MatrixStruct = self._model.embedding if spec.head is None else self._model.head
         self._logits = np.empty(0, dtype=np.float32)
         self._width = -(-config.vocab_size // LANES) * LANES  # of a row of them
@@ -176,6 +169,11 @@ class CPUCausalLM:
         )
 
     @property
+    def tokens_of_experts(self) -> list[NDArray[np.int64]]:
+        """Of each layer with experts: how many tokens each expert has had so far."""
+        return self._weights.tokens_of_experts
+
+    @property
     def tokens_held(self) -> int:
         """How many tokens a block of the cache has room for: whole tiles."""
         return -(-self.block_size // TILE) * TILE
@@ -183,13 +181,13 @@ class CPUCausalLM:
     @property
     def forms(self) -> str:
         """How the weights are kept, for the log: "4-bit, 8-bit weights (AVX-512)"."""
-        forms = set[int]().union(*(matrix.forms for matrix in self._matrices))
+        forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
         return f"{', '.join(FORMS[form] for form in sorted(forms))} weights ({self._library.instructions})"
 
     @property
     def prompt_form_differs(self) -> bool:
         """With tiles, prompts take quantized weights rounded to bfloat16."""
-        forms = set[int]().union(*(matrix.forms for matrix in self._matrices))
+        forms = set[int]().union(*(matrix.forms for matrix in self._weights.matrices))
         return bool(self._library.functions.hr_has_tiles()) and forms != {BF16}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -300,111 +298,6 @@ class CPUCausalLM:
 
         return StopFunction(stop)
 
-    def _load(self, weights: Iterable[tuple[str, Weight]], groups: dict[str, _Group]) -> None:
-        """Pack every matrix as soon as its parts are there, so that little more than the model is in memory."""
-        waiting: dict[str, Weight] = {}
-        for name, weight in checked(weights, self.config, source="The checkpoint", spec=self._spec):
-            waiting[name] = weight
-            group = groups[name]
-            if all(member in waiting for member in group.members):
-                group.take([waiting.pop(member) for member in group.members])
-
-    def _groups(self, spec: DecoderSpec, quantized: bool) -> dict[str, _Group]:
-        """What becomes of each tensor, by its name."""
-        groups: list[_Group] = []
-
-        def matrix(owner: object, field: str, *parts: Part, interleave: bool = False) -> None:
-            take = partial(self._set_matrix, owner, field, quantized, interleave)
-            groups.append(_Group([part.weight_name for part in parts], take))
-
-        def vector(owner: object, field: str, *names: str) -> None:
-            groups.append(_Group(list(names), partial(self._set_vector, owner, field)))
-
-        def norm(owner: object, field: str, spec: RMSNormSpec) -> None:
-            vector(owner, field, spec.weight.weight_name)
-
-        for struct, layer in zip(self._layers, spec.layers, strict=True):
-            attention, network = layer.attention, layer.feed_forward
-            norm(struct, "attention_norm", layer.attention_norm)
-            matrix(struct, "qkv", *attention.qkv)
-            if attention.qkv[0].bias:
-                vector(struct, "qkv_bias", *(f"{part.name}.bias" for part in attention.qkv))
-            post_norms = (layer.attention_post_norm, layer.feed_forward_post_norm)
-            fields = ("attention_post_norm", "mlp_post_norm", "q_norm", "k_norm")
-            for field, further in zip(fields, (*post_norms, *(attention.qk_norm or ())), strict=False):
-                if further is not None:
-                    norm(struct, field, further)
-            if attention.sinks is not None:
-                vector(struct.heads, "sinks", attention.sinks.weight_name)
-            matrix(struct, "out", attention.out)
-            if attention.out.bias:
-                vector(struct, "out_bias", f"{attention.out.name}.bias")
-            norm(struct, "mlp_norm", layer.feed_forward_norm)
-            if isinstance(network, MoESpec):
-                groups += self._expert_groups(struct, network, matrix, vector)
-                continue
-            matrix(struct, "gate_up", network.gate, network.up, interleave=True)  # their tiles take turns
-            matrix(struct, "down", network.down)
-        if spec.norm is not None:
-            norm(self._model, "final_norm", spec.norm)
-        if spec.embedding is not None:
-            matrix(self._model, "embedding", spec.embedding)
-        if spec.head is not None:
-            matrix(self._model, "head", spec.head)
-        return {member: group for group in groups for member in group.members}
-
-    def _expert_groups(
-        self, layer: LayerStruct, spec: MoESpec, matrix: Callable[..., None], vector: Callable[..., None]
-    ) -> list[_Group]:
-        """What becomes of a layer's experts; `matrix` and `vector` are those of `_groups`."""
-        network, groups = spec.experts[0], list[_Group]()
-        each = (ExpertStruct * len(spec.experts))()
-        tokens = np.zeros(spec.router.shape[0], dtype=np.int64)
-        experts = ExpertsStruct(
-            experts=ctypes.cast(each, ctypes.POINTER(ExpertStruct)),
-            first=spec.first,
-            here=len(spec.experts),
-            count=len(tokens),
-            top_k=spec.top_k,
-            normalized=spec.normalized,
-            tokens=tokens.ctypes.data,
-        )
-        if isinstance(network, ClampedSwiGLUSpec):
-            experts.alpha, experts.limit = network.alpha, network.limit
-        layer.experts = ctypes.pointer(experts)
-        self.tokens_of_experts.append(tokens)
-        self._experts += [each, experts]
-        vector(experts, "router", spec.router.weight_name)
-        if spec.router.bias:
-            vector(experts, "router_bias", f"{spec.router.name}.bias")
-        for struct, expert in zip(each, spec.experts, strict=True):
-            matrix(struct, "gate_up", expert.gate, expert.up, interleave=True)
-            matrix(struct, "down", expert.down)
-            if expert.gate.bias:
-                names = [f"{expert.gate.name}.bias", f"{expert.up.name}.bias"]
-                groups.append(_Group(names, partial(self._set_interleaved, struct, "gate_up_bias")))
-            if expert.down.bias:
-                vector(struct, "down_bias", f"{expert.down.name}.bias")
-        return groups
-
-    def _set_interleaved(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
-        """Biases of matrices whose tiles take turns."""
-        tiles = np.stack([floats(part).reshape(-1, LANES) for part in parts], axis=1)
-        self._set_vector(owner, field, [tiles])
-
-    def _set_matrix(
-        self, owner: object, field: str, quantized: bool, interleave: bool, parts: Sequence[Weight]
-    ) -> None:
-        matrix = pack(self._library, self._weight_buffer, parts, interleave=interleave, quantized=quantized)
-        self._matrices.append(matrix)
-        setattr(owner, field, matrix.struct)
-
-    def _set_vector(self, owner: object, field: str, parts: Sequence[Weight]) -> None:
-        padding = np.zeros(LANES, dtype=np.float32)  # read in whole tiles
-        vector = np.concatenate([*(floats(part).ravel() for part in parts), padding])
-        self._vectors.append(vector)
-        setattr(owner, field, vector.ctypes.data)
-
 
 def _begins(spec: DecoderSpec) -> dict[str, int]:
     """Where a rank's parts begin among those of all ranks, by the fields of `ModelStruct`."""
@@ -420,11 +313,3 @@ def _begins(spec: DecoderSpec) -> dict[str, int]:
         "inner_begin": begin(gates[0] if gates else None),
         "vocabulary_begin": begin(spec.head or spec.embedding),
     }
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Tensors that become one field of a struct, in the order in which `take` wants them."""
-
-    members: list[str]
-    take: Callable[[Sequence[Weight]], None]

@@ -2,7 +2,7 @@
 
 There is no Python in the library and no torch: plain pointers and sizes, so that it compiles quickly with any C++
 compiler, and whoever calls it lets go of the interpreter for as long as a step takes. The structs are those of
-csrc/matrix.h, csrc/attention.h and csrc/decoder.cpp, field by field.
+csrc/matrix.h, csrc/attention.h, csrc/experts.h and csrc/model.h, field by field.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages import TierStats
+from engine.stats import TierStats
 from gpu.kv_tiers.memory import KVMemory, nothing_to_wait_for
 from gpu.kv_tiers.worth import LIVING
 

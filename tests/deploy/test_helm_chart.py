@@ -19,7 +19,7 @@ import yaml
 
 from app.application import create_app
 from app.metrics import Metrics
-from app.server import Phase
+from app.server_state import Phase
 from app.setting_sources import Given, check_settings, env_name
 from app.setting_types import is_secret
 from app.settings import Settings

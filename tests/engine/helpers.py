@@ -17,9 +17,10 @@ from engine.clock import Clock
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.frontend.observer import FinishedRequest
-from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
+from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
 from engine.simulation.executor import SimulatedExecutor
+from engine.stats import SchedulerStats
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.queueing_executor import QueueingExecutor
 

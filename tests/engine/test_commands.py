@@ -53,12 +53,12 @@ from engine.messages import (
     EventKind,
     FinishReason,
     RequestEvent,
-    SchedulerStats,
     TokenLogprobs,
 )
 from engine.scheduler.step_budget import StepBudget
 from engine.simulation.tokens import expected_output
 from engine.snapshot import EngineSnapshot
+from engine.stats import SchedulerStats
 from engine.transport.client import EngineClient
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders
 
 from engine.frontend.detokenizer import StopStrings, Vocabulary
 from engine.frontend.output_processor import OutputProcessor
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput, SchedulerStats
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput
+from engine.stats import SchedulerStats
 from tests.engine.helpers import byte_level_tokenizer, id_of, make_request, sentencepiece_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()

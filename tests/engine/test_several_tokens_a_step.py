@@ -23,7 +23,6 @@ from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    SchedulerStats,
     StructuredOutput,
     StructuredOutputKind,
     TokenLogprobs,
@@ -31,6 +30,7 @@ from engine.messages import (
 from engine.scheduler.plan import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.simulation.tokens import expected_output
+from engine.stats import SchedulerStats
 from engine.structured import GrammarCompiler
 from tests.engine.helpers import (
     RecordingObserver,

@@ -144,7 +144,8 @@ void sums_of_rows(const uint8_t* tile, const Activations& x, int begin, int coun
     }
 }
 
-inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {  // gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it
+// gelu(x) = x sigmoid(2 y), y as its approximation by tanh(y) has it.
+inline f32x16 gated(f32x16 x, f32x16 up, Then then, const Output& out) {
     if (then == Then::kSiluMul) return x * sigmoid(x) * up;
     if (then == Then::kClampedMul) {  // by comparisons, so that what is no number stays none
         const f32x16 most = splat(out.limit), least = splat(-out.limit);
@@ -221,14 +222,6 @@ void finish(const float* sums, int64_t size, int first, int tiles, int row, int 
 }
 
 }  // namespace
-
-int block_bytes(Form form) {
-    return with_form(form, [](auto f) { return Blocks<f>::kBytes; });
-}
-
-bool has_super_blocks(Form form) {
-    return with_form(form, [](auto f) { return Blocks<f>::kSuper; });
-}
 
 void Activations::begin(int cols, int rows, Precision precision, uint8_t* memory) {
     blocks = (cols + kBlock - 1) / kBlock;
@@ -397,24 +390,6 @@ void largest_product(Pool& pool, const Matrix& w, const Activations& x, Largest*
             }
         }
     }
-}
-
-void matrix_row(const Matrix& w, int row, float* out) {
-    const Tile tile = w.tile(row / kLanes);
-    const int lane = row % kLanes, blocks = w.blocks();
-    with_form(tile.form, [&](auto form) {
-        using B = Blocks<form>;
-        for (int b = 0; b < blocks; b++) {
-            const uint8_t* block = tile.data + (int64_t)b * B::kBytes;
-            Scales scales = B::scales(tile.data, blocks, b);
-            for (int k = 0; k < std::min(kBlock, w.cols - b * kBlock); k++) {
-                const InputPair pair{k / 8, k / 2 % 4};
-                f32x16 q = k % 2 ? B::template q<1>(block, pair) : B::template q<0>(block, pair);
-                if constexpr (B::kScaled) q = fma(q, B::kHalves && k >= 16 ? scales.second : scales.d, scales.m);
-                out[b * kBlock + k] = q[lane];
-            }
-        }
-    });
 }
 
 }  // namespace headrace

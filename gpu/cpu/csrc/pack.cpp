@@ -1,4 +1,4 @@
-// From rows, as files have them, to the tiles of matrix.h.
+// From rows, as files have them, to the tiles of matrix.h; what a block takes there; and a row back.
 
 #include <algorithm>
 #include <cmath>
@@ -150,6 +150,32 @@ int place_of(int row, int first, int turns) { return first + row / kLanes * kLan
 uint8_t* tile_of(const Matrix* w, int row) { return const_cast<uint8_t*>(w->tile(row / kLanes).data); }
 
 }  // namespace
+
+int headrace::block_bytes(Form form) {
+    return with_form(form, [](auto f) { return Blocks<f>::kBytes; });
+}
+
+bool headrace::has_super_blocks(Form form) {
+    return with_form(form, [](auto f) { return Blocks<f>::kSuper; });
+}
+
+void headrace::matrix_row(const Matrix& w, int row, float* out) {
+    const Tile tile = w.tile(row / kLanes);
+    const int lane = row % kLanes, blocks = w.blocks();
+    with_form(tile.form, [&](auto form) {
+        using B = Blocks<form>;
+        for (int b = 0; b < blocks; b++) {
+            const uint8_t* block = tile.data + (int64_t)b * B::kBytes;
+            Scales scales = B::scales(tile.data, blocks, b);
+            for (int k = 0; k < std::min(kBlock, w.cols - b * kBlock); k++) {
+                const InputPair pair{k / 8, k / 2 % 4};
+                f32x16 q = k % 2 ? B::template q<1>(block, pair) : B::template q<0>(block, pair);
+                if constexpr (B::kScaled) q = fma(q, B::kHalves && k >= 16 ? scales.second : scales.d, scales.m);
+                out[b * kBlock + k] = q[lane];
+            }
+        }
+    });
+}
 
 extern "C" {
 

@@ -39,7 +39,7 @@ namespace headrace {
 // The first look at any of a thread's thread_locals takes memory for all those of the library, and where there is none, the
 // process is ended, without an exception. So threads look when they are made, and not in the middle of a step.
 inline void take_thread_locals() {
-    thread_local volatile char any;
+    [[maybe_unused]] thread_local volatile char any;
     any = 0;
 }
 

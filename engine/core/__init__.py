@@ -8,6 +8,7 @@ heartbeat   what tells from outside whether steps are made
 quarantine  finds the request that makes steps fail
 calibration  measures what steps cost, while nobody wants one
 step_costs  keeps that up to date, and paces prefill by it
+expert_load  how evenly a model's experts are used
 profile     what steps do with their time, while somebody wants to know
 core        `EngineCore.step`
 """

@@ -37,7 +37,8 @@ from engine.commands import (
     StopProfile,
 )
 from engine.core.config import EngineConfig
-from engine.core.executor import CountsExperts, Executor, FailedStep, KeepsBlocks, Prepares, StepHandle
+from engine.core.executor import Executor, FailedStep, KeepsBlocks, Prepares, StepHandle
+from engine.core.expert_load import ExpertLoad
 from engine.core.heartbeat import Heartbeat
 from engine.core.profile import StepProfiler
 from engine.core.quarantine import Quarantine
@@ -50,8 +51,6 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot, StepOutcome, StepSnapshot
 from engine.structured import GrammarCompiler, StructuredOutputManager
-
-STEPS_BETWEEN_EXPERT_LOADS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class EngineCore:
         self._structured = StructuredOutputManager(grammars) if grammars is not None else None
         self._failures_in_a_row = 0
         self._num_waiting_told = 0
-        self._expert_tokens: list[list[int]] = []
+        self._expert_load = ExpertLoad(executor)
         self._in_flight: deque[StepInFlight] = deque()
         self._last_end = 0.0  # when the latest step was over
         self._goes_on = False  # somebody still ran when it was over
@@ -284,22 +283,9 @@ class EngineCore:
         self._num_waiting_told = stats.num_waiting
         if self._costs.are_news(self.num_steps):
             stats.step_costs = self._costs.tell(self.num_steps)
-        if self.num_steps % STEPS_BETWEEN_EXPERT_LOADS == 0:
-            stats.expert_load = self._expert_load()
+        stats.expert_load = self._expert_load.tell(self.num_steps)
         events, now = self.scheduler.kv.take_events(), self.heartbeat.last_progress
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=now, kv_events=events)
-
-    def _expert_load(self) -> list[tuple[int, float]] | None:
-        """As `SchedulerStats` has it; None where no token went to an expert."""
-        if not isinstance(self.executor, CountsExperts):
-            return None
-        before, self._expert_tokens = self._expert_tokens, self.executor.tokens_of_experts()
-        before = before or [[0] * len(layer) for layer in self._expert_tokens]
-        layers = [
-            [now - then for now, then in zip(*pair, strict=True)]
-            for pair in zip(self._expert_tokens, before, strict=True)
-        ]
-        return [(sum(layer), max(layer) * len(layer) / sum(layer)) for layer in layers if any(layer)] or None
 
     def prepare(self) -> bool:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there

@@ -13,6 +13,7 @@ from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
 
 MAX_PROFILE_BYTES = 64 * 2**20  # of a profile's events, as JSON
+STEPS_BETWEEN_EXPERT_LOADS = 64  # that are told of
 
 
 class StepHandle(Protocol):
@@ -68,7 +69,8 @@ class CountsExperts(Protocol):
     """An executor whose model may have experts."""
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """How many tokens each expert of each layer that has some has had since the start. Costs no step."""
+        """How many tokens each expert of each layer that has some has had since the start, as one device would count
+        them. It may be as of the last step whose number `STEPS_BETWEEN_EXPERT_LOADS` divides. Costs no step."""
         ...
 
 

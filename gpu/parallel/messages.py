@@ -134,6 +134,13 @@ class Output(msgspec.Struct, tag=True, array_like=True):
     output: ModelRunnerOutput
 
 
+class ExpertTokens(msgspec.Struct, tag=True, array_like=True):
+    """How many tokens each expert of each of a stage's layers has had: of the whole layer, whose tokens every tensor
+    rank routes alike. Told by the first of them, now and then."""
+
+    tokens: list[list[int]]
+
+
 class Failed(msgspec.Struct, tag=True, array_like=True):
     """A step has raised, or loading has (then it is step -1)."""
 
@@ -148,7 +155,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True):
     error: ErrorInWords | None = None
 
 
-Up = Progress | CacheSize | Loaded | Output | Failed | Answer
+Up = Progress | CacheSize | Loaded | Output | ExpertTokens | Failed | Answer
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda handle: True).encode  # of masks that they will follow
 decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up).decode

@@ -28,6 +28,7 @@ from gpu.parallel.messages import (
     Answer,
     CacheSize,
     Call,
+    ExpertTokens,
     Failed,
     Group,
     Loaded,
@@ -104,6 +105,8 @@ class MultiprocExecutor:
         self._ended: dict[int, tuple[RankProcess, Output | Failed]] = {}
         self._failed: deque[int] = deque(maxlen=16)  # steps of late
         self._sampled: dict[int, list[list[int]] | None] = {}  # what earlier stages have not been told
+        self._experts_told: dict[int, list[list[int]]] = {}  # lately, by the first rank of the stage
+        self._tokens_of_experts: list[list[int]] = []
         self._num_submitted = 0
         self._num_steps = 0  # that were waited for
         self._is_prepared = False
@@ -157,6 +160,9 @@ class MultiprocExecutor:
             self._is_prepared = not any(self._call("prepare"))
         return not self._is_prepared
 
+    def tokens_of_experts(self) -> list[list[int]]:
+        return self._tokens_of_experts
+
     def start_profile(self) -> None:
         self._call("start_profile")
 
@@ -207,15 +213,23 @@ class MultiprocExecutor:
     def _receive(self, timeout: float | None) -> None:
         """Take what has come; wait for it, so long at most. Raises RankLost."""
         for rank, message in self._messages(timeout):
-            match message:
-                case Output(step) if step in self._steps:
-                    self._ended.setdefault(step, (rank, message))
-                case Failed(step) if step in self._steps:
-                    earlier = self._ended.get(step)
-                    if earlier is None or isinstance(earlier[1], Output) or rank.index < earlier[0].index:
-                        self._ended[step] = rank, message
-                case Failed(step, error) if step not in self._failed:
-                    self._lose(rank.index, f"has failed in a step that others have made: {error.kind}")
+            self._take(rank, message)
+
+    def _take(self, rank: RankProcess, message: Up) -> None:
+        match message:
+            case Output(step) if step in self._steps:
+                self._ended.setdefault(step, (rank, message))
+            case ExpertTokens(tokens):
+                self._experts_told[rank.index] = tokens
+                if len(self._experts_told) == self._layout.pipeline_parallel_size:
+                    told, self._experts_told = sorted(self._experts_told.items()), {}
+                    self._tokens_of_experts = [layer for _, layers in told for layer in layers]
+            case Failed(step) if step in self._steps:
+                earlier = self._ended.get(step)
+                if earlier is None or isinstance(earlier[1], Output) or rank.index < earlier[0].index:
+                    self._ended[step] = rank, message
+            case Failed(step, error) if step not in self._failed:
+                self._lose(rank.index, f"has failed in a step that others have made: {error.kind}")
 
     def _messages(self, timeout: float | None) -> list[tuple[RankProcess, Up]]:
         came: list[tuple[RankProcess, Up]] = []
@@ -234,7 +248,7 @@ class MultiprocExecutor:
         if self._is_closed:
             return [None] * len(self._ranks)
         self._ring.write(encode(Call(name)), self._check)
-        answers = self._from_each(Answer, lambda rank, message: None)
+        answers = self._from_each(Answer, self._take)
         for answer in answers:
             if answer.error is not None:
                 raise answer.error.error()

@@ -10,14 +10,27 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.executor import StepHandle
+from engine.core.executor import STEPS_BETWEEN_EXPERT_LOADS, StepHandle
 from engine.errors_in_words import ErrorInWords
 from engine.scheduler.plan import TokenMasks
 from gpu.executor import device_name
 from gpu.kv_cache_size import KVCacheSize
 from gpu.model_runner import ModelRunner
 from gpu.parallel.layout import Layout
-from gpu.parallel.messages import Answer, CacheSize, Call, Down, Failed, Loaded, Masks, Output, Step, Up, down_decoder
+from gpu.parallel.messages import (
+    Answer,
+    CacheSize,
+    Call,
+    Down,
+    ExpertTokens,
+    Failed,
+    Loaded,
+    Masks,
+    Output,
+    Step,
+    Up,
+    down_decoder,
+)
 from gpu.parallel.stage_link import StageLink
 from gpu.runner import FinishedStep
 from gpu.worker import Worker
@@ -93,14 +106,14 @@ class Rank:
         while True:
             has_message = bool(self._waiting) or self._inbox.has_message
             if self._in_flight and (not has_message or len(self._in_flight) == worker.pipeline_depth):
-                self._finish()
+                self._finish(worker)
                 continue
             match self._waiting.popleft() if self._waiting else self._next():
                 case Step() as step:
                     self._submit(worker, step, abandoned)
                 case Call(name):
                     while self._in_flight:
-                        self._finish()
+                        self._finish(worker)
                     self._tell(self._call(worker, name))
                 case Masks():  # of a step that did not come to ask for them
                     pass
@@ -146,8 +159,10 @@ class Rank:
                 self._unsampled.popleft()
                 worker.runner.record(sampled)
 
-    def _finish(self) -> None:
+    def _finish(self, worker: Worker) -> None:
         step, handle = self._in_flight.popleft()
+        if step % STEPS_BETWEEN_EXPERT_LOADS == 0 and self._layout.tp_rank == 0:
+            self._tell(ExpertTokens(worker.tokens_of_experts()))
         try:
             output = handle.result()
             if self._layout.is_last_stage and self._layout.tp_rank == 0:

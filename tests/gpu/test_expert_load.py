@@ -10,7 +10,7 @@ from tests.golden.histories import load, small_model
 
 @pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
 def test_how_many_tokens_went_to_experts_and_how_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.core.core.STEPS_BETWEEN_EXPERT_LOADS", 1)
+    monkeypatch.setattr("engine.core.expert_load.STEPS_BETWEEN_EXPERT_LOADS", 1)
     core = load(
         small_model(architecture="MixtralForCausalLM", numbers={"num_experts": 4, "num_experts_per_tok": 2}),
         dtype="auto",

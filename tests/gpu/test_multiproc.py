@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.core.executor import STEPS_BETWEEN_EXPERT_LOADS
 from engine.errors import ConfigError, EngineDead, HeadraceError, RankLost, StepAbandoned
 from engine.messages import Pooling
 from engine.scheduler.plan import SchedulerOutput, TokenMasks
 from gpu.checkpoint import ModelError, open_model
+from gpu.cpu.library import is_for_this_processor
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions
 from gpu.parallel.multiproc import MultiprocExecutor, load_multiproc
@@ -256,6 +258,28 @@ def test_stages_work_on_several_steps_and_forget_one_that_fails(
     assert len(steps[1].result().sampled_token_ids[0]) == 1
     ranks.submit(plan_of({}, removed=["a", "b"])).result()
     assert generate(ranks, prompts(), chunk=1000) == expected
+
+
+@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+def test_tokens_of_experts_are_those_of_one_worker(tmp_path: Path) -> None:
+    """However many ranks have a token's experts, and whoever has its layers."""
+    changes = LAYERS | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    model = str(write_tiny_model(tmp_path / "experts", vocab_size=4096, **changes))
+    ranks = start(model, tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True)
+    alone = load_executor(open_model(model, load_format="dummy"), OPTIONS)
+    for step in range(STEPS_BETWEEN_EXPERT_LOADS):
+        request = new_request(f"r{step}", [step, 2 * step, 3 * step], block_ids=[step % 8])
+        for executor in (ranks, alone):
+            plan = plan_of({f"r{step}": 3}, new=[request], removed=[f"r{step - 1}"] if step else [])
+            executor.submit(plan).result()
+    for _ in range(STEPS_BETWEEN_EXPERT_LOADS - 1):
+        if ranks.tokens_of_experts():
+            break
+        ranks.submit(plan_of({})).result()  # a stage may tell it after the last one has told of the step
+    tokens = alone.tokens_of_experts()
+    assert [sum(layer) for layer in tokens] == [2 * 3 * STEPS_BETWEEN_EXPERT_LOADS] * 3
+    assert ranks.tokens_of_experts() == tokens
+    ranks.shutdown()
 
 
 def for_ever(executor: MultiprocExecutor) -> None:

@@ -113,7 +113,9 @@ class Settings(BaseSettings):
         le=64,
     )
     enable_expert_parallel: bool = Field(
-        False, description="Processes that share a layer have whole experts of it, instead of a part of each."
+        False,
+        description="Processes that share a layer have whole experts of it, instead of a part of each. On the CPU path "
+        "they always have.",
     )
     executor: Literal["auto", "uni", "mp", "ray"] = Field(
         "auto",

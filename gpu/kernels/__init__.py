@@ -30,7 +30,7 @@ jit                the kernels themselves
 
 from gpu.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
 from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
-from gpu.kernels.experts import combine, group_rows, grouped_linear, route
+from gpu.kernels.experts import Groups, combine, group_rows, grouped_linear, route
 from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
@@ -42,6 +42,7 @@ from gpu.kernels.step import record_step, scatter_words, step_inputs
 
 __all__ = [
     "AttentionWork",
+    "Groups",
     "LogprobTensors",
     "add_bias",
     "add_rms_norm",

@@ -8,18 +8,27 @@ import torch
 from torch import nn
 
 from gpu.checkpoint.architecture import ClampedSwiGLUSpec, MoESpec
-from gpu.kernels import combine, group_rows, grouped_linear, route
+from gpu.kernels import Groups, combine, group_rows, grouped_linear, route
 from gpu.layers.activation import clamped_swiglu, silu_and_mul
 from gpu.layers.linear import Linear
 from gpu.layers.weights import WeightSlot, empty_parameter
 from gpu.parallel.communicator import Communicator
+from gpu.parallel.cuts import share
+
+# Ranks that have experts whole exchange rows from so many tokens of a step on. Below that a step is all latency, of
+# which a sum has less: it is one collective, and asks the device for nothing. It is also what a CUDA graph can hold,
+# and none has as many tokens (`gpu.device.graphs`).
+ALL_TO_ALL_TOKENS = 513
 
 
 class MoE(nn.Module):
     """The layer of a `MoESpec`. A token's result does not depend on what else is in the step, nor on who takes it.
 
-    Of several ranks each has some of the experts whole, or a part of each: it makes of every token what its own make of
-    it, and these are added up.
+    Of several ranks each has some of the experts whole, or a part of each. Of few tokens, or with parts, it makes of
+    every token what its own make of it, and these are added up. Of many, it takes its share of them, sends each row to
+    the ranks that have its experts, and adds up what comes back as one rank would. How many rows go where is known when
+    they have been routed, so the host waits for it; in a CUDA graph every exchange would have to be padded to the most
+    there could be, all rows to one rank.
     """
 
     def __init__(
@@ -42,18 +51,49 @@ class MoE(nn.Module):
             empty_parameter(count, size, dtype=dtype, device=device) if part.bias else None for part, size in biases
         )
         self._communicator = communicator
+        self._is_spread = communicator is not None and count < spec.router.shape[0]
         self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
+        if self._is_spread and len(hidden) >= ALL_TO_ALL_TOKENS:
+            return self._exchanged(hidden)
         shares, experts = route(self.router(hidden), self.spec.top_k, self.spec.normalized)
         groups = group_rows(experts, len(self.spec.experts), self.spec.first)
-        inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
-        inner = silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
-        output = combine(grouped_linear(inner, self.down, self.down_bias, groups, scatter=True), shares)
+        output = combine(self._experts(hidden, groups), shares)
         if self._communicator is not None:
             self._communicator.all_reduce_(output)
         return output
+
+    def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """[T, hidden] -> [M, hidden], in the order of the pairs' numbers, zero for pairs of others' experts"""
+        inner = grouped_linear(hidden, self.gate_up, self.gate_up_bias, groups, gather=True)
+        inner = silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
+        return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
+
+    def _exchanged(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`forward`, by all-to-all."""
+        ranks = self._communicator
+        assert ranks is not None
+        num_experts, top_k = self.spec.router.shape[0], self.spec.top_k
+        tokens = [share(len(hidden), ranks.size, rank) for rank in range(ranks.size)]
+        owned = [share(num_experts, ranks.size, rank) for rank in range(ranks.size)]
+
+        own = hidden[slice(*tokens[ranks.rank])]
+        shares, experts = route(self.router(own), top_k, self.spec.normalized)
+        groups = group_rows(experts, num_experts)  # so by rank, too
+        counts = ranks.all_gather(groups.starts.diff(), [num_experts] * ranks.size).view(ranks.size, num_experts)
+        sizes = [[sum(of_rank[first:last]) for first, last in owned] for of_rank in counts.tolist()]
+        rows = ranks.all_to_all(own[groups.order // top_k], sizes)
+
+        here = torch.arange(len(self.spec.experts), device=rows.device).repeat(ranks.size)
+        of_rows = here.repeat_interleave(counts[:, slice(*owned[ranks.rank])].flatten(), output_size=len(rows))
+        made = self._experts(rows, group_rows(of_rows.unsqueeze(1), len(self.spec.experts)))
+        returned = ranks.all_to_all(made, [list(of_rank) for of_rank in zip(*sizes, strict=True)])
+        pairs = torch.empty_like(returned).index_copy_(0, groups.order, returned)
+        output = combine(pairs, shares).flatten()
+        size = hidden.shape[1]
+        return ranks.all_gather(output, [(last - first) * size for first, last in tokens]).view(-1, size)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         for index, network in enumerate(self.spec.experts):

@@ -26,6 +26,11 @@ class Communicator(Protocol):
         """[..., sizes[rank]] of each -> [..., sum of sizes], in the order of the ranks"""
         ...
 
+    def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`sizes[a][b]` is how many rows rank a has for rank b: [sum of sizes[rank], n], those for the first rank
+        first, -> those that all have for this rank, in the order of the ranks."""
+        ...
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         ...

@@ -36,5 +36,12 @@ class SharedTensors:
         shaped = [part.view(*tensor.shape[:-1], size) for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(shaped, dim=-1).to(tensor.dtype)
 
+    def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        # All read what all have: that is memory which they share, and their number is small.
+        width = rows.shape[1]
+        gathered = self.all_gather(rows.flatten(), [sum(of_rank) * width for of_rank in sizes]).view(-1, width)
+        parts = gathered.split([size for of_rank in sizes for size in of_rank])
+        return torch.cat(parts[self.rank :: self.size])
+
     def barrier(self) -> None:
         self._ranks.barrier()

@@ -52,6 +52,13 @@ class TorchCommunicator:
             dist.all_gather(parts, padded)
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
+    def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        sent, received = list(sizes[self.rank]), [of_rank[self.rank] for of_rank in sizes]
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        with self._deadline():
+            dist.all_to_all_single(output, rows.contiguous(), received, sent)
+        return output
+
     def barrier(self) -> None:
         with self._deadline():
             dist.barrier()

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,16 +17,20 @@ from engine.errors import RankLost
 from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import ModelConfig
 from gpu.cpu.library import is_for_this_processor
+from gpu.device.graphs import LARGEST
 from gpu.kv_cache_size import kv_cache_size
 from gpu.kv_layout import kv_layout
 from gpu.model_loader import WorkerOptions, rank_spec
+from gpu.models import experts
 from gpu.parallel import Layout
+from gpu.parallel.shared_tensors import SharedTensors
 from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model
 from tests.gpu.parallel.ranks import (
     PROCESSES,
     SECONDS,
     Case,
+    Join,
     RankExecutor,
     join_gloo,
     join_memory,
@@ -126,11 +131,52 @@ def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
-def test_ranks_that_have_experts_whole_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path: Path) -> None:
+def test_ranks_that_have_experts_whole_say_what_one_says(expected: list[Any], tmp_path: Path) -> None:
     which = [index for index, name in enumerate(MODELS) if name in MIXTURES]
-    for found in run(tp, pp, tmp_path, [CASES[i] for i in which], say, whole_experts=True):
+    for found in run(2, 2, tmp_path, [CASES[i] for i in which], say, whole_experts=True):
         assert found == [expected[index] for index in which]
+
+
+EXCHANGED: list[int] = []  # by a rank: how many rows it had to give
+
+
+def exchange_all(join: Join, layout: Layout, path: str) -> Any:
+    experts.ALL_TO_ALL_TOKENS = 1
+    ranks = join(layout, path)
+
+    def all_to_all(rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        EXCHANGED.append(len(rows))
+        return type(ranks).all_to_all(ranks, rows, sizes)
+
+    ranks.all_to_all = all_to_all
+    return ranks
+
+
+def share_tensors(layout: Layout, path: str) -> SharedTensors:
+    ranks = join_memory(layout, path)
+    assert ranks is not None
+    return SharedTensors(ranks)
+
+
+def say_and_exchange(executor: RankExecutor) -> Any:
+    EXCHANGED.clear()
+    return say(executor), max(EXCHANGED) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "join"), [(2, join_gloo), (3, join_gloo), (3, share_tensors)])
+def test_ranks_that_exchange_rows_say_what_one_says(size: int, join: Join, tmp_path: Path) -> None:
+    """Of 5 experts 3 + 2 or 2 + 2 + 1; in the first step of a single token, of which all but one have none."""
+    mixtral = small_model(architecture="MixtralForCausalLM", numbers=EXPERTS)
+    cases: list[Case] = [(config, OPTIONS) for config in (mixtral, *MIXTURES.values())]
+    expected = [alone(case) for case in cases]
+    found = run(size, 1, tmp_path, cases, say_and_exchange, partial(exchange_all, join), whole_experts=True)
+    assert found == [[(tokens, True) for tokens in expected]] * size
+
+
+def test_no_graph_is_captured_of_a_step_whose_ranks_exchange_rows() -> None:
+    """They ask the device how many go where."""
+    assert experts.ALL_TO_ALL_TOKENS > LARGEST
 
 
 def read_on(executor: RankExecutor) -> Any:

@@ -40,6 +40,7 @@ Range = tuple[int, int]
 
 TILE = 16  # outputs that the CPU library computes together: cuts lie between tiles
 BLOCK = 32  # inputs that share a scale in most quantized types: cuts lie between blocks where ranks get one each
+STEP_TOKENS = 8  # of the steps for which stages are balanced
 
 
 def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
@@ -70,8 +71,8 @@ def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tu
 
 
 def stages(spec: DecoderSpec, count: int) -> list[Range]:
-    """Which layers each stage has, at least one: so that the stage with the most weights has as few as can be, the
-    head's among them. (Of the embedding a step reads a row for each token.) Raises ConfigError."""
+    """Which layers each stage has, at least one: so that the stage of which a step reads the most weights has as few
+    as can be, the head's among them. (Of the embedding it reads a row for each token.) Raises ConfigError."""
     if count > len(spec.layers):
         raise ConfigError(
             "pipeline_parallel_size",
@@ -79,7 +80,7 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
             allowed=f"it is at most the model's {len(spec.layers)} layers",
             hint=f"pipeline_parallel_size={len(spec.layers)} works",
         )
-    costs = [sum(math.prod(part.shape) for part in parts_of(layer)) for layer in spec.layers]
+    costs = [weights_read(layer) for layer in spec.layers]
     head = spec.head or spec.embedding
     costs[-1] += math.prod(head.shape) if head is not None else 0
 
@@ -96,6 +97,16 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
 
     places = (0, *ends(0, count)[1])
     return list(itertools.pairwise(places))
+
+
+def weights_read(layer: LayerSpec) -> int:
+    """How many weights of a layer a step of `STEP_TOKENS` reads, of experts those to which one of them goes, wherever
+    each goes."""
+    network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in parts_of(layer))
+    if not isinstance(network, MoESpec):
+        return weights
+    of_experts = sum(math.prod(part.shape) for part in parts_of(network.experts))
+    return weights - round(of_experts * (1 - network.top_k / len(network.experts)) ** STEP_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,19 @@ def test_the_largest_stage_is_as_small_as_can_be(config: ModelConfig, count: int
     assert largest(tuple(first for first, _ in found[1:])) == best
 
 
+def test_experts_to_which_no_token_goes_are_not_counted() -> None:
+    """Fifteen layers with a network, and one with 64 experts as large, of which a step of 8 tokens reads about 8."""
+    config = replace(
+        TINY,
+        architecture="Qwen3MoeForCausalLM",
+        num_hidden_layers=16,
+        dense_layers=tuple(range(15)),
+        intermediate_size=4096,
+        numbers={"num_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 4096, "norm_topk_prob": True},
+    )
+    assert stages(spec_of(config), 2) == [(0, 11), (11, 16)]
+
+
 def test_sizes_and_ranks_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size is 0"):
         Layout(pipeline_parallel_size=0)

@@ -15,17 +15,24 @@ from gpu.layers.weights import WeightSlot, empty_parameter
 from gpu.parallel.communicator import Communicator
 from gpu.parallel.cuts import share
 
-# Ranks that have experts whole exchange rows from so many tokens of a step on. Below that a step is all latency, of
-# which a sum has less: it is one collective, and asks the device for nothing. It is also what a CUDA graph can hold,
-# and none has as many tokens (`gpu.device.graphs`).
-ALL_TO_ALL_TOKENS = 513
+ALL_TO_ALL_TOKENS = 513  # more than a CUDA graph is captured for (`gpu.device.graphs`)
+
+
+def exchanges(num_tokens: int, size: int, top_k: int) -> bool:
+    """Whether so many ranks that have experts whole exchange the rows of a step, instead of adding up what each makes
+    of all.
+
+    Of n ranks one sends (n - 1) / n x (1 + 2 top_k / n) activations for each token, and for a sum 2 (n - 1) / n. A step
+    of few tokens is all latency, of which a sum has less: it is one collective, and asks the device for nothing.
+    """
+    return num_tokens >= ALL_TO_ALL_TOKENS and size > 2 * top_k
 
 
 class MoE(nn.Module):
     """The layer of a `MoESpec`. A token's result does not depend on what else is in the step, nor on who takes it.
 
-    Of several ranks each has some of the experts whole, or a part of each. Of few tokens, or with parts, it makes of
-    every token what its own make of it, and these are added up. Of many, it takes its share of them, sends each row to
+    Of several ranks each has some of the experts whole, or a part of each: it makes of every token what its own make of
+    it, and these are added up. Or, where that sends less (`exchanges`), it takes its share of the tokens, sends each to
     the ranks that have its experts, and adds up what comes back as one rank would. How many rows go where is known when
     they have been routed, so the host waits for it; in a CUDA graph every exchange would have to be padded to the most
     there could be, all rows to one rank.
@@ -51,18 +58,19 @@ class MoE(nn.Module):
             empty_parameter(count, size, dtype=dtype, device=device) if part.bias else None for part, size in biases
         )
         self._communicator = communicator
-        self._is_spread = communicator is not None and count < spec.router.shape[0]
+        self._is_spread = count < spec.router.shape[0]
         self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        if self._is_spread and len(hidden) >= ALL_TO_ALL_TOKENS:
-            return self._exchanged(hidden)
+        ranks = self._communicator
+        if ranks is not None and self._is_spread and exchanges(len(hidden), ranks.size, self.spec.top_k):
+            return self._exchanged(hidden, ranks)
         shares, experts = route(self.router(hidden), self.spec.top_k, self.spec.normalized)
         groups = group_rows(experts, len(self.spec.experts), self.spec.first)
         output = combine(self._experts(hidden, groups), shares)
-        if self._communicator is not None:
-            self._communicator.all_reduce_(output)
+        if ranks is not None:
+            ranks.all_reduce_(output)
         return output
 
     def _experts(self, hidden: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -71,10 +79,8 @@ class MoE(nn.Module):
         inner = silu_and_mul(inner) if self._clamp is None else clamped_swiglu(inner, *self._clamp)
         return grouped_linear(inner, self.down, self.down_bias, groups, scatter=True)
 
-    def _exchanged(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _exchanged(self, hidden: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         """`forward`, by all-to-all."""
-        ranks = self._communicator
-        assert ranks is not None
         num_experts, top_k = self.spec.router.shape[0], self.spec.top_k
         tokens = [share(len(hidden), ranks.size, rank) for rank in range(ranks.size)]
         owned = [share(num_experts, ranks.size, rank) for rank in range(ranks.size)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,14 @@ def start(**settings: Any) -> ChaosServer:
 
 
 def ranks(server: ChaosServer) -> list[int]:
-    """The process ids of its engines' ranks."""
-    return [pid for engine in engines(server) for pid in children(engine) if is_running(pid)]
+    """The process ids of its engines' ranks, from when they are that: before, they are copies of an engine, for as long
+    as one system call takes."""
+    return [
+        pid
+        for engine in engines(server)
+        for pid in children(engine)
+        if is_running(pid) and b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.fixture(scope="module")

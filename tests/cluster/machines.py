@@ -20,6 +20,7 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_REPLICA_AUTOSCALING_ME
 
 from ray.cluster_utils import Cluster
 
+FAREWELL_SECONDS = 20.0
 SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -50,7 +51,11 @@ def main(configuration: str | None = None) -> None:
             serve.wait()
         finally:
             serve.send_signal(signal.SIGINT)
-            serve.wait()
+            try:
+                serve.wait(FAREWELL_SECONDS)
+            except subprocess.TimeoutExpired:  # it has been seen not to hear; the machines go in any case
+                serve.kill()
+                serve.wait()
 
 
 if __name__ == "__main__":

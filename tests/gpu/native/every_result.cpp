@@ -110,11 +110,12 @@ void passes(void* engine, int window) {
         layers[i] = {of_floats(kBF16, width, kHidden, 0.3f),       of_floats(kU8, kHidden, kQuery * kDim, 0.1f),
                      of_blocks(kKinds[1], 2 * kInner, kHidden),     of_floats(kU8, kHidden, kInner, 0.2f),
                      norms.data(), norms.data() + 100, norms.data() + 200, norms.data() + 800, norms.data() + 900,
-                     window ? norms.data() + 400 : nullptr, window ? norms.data() + 500 : nullptr, angles.data(),
-                     angles.data() + angles.size() / 2, caches[i].data(), 0, heads};
+                     window ? norms.data() + 400 : nullptr, window ? norms.data() + 500 : nullptr,
+                     window ? nullptr : norms.data() + 700, nullptr, angles.data(), angles.data() + angles.size() / 2,
+                     caches[i].data(), 0, heads};
     }
     const hr_model model{of_floats(kU8, kVocabulary, kHidden, 1), {}, norms.data() + 300, layers, 2, kHidden, 1e-5f,
-                         window ? 3.0f : 1.0f, window != 0};
+                         window ? 3.0f : 1.0f, window != 0, window != 0};
     const int32_t table[] = {6, 1, 4, 2, 0, 7, 5, 3};  // two requests
     auto run = [&](std::vector<int> queries, std::vector<int> ends) {
         std::vector<int64_t> positions, ids;

@@ -270,7 +270,7 @@ def connection_limits(settings: Settings) -> Limits:
         limit = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     engines = (
-        PER_ENGINE_PROCESS * settings.data_parallel_size
+        PER_ENGINE_PROCESS * (settings.max_data_parallel_size or settings.data_parallel_size)
         if settings.engine == "process" or settings.has_rank_processes
         else 0
     )

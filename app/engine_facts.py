@@ -13,7 +13,7 @@ from engine.core.config import EngineConfig
 # What a server may say of its settings: no secrets, no paths, no addresses.
 SHOWN_SETTINGS = (
     *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
+    *("max_data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
     *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
     *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),

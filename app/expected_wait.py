@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from app.settings import Settings
 from app.tenants import Tenant
@@ -35,9 +36,10 @@ class ExpectedWait:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self.costs: StepCostTable | None = None
-        self.num_kv_tokens = math.inf  # that fit into the KV caches of all engines
-        self._slots = settings.max_num_seqs * settings.data_parallel_size
-        self._engines = settings.data_parallel_size
+        self.num_kv_tokens = math.inf  # that fit into the KV caches of all engines that there are at first
+        self.count_engines: Callable[[], int] = lambda: settings.data_parallel_size
+        self._max_num_seqs = settings.max_num_seqs
+        self._engines_at_first = settings.data_parallel_size
         self._clock = clock
         self._running: Counter[str] = Counter()  # choices that have begun, by tenant
         self._num_running = 0
@@ -100,24 +102,26 @@ class ExpectedWait:
         costs, typical = self.costs, self.typical
         if costs is None or not costs.is_known or not typical.num_output_tokens:
             return None
-        slots = self._effective_slots()
+        engines = self.count_engines()
+        slots = self._effective_slots(engines)
         passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
         have_to_end = own + passed + self._num_running - slots
         limit = tenant.max_running or slots
         have_to_end_of_own = own + self._running[tenant.name] - limit
         if have_to_end <= 0 and have_to_end_of_own <= 0:
             return 0.0
-        rows = max(1, round(min(slots, self._num_running + own + others) / self._engines))
+        rows = max(1, round(min(slots, self._num_running + own + others) / engines))
         prices = typical.prices(costs, rows)
         tokens = own_tokens + (others_tokens * passed / others if others else 0.0)
-        prefill = tokens * prices.prompt_token / self._engines
+        prefill = tokens * prices.prompt_token / engines
         turns = max(have_to_end / slots, have_to_end_of_own / limit, 0.0)
         waiting = own + others
         part = (part_of_answer * waiting + self._num_running) / (waiting + self._num_running)
         return turns * part * typical.num_output_tokens * prices.step + prefill
 
-    def _effective_slots(self) -> float:
+    def _effective_slots(self, engines: int) -> float:
         """Requests that run at once: fewer than there are running slots, where typical ones fill the KV caches."""
         typical = self.typical
-        fit = self.num_kv_tokens / max(typical.num_prompt_tokens + typical.num_output_tokens, 1.0)
-        return max(min(float(self._slots), fit), self._num_running, 1.0)
+        num_kv_tokens = self.num_kv_tokens * engines / self._engines_at_first
+        fit = num_kv_tokens / max(typical.num_prompt_tokens + typical.num_output_tokens, 1.0)
+        return max(min(float(self._max_num_seqs * engines), fit), self._num_running, 1.0)

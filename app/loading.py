@@ -111,18 +111,39 @@ def make_client(
     """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError.
 
     An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
+    Where `executor` is ray, `join_ray` goes before.
     """
     if not settings.has_rank_processes:
         if settings.engine == "thread":
             return ThreadClient(core_factory(settings, files, grammars=grammars))
         if settings.data_parallel_size == 1:
             return make_process_client(Share(settings), progress)
+    if settings.executor == "ray":
+        from app.engine_on_ray import make_ray_client
+
+        most = settings.max_data_parallel_size or settings.data_parallel_size
+
+        def place(index: int) -> ProcessClient:
+            return make_ray_client(settings, index if most > 1 else None, progress)
+
+        return DataParallelClient(place, settings.data_parallel_size, settings.max_num_seqs, most)
     shares = divide(settings)  # where an engine may lose a process of its own, even one is started again
 
     def make(index: int) -> ProcessClient:
         return make_process_client(shares[index], progress, index if len(shares) > 1 else None)
 
     return DataParallelClient(make, len(shares), settings.max_num_seqs)
+
+
+def join_ray() -> None:
+    """Let this process be in the Ray cluster that RAY_ADDRESS names, or that its machine is in. Blocks; raises
+    ConfigError."""
+    if find_spec("ray") is None:
+        hint = "pip install 'headrace[ray]' makes it work, or executor=mp"
+        raise ConfigError("executor", "ray", allowed="Ray is not installed", hint=hint)
+    from gpu.parallel.ray_executor import join_cluster
+
+    join_cluster()
 
 
 @dataclass(frozen=True)
@@ -140,8 +161,6 @@ def divide(settings: Settings) -> list[Share]:
     Raises ConfigError for more engines than devices.
     """
     size, each = settings.data_parallel_size, settings.num_ranks
-    if settings.executor == "ray":  # which knows where there is what
-        return [Share(settings)] * size
     devices = [] if settings.device == "cpu" else cuda_devices()
     if devices:
         setting = "tensor_parallel_size" if each > len(devices) else "data_parallel_size"
@@ -233,18 +252,20 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_ram=settings.kv_cache_ram,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
-    if settings.has_rank_processes:
+    if settings.num_ranks > 1 or settings.executor == "mp":  # one rank on Ray is an engine's own process
+        from gpu.parallel.layout import Layout
+        from gpu.parallel.multiproc import MultiprocExecutor
+
         opened = {"model": settings.model, "load_format": settings.load_format}
         cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
+        executor: type[MultiprocExecutor] = MultiprocExecutor
         sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}
         if settings.executor == "ray":
-            if find_spec("ray") is None:
-                hint = "pip install 'headrace[ray]' makes it work, or executor=mp"
-                raise ConfigError("executor", "ray", allowed="Ray is not installed", hint=hint)
-            from gpu.parallel.ray_executor import load_on_ray as load
-        else:
-            from gpu.parallel.multiproc import load_multiproc as load
-        return load({**opened, "cache_dir": cache_dir}, options, sizes, files.progress)
+            join_ray()
+            from gpu.parallel.ray_executor import RayExecutor
+
+            executor = RayExecutor
+        return executor({**opened, "cache_dir": cache_dir}, options, Layout(**sizes), files.progress)
     with frozen_imports("torch"):
         import_what_computes(files.config, options)
     return load_executor(files, options)

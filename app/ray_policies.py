@@ -6,17 +6,16 @@ Imported where Serve decides, in its proxies and its controller, so it brings ne
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from engine.routing.fleet_size import MAX_QUEUED_SECONDS, wanted_engines
 from engine.routing.router import Router
 from engine.scheduler.step_cost import StepCostTable
 
-RUNNING_SHARE = 0.8  # of all running slots; where more are taken, another replica is wanted before anybody waits
 # A proxy hands on a request's head before it has its body. So a prompt is as long as this, in tokens, and begins like
 # those of its session.
 PROMPT_TOKENS = 512
@@ -25,15 +24,13 @@ PROMPT_TOKENS = 512
 class QueuedSeconds:
     """As many replicas as it takes for nobody to wait for longer than `max_queued_seconds`, by what replicas expect."""
 
-    def __init__(self, max_queued_seconds: float = 2.0) -> None:
+    def __init__(self, max_queued_seconds: float = MAX_QUEUED_SECONDS) -> None:
         self._max_queued_seconds = max_queued_seconds
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
         told = context.aggregated_metrics or {}
-        queued = sum(told.get("queued_seconds", {}).values()) / self._max_queued_seconds
-        running = sum(told.get("running_share", {}).values()) / RUNNING_SHARE
-        # Who waits has all slots taken before him, so work that waits comes on top of the work that runs.
-        return math.ceil(queued + running), {}
+        queued, running = (sum(told.get(name, {}).values()) for name in ("queued_seconds", "running_share"))
+        return wanted_engines(queued, running, self._max_queued_seconds), {}
 
 
 class HeadraceRouter(RequestRouter):

@@ -32,6 +32,7 @@ class RoutingCollector(Collector):
         yield routed
         text = "Requests given to another engine because theirs had died before their first token."
         yield CounterMetricFamily("headrace:requests_placed_again", text, stats.num_placed_again)
+        yield GaugeMetricFamily("headrace:engines", "Engines that run.", stats.num_engines)
         text = "Engines that do not publish what their prefix cache holds, so that it is guessed."
         yield GaugeMetricFamily("headrace:engines_with_guessed_cache", text, stats.num_guessed)
         yield CounterMetricFamily(

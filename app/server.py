@@ -164,7 +164,7 @@ class Server:
     def running_share(self) -> float:
         """Running slots that are taken, of all."""
         stats = None if self._llm is None else self._llm.last_stats
-        slots = self.settings.max_num_seqs * self.settings.data_parallel_size
+        slots = self.settings.max_num_seqs * self.admission.wait.count_engines()
         return 0.0 if stats is None else stats.num_running / slots
 
     def longest_stalled_connection(self) -> tuple[Connection, float] | None:
@@ -319,6 +319,7 @@ class Server:
             chat_parameters,
             default_sampling,
             fingerprint,
+            join_ray,
             make_client,
             make_grammar_compiler,
             tokenizer_info,
@@ -326,9 +327,12 @@ class Server:
         from engine.frontend.async_llm import AsyncLLM
 
         grammars = make_grammar_compiler(files)
+        if self.settings.executor == "ray":
+            await to_thread.run_sync(join_ray)
         client = make_client(self.settings, files, self.start_up.report, grammars)
         llm = AsyncLLM(client, files.tokenizer, grammars=grammars, observer=self.metrics, seed=self.settings.seed)
         llm.on_step_costs = self.admission.wait.set_costs
+        self.admission.wait.count_engines = lambda: llm.num_engines
         async with llm.running():
             try:
                 self._llm = llm

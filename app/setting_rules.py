@@ -47,6 +47,12 @@ def _check_tiers(settings: Settings) -> None:
 
 
 def _check_ranks(settings: Settings) -> None:
+    least, most = settings.data_parallel_size, settings.max_data_parallel_size
+    if most is not None and (most < least or (settings.executor != "ray" and most > least)):
+        raise ValueError(
+            f"max_data_parallel_size ({most}) must be at least data_parallel_size ({least}), and more only on a "
+            f"Ray cluster; executor is {settings.executor}. What works: max_data_parallel_size = {least}"
+        )
     if settings.executor == "uni" and settings.num_ranks > 1:
         raise ValueError(
             f"executor is uni, which computes in one process, and tensor_parallel_size "

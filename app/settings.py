@@ -94,14 +94,13 @@ class Settings(BaseSettings):
 
     # The engine.
     engine: Literal["thread", "process"] = Field(
-        "thread",
-        description="Where the engine runs: in a thread of the server, or in a process of its own.",
+        "thread", description="Where the engine runs: in a thread of the server, or in a process of its own."
     )
     data_parallel_size: int = Field(
-        1,
-        description="Engines that share the requests, each with all weights; more than 1 needs engine = process.",
-        ge=1,
-        le=64,
+        1, description="Engines that share the requests, each with all weights; needs engine = process.", ge=1, le=64
+    )
+    max_data_parallel_size: int | None = Field(
+        None, description="On Ray: engines there may be while much waits. Default: data_parallel_size.", ge=1, le=64
     )
     tensor_parallel_size: int = Field(
         1, description="Processes that share each layer of one engine; on CUDA each has a device.", ge=1, le=64

@@ -29,7 +29,11 @@ class EngineDead(HeadraceError):
     """The engine has ended; nothing will be generated any more."""
 
 
-class RankLost(EngineDead):
+class EngineLost(EngineDead):
+    """The process of an engine has gone, or its machine."""
+
+
+class RankLost(EngineLost):
     """One of the processes that compute a model together has gone, and the others are of no use without it."""
 
     def __init__(self, rank: int, host: str, why: str) -> None:

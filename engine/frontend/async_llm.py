@@ -238,6 +238,11 @@ class AsyncLLM:
         return self.error is None and self._inputs is not None and self._client.is_available
 
     @property
+    def num_engines(self) -> int:
+        """That take requests; at least 1."""
+        return getattr(self._client, "num_engines", 1)
+
+    @property
     def routing(self) -> RoutingStats | None:
         """How several engines share the requests; None of one engine."""
         return getattr(self._client, "routing", None)

@@ -92,6 +92,16 @@ class Router:
         loads: list[float] = self._loads().tolist()
         return loads
 
+    def queued_and_running(self) -> tuple[float, float]:
+        """What `wanted_engines` goes by: seconds of work that waits, and shares of running slots that are taken.
+
+        As long as no engine has told what its steps cost, nothing is known to wait.
+        """
+        waiting = np.maximum(self._num_choices - self._max_num_seqs, 0)
+        queued = self._prompt_tokens * self._prompt_price + waiting * self._answer_price * self._typical_answer
+        running = np.minimum(self._num_choices / self._max_num_seqs, 1.0)
+        return float(queued.sum()) if self._is_priced else 0.0, float(running.sum())
+
     @property
     def uncached_tokens(self) -> list[int]:
         """Tokens of prompts that wait in each engine to be computed, as far as can be told."""
@@ -105,6 +115,7 @@ class Router:
             num_by_prefix=self.num_by_prefix,
             num_by_load=self.num_by_load,
             num_placed_again=num_placed_again,
+            num_engines=len(alive),
             num_guessed=sum(not self.index.publishes(engine) for engine in alive),
             num_gaps=self.index.num_gaps,
             num_bytes=self.index.num_bytes,

@@ -19,6 +19,7 @@ import anyio
 import zmq
 
 from engine.core.heartbeat import Heartbeat
+from engine.errors import EngineDead
 from engine.transport.link import Ended, Link
 from engine.transport.wire import HEARTBEAT, Ends
 
@@ -67,7 +68,7 @@ class Child(Link):
         await anyio.wait_readable(self._lifeline)  # nothing is ever sent on it, so this is its end
         while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it is about to be a zombie
             await anyio.sleep(0.002)
-        return Ended(_how_it_ended(status), CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
+        return Ended(EngineDead(_how_it_ended(status)), CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
 
     def kill(self) -> None:
         self._process.kill()

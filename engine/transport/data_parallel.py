@@ -3,6 +3,8 @@
 A replica that dies takes its own requests with it and is started again; the others do not notice. Those of its requests
 of which nothing had been told are given to another, once; the rest end with an error. When replicas die again and
 again, or one cannot even start, the whole engine counts as dead.
+
+There may be more while much waits. One that is wanted no more gets nothing new, and ends when it has nothing left.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from engine.commands import (
     PublishKVEvents,
     Question,
 )
-from engine.errors import EngineDead, RankLost, RequestFailed
+from engine.errors import EngineDead, EngineLost, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
+from engine.routing.fleet_size import FleetSize, wanted_engines
 from engine.routing.router import WHOLE, Router
 from engine.routing.stats import RoutingStats
 from engine.routing.tenants import FleetShares, TenantLimits
@@ -45,20 +48,30 @@ MAX_DEATHS = 5  # of all replicas, within DEATH_WINDOW; the next one is the end
 DEATH_WINDOW = 600.0  # seconds
 RESTART_SECONDS = 0.5  # between a death and the new start
 SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
+SIZING_SECONDS = 1.0  # between two looks at how many engines there should be
 ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
 
 
 class DataParallelClient:
-    """An `EngineClient` over `size` others, of `max_num_seqs` running slots each; `make_replica` makes the one of an
-    index, also for a restart."""
+    """An `EngineClient` over `size` others, or up to `max_size` as long as these are wanted, of `max_num_seqs` running
+    slots each; `make_replica` makes the one of an index, also for a restart."""
 
-    def __init__(self, make_replica: Callable[[int], EngineClient], size: int, max_num_seqs: int) -> None:
-        self.replicas = [Replica(index, make_replica) for index in range(size)]
-        self._router = Router(size, max_num_seqs)
+    def __init__(
+        self,
+        make_replica: Callable[[int], EngineClient],
+        size: int,
+        max_num_seqs: int,
+        max_size: int | None = None,
+    ) -> None:
+        most = max_size or size
+        self.replicas = [Replica(index, make_replica) for index in range(most)]
+        self._fleet = FleetSize(size, most)
+        self._resized = anyio.Event()
+        self._router = Router(most, max_num_seqs)
         self._placed: dict[str, Placed] = {}  # requests that have not ended
         self.num_placed_again = 0
         self._limits = TenantLimits()
-        self._shares = FleetShares(size)
+        self._shares = FleetShares(most)
         self._shared = 0.0  # when the engines were told
         self._step = 0
         self._deaths: deque[float] = deque()
@@ -81,6 +94,11 @@ class DataParallelClient:
         return all(replica.busy_since is None for replica in self.replicas)
 
     @property
+    def num_engines(self) -> int:
+        """That take requests; at least 1."""
+        return len(self._open()) or 1
+
+    @property
     def routing(self) -> RoutingStats:
         """How the engines share the requests."""
         return self._router.stats(self._alive(), self.num_placed_again)
@@ -91,6 +109,8 @@ class DataParallelClient:
         async with anyio.create_task_group() as task_group:
             for replica in self.replicas:
                 task_group.start_soon(self._keep, replica)
+            if len(self.replicas) > self._fleet.size:
+                task_group.start_soon(self._follow)
             try:
                 yield
             finally:
@@ -124,7 +144,7 @@ class DataParallelClient:
 
     def _start(self, tenant: str) -> None:
         """Place what the tenant may have run now."""
-        while (alive := self._alive()) and (prompt := self._limits.next(tenant)) is not None:
+        while (alive := self._open()) and (prompt := self._limits.next(tenant)) is not None:
             assert isinstance(prompt, AddRequests)
             self._place(prompt, alive)
 
@@ -169,15 +189,41 @@ class DataParallelClient:
     def _alive(self) -> list[int]:
         return [replica.index for replica in self.replicas if replica.engine_info is not None]
 
-    async def _keep(self, replica: Replica) -> None:
-        """Run a replica, again and again."""
+    def _open(self) -> list[int]:
+        """Those that are given requests: where only such live as are wanted no more, these."""
+        alive = self._alive()
+        return [index for index in alive if index < self._fleet.size] or alive
+
+    async def _follow(self) -> None:
+        """Have as many replicas as the queues ask for."""
         while True:
+            await anyio.sleep(SIZING_SECONDS)
+            if self._announced:
+                self._resize(wanted_engines(*self._router.queued_and_running()))
+
+    def _resize(self, wanted: int) -> None:
+        before = self._fleet.size
+        size = self._fleet.update(wanted, time.monotonic())
+        if size != before:
+            logger.info("There should be %d engines, not %d", size, before)
+            self._resized.set()
+            self._resized = anyio.Event()
+        for replica in self.replicas[size:]:
+            if replica.num_starts and not replica.ended.is_set() and not replica.requests:
+                replica.mark_dead()
+                self._router.forget(replica.index)
+
+    async def _keep(self, replica: Replica) -> None:
+        """Run a replica, again and again, while it is wanted."""
+        while True:
+            while replica.index >= self._fleet.size:
+                await self._resized.wait()
+            replica.start()
             async with replica.client.running(lambda events: self._receive(replica, events)):
                 await replica.ended.wait()
             if self._over:
                 return
             await anyio.sleep(RESTART_SECONDS)
-            replica.restart()
 
     def _receive(self, replica: Replica, events: list[Event]) -> None:
         told: list[Event] = []
@@ -189,6 +235,8 @@ class DataParallelClient:
 
     def _take(self, replica: Replica, event: Event) -> list[Event]:
         """What the front end is told of an event."""
+        if replica.ended.is_set():
+            return []  # of one that nobody expects anything of any more
         if isinstance(event, EngineCoreOutputs):
             replica.stats = event.stats
             self._take_costs(replica, event.stats.step_costs)
@@ -208,8 +256,8 @@ class DataParallelClient:
             for tenant in self._limits.tenants:
                 self._start(tenant)
             if self._announced:
-                logger.info("Engine %d runs again", replica.index)
-            elif len(self._alive()) == len(self.replicas):
+                logger.info("Engine %d runs%s", replica.index, " again" if replica.num_starts > 1 else "")
+            elif len(self._alive()) == self._fleet.size:
                 self._announced = True
                 return [self._measures()]
         elif isinstance(event, EngineDied):
@@ -241,7 +289,7 @@ class DataParallelClient:
                 new_token_ids=[],
                 finish_reason=FinishReason.ERROR,
                 error=why,
-                rank_lost=str(error) if isinstance(error, RankLost) else None,
+                rank_lost=str(error) if isinstance(error, EngineLost) else None,
             )
             for each in lost
         ]
@@ -249,7 +297,7 @@ class DataParallelClient:
 
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
         """Give those of which nothing has been told to another engine, if there is one. Returns the others."""
-        alive = self._alive()
+        alive = self._open()
         commands = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
         if not alive or not commands:
             return list(lost)

@@ -13,13 +13,14 @@ import zmq
 
 from engine.commands import Command, Event
 from engine.core.heartbeat import Heartbeat
+from engine.errors import EngineDead
 from engine.transport.wire import Pulse, decoder, encoder
 
 
 class Ended(NamedTuple):
-    """How an engine's process has ended, in words."""
+    """How an engine's process has ended."""
 
-    how: str
+    error: EngineDead
     last_event_seconds: float  # that what it has said last may still be on its way
 
 

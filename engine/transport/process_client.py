@@ -118,8 +118,8 @@ class ProcessClient:
                     task_group.cancel_scope.cancel()
                 if not self._over.is_set():
                     self._over.set()
-                    why = "the engine has been shut down" if self._is_ending else ended.how
-                    deliver([EngineDied(EngineDead(why))])
+                    shut_down = EngineDead("the engine has been shut down")
+                    deliver([EngineDied(shut_down if self._is_ending else ended.error)])
         finally:
             child.kill()
             self._gone.set()

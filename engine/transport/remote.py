@@ -18,6 +18,7 @@ import zmq
 from engine.commands import Command
 from engine.core.heartbeat import Heartbeat
 from engine.curve import CurveServer
+from engine.errors import EngineLost
 from engine.transport.link import Ended, Link
 from engine.transport.process_client import ProcessClient
 from engine.transport.wire import Ends, Ping, Pulse, Report
@@ -31,6 +32,10 @@ class Launched(Protocol):
 
     async def wait_ended(self) -> str:
         """How it has ended, or why it was not started. Once it has connected, the connection may tell earlier."""
+        ...
+
+    def lost(self, how: str) -> EngineLost:
+        """What those are told whose requests it had: it says where it was."""
         ...
 
     def kill(self) -> None:
@@ -97,7 +102,7 @@ class RemoteChild(Link):
                     await self._lost.wait()
                 self._ping()
             task_group.cancel_scope.cancel()
-        return Ended(self._how, LAST_EVENT_SECONDS)
+        return Ended(self._launched.lost(self._how), LAST_EVENT_SECONDS)
 
     def kill(self) -> None:
         self._launched.kill()

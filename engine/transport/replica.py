@@ -42,17 +42,24 @@ class Replica:
         self._make = make
         self.engine_info: EngineReady | None = None  # while it lives
         self.requests: dict[str, float] = {}  # since when it has had each
-        self.restart()
+        self.client = make(index)
+        self.num_starts = 0
+        self._begin()
 
-    def restart(self) -> None:
-        """Begin anew, with a client that has not been started."""
-        self.client = self._make(self.index)
+    def start(self) -> None:
+        """It is about to run. With a client of its own, if it has run before."""
+        if self.num_starts:
+            self.client = self._make(self.index)
+        self._begin()
+        self.num_starts += 1
+
+    def _begin(self) -> None:
         self.stats = NOTHING_DONE
         self.asked = 0.0  # for all that it holds
         self.ended = anyio.Event()
 
     def mark_dead(self) -> None:
-        """It has died, and what it had to do is nobody's any more."""
+        """It has died or is to end, and what it had to do is nobody's any more."""
         self.engine_info = None
         self.requests.clear()
         self.ended.set()

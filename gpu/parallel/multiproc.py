@@ -334,13 +334,6 @@ class _RemoteStep:
         return self._executor.result(self._number, self._plan, self._abandoned)
 
 
-def load_multiproc(
-    model: dict[str, Any], options: WorkerOptions, sizes: dict[str, Any], progress: ReportProgress
-) -> MultiprocExecutor:
-    """Load a model on ranks. `model` are the arguments of `gpu.checkpoint.open_model`, `sizes` those of a layout."""
-    return MultiprocExecutor(model, options, Layout(**sizes), progress)
-
-
 class Shared:
     """What ranks share besides the driver's ring: descriptors, which are theirs when they have been started."""
 

@@ -6,6 +6,7 @@ over torch.distributed. What a rank does is `gpu.parallel.rank`'s, what its driv
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
@@ -189,15 +190,12 @@ class _ActorRank:
         threading.Timer(LAST_WORDS_SECONDS, self._on_end, (self.index, "has ended, as Ray says")).start()
 
 
-def load_on_ray(
-    model: dict[str, Any], options: WorkerOptions, sizes: dict[str, Any], progress: ReportProgress
-) -> MultiprocExecutor:
-    """As `load_multiproc`, on the cluster that RAY_ADDRESS names, or that this machine is one of."""
+def join_cluster() -> None:
+    """The one that RAY_ADDRESS names, or that this machine is one of. Raises ConfigError."""
     if not ray.is_initialized():
         try:
-            ray.init(os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
+            ray.init(os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as error:
             allowed = "it needs a Ray cluster, and this machine is not one of any"
             hint = "after `ray start --head` it works, and with RAY_ADDRESS for another"
             raise ConfigError("executor", "ray", allowed=allowed, hint=hint) from error
-    return RayExecutor(model, options, Layout(**sizes), progress)

@@ -41,11 +41,11 @@ def start(model: str, options: WorkerOptions = OPTIONS, tensor_parallel_size: in
     )
 
 
-def rank_processes() -> list[int]:
+def rank_processes(actor: str = "RankActor") -> list[int]:
     found = []
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if command.read_text().startswith("ray::RankActor"):
+            if command.read_text().startswith(f"ray::{actor}"):
                 found.append(int(command.parent.name))
         except OSError:
             continue

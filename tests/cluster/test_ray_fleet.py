@@ -1,4 +1,4 @@
-"""A server whose engines compute on the machines of a Ray cluster."""
+"""A server whose engines are processes on the machines of a Ray cluster, which it reaches over TCP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,15 @@ from tests.server.tiny_model import tiny_server
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROMPT = list(range(1000, 1020))
+
+
+def engines() -> list[int]:
+    return rank_processes("EngineActor")
+
+
+def machine_of(engine: int) -> int:
+    """The process id of its raylet, which started it."""
+    return int(Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +51,8 @@ def server(address: str) -> Iterator[Server]:
 
 
 def test_engines_on_a_cluster_say_what_one_here_says(server: Server) -> None:
-    assert len(rank_processes()) == 2
+    assert len({machine_of(engine) for engine in engines()}) == 2, "each on a machine of its own"
+    assert not rank_processes(), "one rank is its engine"
     body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
     there = [server.complete(PROMPT, **body)["choices"][0]["token_ids"] for _ in range(2)]
     with tiny_server(device="cpu") as here:
@@ -57,9 +68,9 @@ def test_one_that_is_killed_is_named_and_comes_back(server: Server) -> None:
     events = [sse_events(client.chunks()) for client in clients if client.read_head().status_code == 200]
     for each in events:
         next(each)
-    before = rank_processes()
+    before = engines()
     os.kill(before[0], signal.SIGKILL)
-    server.poll(rank_processes, lambda now: len(now) == 2 and before[0] not in now, 0.05)
+    server.poll(engines, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
     assert sorted(map(len, said)) == [0, 1], "one stream goes on"
     [[error]] = [each for each in said if each]

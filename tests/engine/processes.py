@@ -12,6 +12,7 @@ from typing import Any, Literal
 import anyio
 import msgspec
 
+from engine.errors import EngineLost
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest
 from engine.transport.client import EngineClient, ThreadClient
@@ -48,6 +49,9 @@ class Launched:
         while self.process.poll() is None:  # noqa: ASYNC110 - as a cluster would
             await anyio.sleep(0.05)
         return f"its machine says that it has ended with {self.process.returncode}"
+
+    def lost(self, how: str) -> EngineLost:
+        return EngineLost(how)
 
     def kill(self) -> None:
         self.process.kill()

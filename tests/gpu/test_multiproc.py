@@ -22,7 +22,8 @@ from gpu.checkpoint import ModelError, open_model
 from gpu.cpu.library import is_for_this_processor
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions
-from gpu.parallel.multiproc import MultiprocExecutor, load_multiproc
+from gpu.parallel.layout import Layout
+from gpu.parallel.multiproc import MultiprocExecutor
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
 from tests.gpu.test_input_batch import plan_of
@@ -43,7 +44,7 @@ def start(
 ) -> MultiprocExecutor:
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False} | sizes
     files = {"model": model, "cache_dir": None, "load_format": "dummy"}
-    return load_multiproc(files, options, sizes, progress or (lambda phase, done, total: None))
+    return MultiprocExecutor(files, options, Layout(**sizes), progress or (lambda phase, done, total: None))
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ class Settings(BaseSettings):
         1, description="Engines that share the requests, each with all weights; needs engine = process.", ge=1, le=64
     )
     max_data_parallel_size: int | None = Field(
-        None, description="On Ray: engines there may be while much waits. Default: data_parallel_size.", ge=1, le=64
+        None, description="On Ray: engines while much waits. Default: data_parallel_size.", ge=1, le=64, examples=[1]
     )
     tensor_parallel_size: int = Field(
         1, description="Processes that share each layer of one engine; on CUDA each has a device.", ge=1, le=64

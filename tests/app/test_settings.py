@@ -135,6 +135,13 @@ def test_several_engines_need_processes() -> None:
     assert load_settings({"data_parallel_size": "2", "engine": "process"}).data_parallel_size == 2
 
 
+@pytest.mark.parametrize("given", [{"executor": "ray", "data_parallel_size": "3"}, {"engine": "process"}])
+def test_more_engines_than_at_first_need_a_cluster(given: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=r"max_data_parallel_size \(2\) must be .* max_data_parallel_size = [13]$"):
+        load_settings({**given, "max_data_parallel_size": "2"})
+    assert load_settings({"executor": "ray", "max_data_parallel_size": "2"}).max_data_parallel_size == 2
+
+
 def test_a_file_that_is_missing_or_broken_says_so(config_file: Path) -> None:
     with pytest.raises(SettingsError, match="Cannot read the settings file .*No such file"):
         load_settings(config_file=config_file)

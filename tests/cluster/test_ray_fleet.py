@@ -77,3 +77,19 @@ def test_one_that_is_killed_is_named_and_comes_back(server: Server) -> None:
     assert f"rank 0 on {os.uname().nodename}" in error["error"]["message"]
     server.wait_ready()
     assert server.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_an_engine_of_several_ranks_has_them_on_several_machines(server: Server, address: str) -> None:
+    server.stop()
+    body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
+    with tiny_server(device="cpu", dtype="float32") as here:
+        expected = here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]
+    fleet = tiny_server(executor="ray", tensor_parallel_size=2, num_threads=1, device="cpu", dtype="float32")
+    fleet.environment["RAY_ADDRESS"] = address
+    with fleet:
+        assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected
+        assert len({machine_of(rank) for rank in rank_processes()}) == 2
+        assert len(engines()) == 1
+        os.kill(rank_processes()[0], signal.SIGKILL)
+        fleet.poll(lambda: fleet.log, lambda log: "runs again" in log)
+        assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected

@@ -11,12 +11,14 @@ import anyio
 import msgspec
 import pytest
 
+import engine.routing.fleet_size
 import engine.transport.data_parallel
 from engine.errors import ConfigError, EngineDead, EngineNotReady
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
+from engine.transport.data_parallel import DataParallelClient
 from tests.engine.helpers import make_request, until
-from tests.engine.processes import engines_of_this_process, process_of, replicas, serving
+from tests.engine.processes import engines_of_this_process, process_client, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, collect, expected_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -243,3 +245,35 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
             os.kill(process_of(parallel, 0), signal.SIGCONT)
         await both.assert_nothing_left()
         assert both.llm.seconds_without_progress() == 0.0
+
+
+async def test_engines_follow_the_queue_and_one_that_goes_ends_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine.transport.data_parallel, "SIZING_SECONDS", 0.02)
+    monkeypatch.setattr(engine.routing.fleet_size, "UPSCALE_SECONDS", 0.1)
+    monkeypatch.setattr(engine.routing.fleet_size, "DOWNSCALE_SECONDS", 0.3)
+    hang = tmp_path / "hang"
+    hang.touch()
+    parallel = DataParallelClient(lambda index: process_client(hang_while=str(hang)), 1, 8, max_size=2)
+    async with serving(parallel) as fleet, anyio.create_task_group() as tasks:
+        last = make_request(range(30, 40), max_tokens=30)
+        got: list[int] = []
+
+        async def run_last() -> None:
+            got.extend(await fleet.read(last))
+
+        async with anyio.create_task_group() as crowd:
+            for i in range(12):
+                crowd.start_soon(fleet.read, make_request([i, *range(9)], max_tokens=100))
+            await until(lambda: fleet.llm.num_engines == 2)
+            tasks.start_soon(run_last)
+            await until(lambda: parallel.replicas[1].requests)
+            crowd.cancel_scope.cancel()
+        await until(lambda: fleet.llm.num_engines == 1)
+        assert len(engines_of_this_process()) == 2, "it gets nothing new, and ends what it has"
+        hang.unlink()
+        await until(lambda: len(engines_of_this_process()) == 1)
+        assert got == expected_tokens(last)
+        assert not parallel._deaths
+        assert len(await fleet.read(make_request(range(9), max_tokens=5))) == 5

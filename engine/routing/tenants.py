@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
 
@@ -54,6 +54,7 @@ class TenantLimits:
     def __init__(self) -> None:
         self._under_way: Counter[str] = Counter()
         self._held: defaultdict[str, list[tuple[int, int, int, Prompt]]] = defaultdict(list)
+        self._num_dropped: Counter[str] = Counter()  # of these, prompts without a choice
         self._prompts: dict[str, Prompt] = {}  # of the choices that are held
         self._numbers = count()
 
@@ -88,15 +89,28 @@ class TenantLimits:
                 self._under_way[tenant] += 1
             if prompt.choices:
                 return prompt
+            self._num_dropped[tenant] -= 1
         self._held.pop(tenant, None)
+        self._num_dropped.pop(tenant, None)
         return None
 
     def drop(self, request_id: str) -> bool:
         """A choice is not wanted any more. Returns whether it was held."""
         prompt = self._prompts.pop(request_id, None)
         if prompt is not None:
+            tenant = prompt.choices[0].tenant
             prompt.choices = [each for each in prompt.choices if each.request_id != request_id]
+            if not prompt.choices:
+                self._drop_prompts(tenant)
         return prompt is not None
+
+    def _drop_prompts(self, tenant: str) -> None:
+        """One more prompt is not wanted any more. They keep no memory until their turn, which may be far away."""
+        self._num_dropped[tenant] += 1
+        if self._num_dropped[tenant] > len(self._held[tenant]) // 2:
+            self._held[tenant] = [each for each in self._held[tenant] if each[-1].choices]
+            heapify(self._held[tenant])
+            self._num_dropped[tenant] = 0
 
     def end(self, tenant: str) -> None:
         """A choice that was under way has ended."""

@@ -124,9 +124,8 @@ class DataParallelClient:
         alive = self._alive()
         match command:
             case AddRequests():
-                if alive:
-                    self._limits.hold(command)
-                    self._start(command.choices[0].tenant)
+                self._limits.hold(command)  # until an engine runs again, if none does
+                self._start(command.choices[0].tenant)
             case FinishRequests(request_ids, reason):
                 by_replica: dict[int, list[str]] = {}
                 for request_id in request_ids:

@@ -56,6 +56,7 @@ FIELDS: dict[str, HeaderField] = {
 
 FLAG = HeaderField(bool, 0, 1, "")
 EXPERTS = HeaderField(int, 1, 2**10, "experts", "expert_count")
+MAX_EXPERTS = 2**16  # of all layers; the model with most has half as many
 EXPERTS_PER_TOKEN = HeaderField(int, 1, 64, "experts", "expert_used_count")
 
 MAX_CHAT_TEMPLATE = 2**20  # characters; the longest there are have some 20,000

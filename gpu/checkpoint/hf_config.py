@@ -13,7 +13,7 @@ from gpu.checkpoint.architecture import Architecture
 from gpu.checkpoint.config import ModelConfig, RopeScaling, yarn_attention_factor
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
-from gpu.checkpoint.header_fields import Numbers, shown
+from gpu.checkpoint.header_fields import MAX_EXPERTS, Numbers, shown
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -110,6 +110,11 @@ def check_config(config: ModelConfig, *, source: str) -> None:
         raise ModelError(
             f"{source}: num_experts_per_tok ({per_token}) must not be above the number of experts, "
             f"{config.num_experts}."
+        )
+    if config.num_experts * config.num_hidden_layers > MAX_EXPERTS:
+        raise ModelError(
+            f"{source}: {config.num_experts:,} experts in {config.num_hidden_layers:,} layers are more than "
+            f"{MAX_EXPERTS:,} in all."
         )
     special = {"BOS": () if config.bos_token_id is None else (config.bos_token_id,), "EOS": config.eos_token_ids}
     for kind, token_ids in special.items():

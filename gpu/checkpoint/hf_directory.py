@@ -60,7 +60,8 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
     if tensors is not None:
         headers = chain.from_iterable(read_header(path).items() for path in tensors)
-        shapes = ((key, np.broadcast_to(np.uint8(0), tensor.shape)) for key, tensor in headers)  # without memory
+        types = {"U8": np.uint8(0)}
+        shapes = ((key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers)
         check_shapes(((key, tensor.shape) for key, tensor in unstacked(shapes, config)), config, source=name)
     return ModelFiles(
         name=name,

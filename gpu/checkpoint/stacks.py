@@ -50,7 +50,8 @@ class MXFP4Rows:
 def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) -> Iterator[tuple[str, Any]]:
     """The tensors of a checkpoint, each stack of them as views of its parts: arrays, or MXFP4Rows.
 
-    A stack of another number of parts, or without its scales, is passed on under its own name, which has no place.
+    A stack of another number of parts, of another type or without its scales is passed on under its own name, which has
+    no place.
     """
     stacks: dict[str, list[Part]] = defaultdict(list)
     for part in parts_of(spec_of(config)):
@@ -86,7 +87,8 @@ def _parts(name: str, parts: list[Part], array: NDArray[Any], kind: str) -> Iter
 def _rows(
     name: str, parts: list[Part], blocks: NDArray[np.uint8], scales: NDArray[np.uint8]
 ) -> Iterator[tuple[str, Any]]:
-    if blocks.shape != (*scales.shape, _BLOCK // 2) or not _fits(parts, blocks):
+    are_bytes = blocks.dtype == scales.dtype == np.uint8
+    if not are_bytes or scales.ndim != 3 or blocks.shape != (*scales.shape, _BLOCK // 2) or not _fits(parts, blocks):
         yield from ((name + _BLOCKS, blocks), (name + _SCALES, scales))
         return
     pairs = zip(_parts(name, parts, blocks, "weight"), _parts(name, parts, scales, "weight"), strict=True)

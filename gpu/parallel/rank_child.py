@@ -65,7 +65,7 @@ class RankChild:
         """The next thing that it says. Waits for it; raises EOFError when it has ended."""
         try:
             return decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
-        except ConnectionResetError as error:
+        except OSError as error:  # the connection is reset, or a message cut off
             raise EOFError from error
 
     def kill(self) -> None:

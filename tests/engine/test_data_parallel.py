@@ -13,6 +13,7 @@ import pytest
 
 import engine.routing.fleet_size
 import engine.transport.data_parallel
+from engine.commands import AddRequests, FinishRequests
 from engine.errors import ConfigError, EngineDead, EngineNotReady
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
@@ -190,8 +191,14 @@ async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.M
         await until(lambda: not both.llm.is_available)
         with pytest.raises(EngineNotReady):
             await both.read(make_request([1]))
+        # A request of many prompts gives others their turn between them, and the engines may die meanwhile.
+        late = make_request([2], max_tokens=90)
+        parallel.send(AddRequests.of([late]))
         await until(lambda: both.llm.is_available)
         assert await both.read(make_request([1], max_tokens=3))
+        await until(lambda: late.request_id in parallel._placed)
+        parallel.send(FinishRequests([late.request_id], FinishReason.ABORT))
+        await both.assert_nothing_left()
 
 
 async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:

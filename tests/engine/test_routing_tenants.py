@@ -103,6 +103,21 @@ def test_limits_hold_and_nothing_is_lost(arrivals: list[tuple[str, int, int, int
     assert not limits._under_way
 
 
+def test_who_asks_and_leaves_again_while_held_leaves_nothing() -> None:
+    limits = TenantLimits()
+    for number in range(101):
+        limits.hold(AddRequests([1], [request_of("a", number, limit=1)]))
+        if not number:
+            assert limits.next("a") is not None
+        elif number % 10:
+            assert limits.drop(f"a-{number}")
+            assert len(limits._held["a"]) <= 2 * limits.num_held
+    limits.end("a")
+    following = limits.next("a")
+    assert following is not None
+    assert following.choices[0].request_id == "a-10"
+
+
 def test_the_best_priority_is_next() -> None:
     limits = TenantLimits()
     for number, priority in enumerate((5, 5, 0)):

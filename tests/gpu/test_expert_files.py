@@ -148,6 +148,10 @@ def test_yarn_gives_the_frequencies_of_transformers(truncate):
     ("values", "message"),
     [
         (MIXTRAL | {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) must not be above the number of experts, 8"),
+        (
+            MIXTRAL | {"num_local_experts": 1024, "num_hidden_layers": 1024},
+            "1,024 experts in 1,024 layers are more than",
+        ),
         (MIXTRAL | {"num_local_experts": 0}, "num_experts in config.json must be an integer from 1 to 1,024"),
         (MIXTRAL | {"num_local_experts": None}, "num_experts in config.json must be an integer from 1 .* got None"),
         (QWEN3_MOE | {"moe_intermediate_size": -1}, "moe_intermediate_size in config.json must be an integer from 1"),
@@ -306,6 +310,15 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path, exact):
         ({"down_proj_scales": torch.zeros(4, 64, 2, dtype=torch.uint8)}, "with no place: .*down_proj_blocks"),
         ({"down_proj_bias": torch.zeros(5, 64)}, r"missing: .*0.down_proj.bias.*with no place: .*down_proj_bias"),
         ({"gate_up_proj_blocks": torch.zeros(4, 66, 2, 16, dtype=torch.uint8)}, "misshapen|no place"),
+        ({"gate_up_proj_blocks": torch.zeros(4, 64, 2, 16)}, "with no place: .*gate_up_proj_blocks"),
+        ({"gate_up_proj_scales": torch.full((4, 64, 2), torch.nan)}, "with no place: .*gate_up_proj_blocks"),
+        (
+            {
+                "down_proj_blocks": torch.zeros(4, 16, dtype=torch.uint8),
+                "down_proj_scales": torch.zeros(4, dtype=torch.uint8),
+            },
+            "with no place: .*down_proj_blocks",
+        ),
     ],
 )
 def test_stacks_that_are_not_those_of_the_configuration_are_refused(tmp_path, change, message):

@@ -16,6 +16,7 @@ import ray
 from app import engine_process
 from app.settings import Settings
 from engine.core.core import EngineCore
+from engine.end_when_stopped import end_when_stopped
 from engine.errors import EngineLost, RankLost
 from engine.transport.channel import wait_done
 from engine.transport.remote import Launched, RemoteClient
@@ -32,6 +33,7 @@ class EngineActor:
 
     def run(self, ends: bytes) -> NoReturn:
         """Until it ends. `ends` are an `Ends`."""
+        end_when_stopped()
         num_cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
         share = min(1.0, num_cpus / _node()["Resources"].get("CPU", 1.0)) or 1.0
 

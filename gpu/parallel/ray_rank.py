@@ -12,6 +12,7 @@ import msgspec
 import zmq
 
 from engine.curve import Keys, connect
+from engine.end_when_stopped import end_when_stopped
 from engine.errors import ConfigError, HeadraceError
 from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import ModelFiles
@@ -38,6 +39,7 @@ class RankActor:
     """A process that is nothing but one rank, and its inbox."""
 
     def run(self, message: bytes) -> NoReturn:
+        end_when_stopped()
         told = msgspec.msgpack.decode(message, type=Told)
         self._plans = _connected(told, told.plans)
         threading.Thread(target=_end_with_driver, args=(told,), name="lifeline", daemon=True).start()

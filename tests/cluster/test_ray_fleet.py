@@ -59,7 +59,8 @@ def test_engines_on_a_cluster_say_what_one_here_says(server: Server) -> None:
         assert there == [here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]] * 2
 
 
-def test_one_that_is_killed_is_named_and_comes_back(server: Server) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_lost_is_named_and_comes_back(server: Server, sent: signal.Signals) -> None:
     server.wait_idle()
     clients = [server.connect() for _ in range(2)]
     for number, client in enumerate(clients):
@@ -69,7 +70,7 @@ def test_one_that_is_killed_is_named_and_comes_back(server: Server) -> None:
     for each in events:
         next(each)
     before = engines()
-    os.kill(before[0], signal.SIGKILL)
+    os.kill(before[0], sent)
     server.poll(engines, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
     assert sorted(map(len, said)) == [0, 1], "one stream goes on"

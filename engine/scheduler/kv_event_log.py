@@ -49,8 +49,9 @@ class KVEventLog:
         end = request.num_computed_tokens
         if kv.prompt_form_differs:  # what was generated is nobody's prompt
             end = min(end, request.num_prompt_tokens)
-        for index in range(len(known.hashes), end // size):
-            name = known.extend(request.token_ids)
+        start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)  # again, if preempted
+        for index in range(start, end // size):
+            name = known.hashes[index] if index < len(known.hashes) else known.extend(request.token_ids)
             for is_windowed, marks in kv.marks_by_kind:
                 chunk = in_windows(name) if is_windowed else name
                 if chunk not in self._blocks:

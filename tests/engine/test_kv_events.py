@@ -203,6 +203,25 @@ def test_a_prefix_is_believed_as_far_as_it_is_stored() -> None:
     assert fleet.router.index.num_bytes < 5000
 
 
+def test_what_is_computed_again_after_a_preemption_is_told_again() -> None:
+    fleet = Fleet(0, (None,), size=1)
+    core = fleet.cores[0] = make_core(num_blocks=12, max_model_len=48)
+    core.carry_out(PublishKVEvents(fleet.router.key))
+    requests = [make_request(range(start, start + 20), f"r{start}", max_tokens=20) for start in (100, 200)]
+    for request in requests:
+        core.carry_out(AddRequests.of([request]))
+    num_preemptions = 0
+    while core.has_work:
+        num_preemptions = max(num_preemptions, *(each.num_preemptions for each in core.scheduler.requests.values()), 0)
+        fleet.step(0)
+    fleet.deliver(0)
+    assert num_preemptions
+    for request in requests:
+        prompt = [*request.prompt_token_ids, 1]
+        assert fleet.believed(0, prompt, "") == found(core, prompt) // CHUNK * CHUNK
+    assert found(core, prompt)
+
+
 def test_nothing_is_published_unasked_and_nothing_twice() -> None:
     core = make_core()
     core.carry_out(AddRequests.of([make_request(range(40), max_tokens=30)]))

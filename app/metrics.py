@@ -1,8 +1,7 @@
 """What Prometheus reads from `/metrics`, under vLLM's names, so that its dashboards and autoscalers work unchanged.
 
-`app` makes one `Metrics` per server. Its `on_*` methods are called by the front end on the event loop; `on_step` and
-`on_inter_token` are the hot ones, and cost is kept per step where a step can speak for its requests. The children of
-every labelled metric are bound once, here, because looking one up costs more than counting.
+There is one `Metrics` per server. The front end calls its `on_*` methods on the event loop; `on_step` and
+`on_inter_token` are the hot ones. Children of labelled metrics are bound once: looking one up costs more than counting.
 
 Accounting: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
 it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`

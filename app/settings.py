@@ -1,9 +1,8 @@
 """Every setting of the server, defined once: its type, range, default and what it does.
 
-The same fields make the environment variables (`HEADRACE_MAX_NUM_SEQS`), the keys of a TOML file (`max_num_seqs`) and
-the flags of the command line (`--max-num-seqs`, built by `app.cli`). Whoever starts the server calls
-`app.setting_sources.load_settings`; everybody else is handed a `Settings`, which is frozen and reads nothing by itself,
-so a test builds one with the fields it cares about. Secrets are never shown. Nothing here imports torch or starlette.
+The same fields make environment variables (`HEADRACE_MAX_NUM_SEQS`), keys of a TOML file (`max_num_seqs`) and flags
+(`--max-num-seqs`). Whoever starts the server calls `app.setting_sources.load_settings`; everybody else is handed a
+`Settings`, which is frozen and reads nothing by itself. Secrets are never shown.
 """
 
 from __future__ import annotations

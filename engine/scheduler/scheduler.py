@@ -16,9 +16,8 @@ somebody is preempted, so who has waited as the worst is the next victim, and wh
 room: one request of `max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more
 than its share of the running slots gives one up when a tenant that holds less than its own is waiting.
 
-Nothing here raises for one request's sake: what is wrong with a request ends that request.
-
-Owned by the EngineCore, on the engine's thread. Deterministic: no clock, no randomness, no device.
+Nothing here raises for one request's sake: what is wrong with a request ends that request. Owned by the EngineCore, on
+the engine's thread. Deterministic: no clock, no randomness, no device.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +25,7 @@ class Ended(NamedTuple):
     last_event_seconds: float  # that what it has said last may still be on its way
 
 
-class Link:
+class Link(ABC):
     """A hold on an engine elsewhere, which leaving its block kills. Those that inherit from it make the sockets, start
     the engine and see its end."""
 
@@ -38,8 +39,8 @@ class Link:
         self._decode = decoder(Event | Pulse).decode
         self._peer: bytes | None = None
 
-    def __enter__(self) -> Self:
-        raise NotImplementedError
+    @abstractmethod
+    def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc_info: object) -> None:
         self._resources.close()
@@ -82,16 +83,16 @@ class Link:
                 return events
             await anyio.wait_readable(_descriptor(self._up))
 
-    def take(self, pulse: Pulse) -> None:
+    def take(self, pulse: Pulse) -> None:  # noqa: B027 - nothing to do where memory is shared
         """The heartbeat of an engine that cannot share memory."""
 
+    @abstractmethod
     async def wait_gone(self) -> Ended:
         """Wait until the engine has ended, or can be reached no more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """At once, whatever it does. Nothing happens if it has ended."""
-        raise NotImplementedError
 
 
 def _descriptor(of: zmq.Socket[bytes]) -> int:

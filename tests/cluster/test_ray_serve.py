@@ -17,16 +17,17 @@ from tests.server.harness import MODEL
 from tests.server.raw_client import sse_events
 from tests.server.test_client_gone import LEAVING, PHASES, SLOTS
 from tests.server.tiny_model import write_tiny_model
-from tests.server.victims import LONG, PATH, SHORT, endless
+from tests.server.victims import PATH, SHORT, endless
 
 pytestmark = pytest.mark.slow
 
+LONG = 56_000  # tokens of a prompt: an abort comes here by way of a proxy that may have to wait for a processor
 NARROW: dict[str, Any] = {
     "load_format": "dummy",
     "kv_cache_memory": "48MiB",
     "max_model_len": 65536,
     "max_num_seqs": SLOTS,
-    "max_num_batched_tokens": 32,
+    "max_num_batched_tokens": 16,
 }
 
 

@@ -52,8 +52,26 @@ ENGINE_MODULE = "app.engine_process"  # tests put one with faults in its place
 
 
 def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
-    """Find or fetch the model and read all but its weights. Blocks; raises ModelError."""
-    return open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress)
+    """Find or fetch the model and read all but its weights. Blocks; raises ModelError, and ConfigError for more ranks
+    than it can be cut for, before any process of them is started."""
+    files = open_model(
+        settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
+    )
+    if settings.num_ranks > 1:
+        _check_layout(settings, files)
+    return files
+
+
+def _check_layout(settings: Settings, files: ModelFiles) -> None:
+    from gpu.checkpoint.families import spec_of
+    from gpu.model_loader import WorkerOptions, library_for
+    from gpu.parallel import Layout, check_cuts
+
+    computes_here = settings.executor != "ray"  # on Ray, tensor ranks compute with torch
+    device = "cuda" if settings.device != "cpu" and cuda_devices() else "cpu"
+    library = library_for(files.config, WorkerOptions(dtype=settings.dtype), device) if computes_here else None
+    layout = Layout(**{name: getattr(settings, name) for name in LAYOUT_SETTINGS})
+    check_cuts(spec_of(files.config), layout, gathers=library is not None)
 
 
 def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ ray_rank            one rank in an actor of Ray's
 ray_executor        the same for ranks on the machines of a Ray cluster
 """
 
-from gpu.parallel.cuts import cut, sharded
+from gpu.parallel.cuts import check_cuts, cut, sharded
 from gpu.parallel.layout import Layout
 
-__all__ = ["Layout", "cut", "sharded"]
+__all__ = ["Layout", "check_cuts", "cut", "sharded"]

@@ -61,6 +61,12 @@ def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
     )
 
 
+def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
+    """Raise the ConfigError that any rank would find."""
+    stages(spec, layout.pipeline_parallel_size)
+    sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
+
+
 def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
     """Of a model's weights those that `spec` has, and of each its part; others pass unread."""
     ranges = ranges_of(spec)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from app import loading
-from app.loading import divide, make_client
+from app.loading import divide, make_client, open_files
 from app.settings import Settings
 from engine.errors import ConfigError
 from engine.transport.client import ThreadClient
@@ -18,6 +19,7 @@ from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.progress import no_progress
 from gpu.model_loader import WorkerOptions
+from tests.server.tiny_model import write_tiny_model
 
 SECRET = "sk-not-for-the-engine"
 
@@ -60,6 +62,17 @@ def test_the_executor_gets_what_the_settings_say_of_memory(monkeypatch: pytest.M
     monkeypatch.setattr("gpu.model_loader.import_what_computes", lambda config, options: None)
     loading.make_executor(Settings(gpu_memory_utilization=0.4), cast(ModelFiles, SimpleNamespace(config=None)), 0.5)
     assert (given[0].gpu_memory_utilization, given[0].kv_cache_share) == (0.4, 0.5)
+
+
+@pytest.mark.parametrize("executor", ["mp", "ray"])
+@pytest.mark.parametrize(("setting", "allowed"), [("tensor", "2 query heads"), ("pipeline", "1 layers")])
+def test_more_ranks_than_a_model_can_be_cut_for_are_refused_before_any_is_started(
+    tmp_path: Path, executor: str, setting: str, allowed: str
+) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    sizes: dict[str, Any] = {"executor": executor, f"{setting}_parallel_size": 64}
+    with pytest.raises(ConfigError, match=f"{setting}_parallel_size is 64: .* the model's {allowed}.* works"):
+        open_files(Settings(model=model, load_format="dummy", **sizes), None)
 
 
 @pytest.mark.usefixtures("no_devices")

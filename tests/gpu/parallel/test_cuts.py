@@ -19,7 +19,7 @@ from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, o
 from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, MoESpec, SwiGLUSpec, parts_of
 from gpu.checkpoint.families import FAMILIES, spec_of
 from gpu.checkpoint.tensors import checked, shapes_of
-from gpu.parallel import Layout, cut, sharded
+from gpu.parallel import Layout, check_cuts, cut, sharded
 from gpu.parallel.cuts import BLOCK, TILE, stages
 from gpu.weights import Weight, floats, read_weights
 from gpu.weights.dummy import dummy_weights
@@ -84,11 +84,16 @@ def test_what_the_ranks_have_is_the_model(config: ModelConfig, tp: int, pp: int,
     if tp > min(counts):
         with pytest.raises(ConfigError, match=f"tensor_parallel_size is {tp}: "):
             [sharded(spec, layout, gathers=gathers) for layout in layouts(tp, 1)]
+        with pytest.raises(ConfigError, match=f"tensor_parallel_size is {tp}: "):
+            check_cuts(spec, layouts(tp, 1)[0], gathers=gathers)
         return
     if pp > config.num_hidden_layers:
         with pytest.raises(ConfigError, match=f"pipeline_parallel_size is {pp}: "):
             sharded(spec, layouts(tp, pp)[0], gathers=gathers)
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size is {pp}: "):
+            check_cuts(spec, layouts(tp, pp)[-1], gathers=gathers)
         return
+    check_cuts(spec, layouts(tp, pp)[-1], gathers=gathers)
 
     shapes = shapes_of(spec)
     whole = {name: np.arange(math.prod(shape)).reshape(shape) for name, shape in shapes.items()}

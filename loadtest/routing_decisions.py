@@ -1,7 +1,7 @@
 """What a routing decision costs: who of many engines gets a request, while requests come and go.
 
     python -m loadtest.routing_decisions [--engines 64] [--rate 1000] [--seconds 5] [--prompt 2048]
-        [--max-chunks N] [--json FILE]
+        [--system-prompt 0] [--max-chunks N] [--json FILE]
 
 Requests come at a rate, each with one of some prefixes; engines publish what they store and evict, as much as such a
 load makes them. In one thread, without engines. Prints microseconds of `Router.choose`, of all that a request costs the
@@ -52,25 +52,33 @@ class Engine:
         )
 
 
+def hashes_of(tokens: list[int], router: Router) -> list[int]:
+    hashes = PrefixHashes(router.key, router.chunk_size, "", "")
+    return [hashes.extend(tokens) for _ in range(len(tokens) // router.chunk_size)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--rate", type=float, default=1000.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=5.0, help="of requests, which are not waited for")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens, seven eighths of which others share")
+    parser.add_argument("--system-prompt", type=int, default=0, help="tokens that all begin with, in all engines")
     parser.add_argument("--max-chunks", type=int, default=MAX_CHUNKS, help="that the router knows at most")
     parser.add_argument("--json", help="write the figures here")
     options = parser.parse_args()
     draw = random.Random(0)
     router = Router(options.engines, SLOTS, key=b"benchmark", index=PrefixIndex(options.max_chunks))
     engines = [Engine(number, TOKENS_PER_ENGINE // router.chunk_size) for number in range(options.engines)]
+    system_prompt = draw.choices(range(100_000), k=options.system_prompt)
     for engine in engines:
         router.set_costs(engine.number, COSTS)
         filling = [draw.getrandbits(64) for _ in range(engine.num_chunks)]
-        router.apply(engine.number, engine.compute(filling))
+        router.apply(engine.number, engine.compute(filling + hashes_of(system_prompt, router)))
     shared = options.prompt * 7 // 8
     prefixes = [
-        array("I", draw.choices(range(100_000), k=shared)) for _ in range(PREFIXES_PER_ENGINE * options.engines)
+        array("I", system_prompt + draw.choices(range(100_000), k=shared - len(system_prompt)))
+        for _ in range(PREFIXES_PER_ENGINE * options.engines)
     ]
     alive = list(range(options.engines))
     living: deque[tuple[str, int, array[int]]] = deque()
@@ -85,9 +93,7 @@ def main() -> None:
         spent = 0.0
         if len(living) > options.engines * SLOTS // 2:
             name, at, computed = living.popleft()
-            hashes = PrefixHashes(router.key, router.chunk_size, "", "")
-            tokens = computed.tolist()
-            stored = [hashes.extend(tokens) for _ in range(len(computed) // router.chunk_size)]
+            stored = hashes_of(computed.tolist(), router)
             events = engines[at].compute([each for each in stored if each not in router.index._chunks[at]])
             num_bytes += len(events.stored) + len(events.removed)
             since = time.thread_time()

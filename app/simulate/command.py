@@ -20,6 +20,7 @@ from app.simulate.run import Outcome, simulate
 from app.simulate.search import find_rate, parse_slo, parse_sweeps
 from app.simulate.traces import read_trace, scaled
 from app.step_cost_file import latest
+from engine.simulation.simulation import Outage
 
 SHOWN = {  # of a sweep, by the title of the column
     "requests/s": "request_throughput",
@@ -66,6 +67,13 @@ def add_flags(parser: ArgumentParser) -> None:
         help="A run for each value of a setting, num_blocks, max_concurrency or a flag of the workload; several: for "
         "each combination.",
     )
+    group.add_argument(
+        "--outage",
+        action="append",
+        default=[],
+        metavar="START:SECONDS:N",
+        help="The first N of the replicas are lost at this time, and back after so many seconds with empty caches.",
+    )
     group.add_argument("--find", choices=("rate",), help="The highest request rate that keeps --slo.")
     group.add_argument("--slo", metavar="LIST", help="In seconds, such as ttft_p99=0.5,itl_p99=0.05.")
     group = parser.add_argument_group("result")
@@ -89,6 +97,9 @@ class Case:
                 raise SettingsError(f"--{name.replace('_', '-')}: got {value}; allowed: 1 to {most}")
         if self.options.route not in ROUTES:  # by a sweep
             raise SettingsError(f"--route: got {self.options.route}; allowed: {', '.join(ROUTES)}")
+        self.outages = [
+            _outage(text, self.options.replicas or self.settings.data_parallel_size) for text in options.outage
+        ]
         self.settings = with_settings(
             self.settings, {name: text for name, text in (changes or {}).items() if name not in own}
         )
@@ -124,12 +135,26 @@ class Case:
             max_concurrency=concurrency,
             replicas=self.options.replicas,
             route=self.options.route,
+            outages=self.outages,
             watch=watch,
         )
 
 
 _NOT_SWEPT = frozenset(
-    ("table", "trace", "sweep", "find", "slo", "goodput", "json", "html", "record", "dataset_path", "dataset_name")
+    (
+        "table",
+        "trace",
+        "sweep",
+        "outage",
+        "find",
+        "slo",
+        "goodput",
+        "json",
+        "html",
+        "record",
+        "dataset_path",
+        "dataset_name",
+    )
 )
 
 
@@ -166,7 +191,8 @@ def run(settings: Settings, **given: Any) -> int:
         hits = result["total_cached_tokens"] / max(result["total_input_tokens"], 1)
         print(
             f"Routed by {case.options.route}: {100 * hits:.0f} % of the prompts from prefix caches; uncached tokens in "
-            f"flight: the most of one engine is {imbalance:.2f} times the mean; {result['refused']:,} refused"
+            f"flight: the most of one engine is {imbalance:.2f} times the mean; {result['refused']:,} refused, "
+            f"{result['num_placed_again']:,} placed again"
         )
     if options.html is not None:
         from app.bench.html import page
@@ -213,6 +239,19 @@ def _objectives(given: Sequence[str]) -> dict[str, float]:
         if name not in ("ttft", "tpot", "e2el"):
             raise SettingsError(f"--goodput: got {text!r}; allowed: ttft, tpot or e2el, a colon, milliseconds")
     return limits
+
+
+def _outage(text: str, replicas: int) -> Outage:
+    try:
+        start, seconds, number = (float(part) for part in text.split(":"))
+    except ValueError:
+        start = seconds = number = math.nan
+    if not (0 <= start < math.inf and 0 < seconds < math.inf and number in range(1, replicas)):
+        raise SettingsError(
+            f"--outage: got {text!r}; allowed: START:SECONDS:N with fewer replicas than there are. What works, of 3 "
+            "replicas: 20:30:1"
+        )
+    return Outage(start, start + seconds, range(int(number)))
 
 
 def _find(case: Case) -> int:

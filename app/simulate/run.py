@@ -20,7 +20,7 @@ from engine.routing.router import Route
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 from engine.simulation.engines import Engines
-from engine.simulation.simulation import SimulatedRequest, Simulation
+from engine.simulation.simulation import Outage, SimulatedRequest, Simulation
 
 STEPS_AT_ONCE = 50  # fewer than an engine remembers (`engine.core.core.NUM_STEPS_KEPT`), so that each is seen
 
@@ -46,11 +46,13 @@ def simulate(
     max_concurrency: int | None = None,
     replicas: int | None = None,
     route: Route = "prefix",
+    outages: Sequence[Outage] = (),
     watch: Callable[[Simulation], None] | None = None,
 ) -> Outcome:
     """Serve a workload on the virtual clock. `watch` is called now and then, before any step is forgotten.
 
-    `replicas`: as `data_parallel_size`, if it is given; `route`: how they share the requests.
+    `replicas`: as `data_parallel_size`, if it is given; `route`: how they share the requests; `outages`: when some of
+    them are not there.
 
     Raises SettingsError.
     """
@@ -74,6 +76,7 @@ def simulate(
         lambda clock: AdmissionDoor(settings, clock, machine.table, machine.num_blocks * machine.block_size * size),
         inbound=machine.inbound,
         outbound=machine.outbound,
+        outages=outages,
     )
     began = time.perf_counter()
     with _no_garbage_collection():
@@ -98,6 +101,7 @@ def simulate(
     }
     if size > 1:
         figures["uncached_tokens_max_by_mean"] = engines.imbalance
+        figures["num_placed_again"] = simulation.num_placed_again
     return Outcome(load.records, list(simulation.ended), figures)
 
 

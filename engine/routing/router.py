@@ -160,11 +160,13 @@ class Router:
             self._alive, self._alive_array = list(alive), np.array(alive)
             self._alive_bits = sum(1 << each for each in alive)
         walked, found = self.index.find(_chunks(hashes, prompt, most), self._alive_bits)
-        known = {engine: number for bits, number in found for engine in _engines(bits)}
+        known = np.zeros_like(self._prompt_tokens)
+        for bits, number in found:
+            known[_engines(bits)] = number
         chosen = self._pick(known, count, length)
         self._turn += 1
         self._turns[chosen] = self._turn
-        num_known = known.get(chosen, 0)
+        num_known = int(known[chosen])
         uncached = length - self.chunk_size * num_known
         guessed = [*walked, *_chunks(hashes, prompt, most)][num_known if self.index.publishes(chosen) else 0 :]
         self.index.guess(chosen, guessed)
@@ -178,7 +180,7 @@ class Router:
         self._answer_tokens[chosen] += answer * count
         return chosen
 
-    def _pick(self, known: dict[int, int], count: int, length: int) -> int:
+    def _pick(self, known: NDArray[np.int64], count: int, length: int) -> int:
         engines = self._alive_array
         if self._route == "random":
             return int(self._random.choice(engines))
@@ -191,9 +193,8 @@ class Router:
         # what is known there.
         has_slots = queued == 0
         if self._route == "prefix":
-            for engine, number in known.items():
-                seconds[engine] -= PREFILL_WEIGHT * self.chunk_size * number * self._prompt_price[engine]
-                has_slots[engine] = True
+            seconds -= PREFILL_WEIGHT * self.chunk_size * known * self._prompt_price
+            has_slots |= known > 0
         free = has_slots[engines]
         if not free.all() and free.any():
             engines = engines[free]
@@ -201,7 +202,7 @@ class Router:
         least = costs.min()
         ties = engines[costs <= least + 1e-9 * abs(least)]
         chosen = int(ties[self._turns[ties].argmin()] if len(ties) > 1 else ties[0])
-        if known and known.get(chosen, 0) == max(known.values()):
+        if 0 < known[chosen] == known.max():
             self.num_by_prefix += 1
         else:
             self.num_by_load += 1
@@ -275,8 +276,6 @@ def _chunks(hashes: PrefixHashes, prompt: Sequence[int], most: int) -> Iterator[
         yield hashes.extend(prompt)
 
 
-def _engines(bits: int) -> Iterator[int]:
-    while bits:
-        least = bits & -bits
-        yield least.bit_length() - 1
-        bits ^= least
+def _engines(bits: int) -> NDArray[np.int64]:
+    octets = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(octets, bitorder="little").nonzero()[0]

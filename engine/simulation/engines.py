@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvents
+from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvents, ResetPrefixCache
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.routing.router import WHOLE, Route, Router
@@ -29,11 +30,6 @@ class Replica:
     inbox: list[Command] = field(default_factory=list)  # carried out between two steps
     outputs: EngineCoreOutputs | None = None  # of the step it is in, told when that ends
     leaps: bool = False
-
-    @property
-    def due(self) -> float:
-        """When its step ends; infinity while it makes none."""
-        return math.inf if self.outputs is None else self.clock.now
 
     def begin(self, now: float, horizon: float) -> None:
         """Take what has arrived and make a step, if there is anything to do. Nothing arrives before the horizon, so
@@ -81,6 +77,7 @@ class Engines:
         """With `leaps`, one engine that makes a step at a time may make several at once where nothing can come between
         them, which gives the same in a fraction of the time. Its core must not learn what steps cost."""
         self.now = now
+        self.num_steps = 0  # that were begun
         clocks = [VirtualClock(now) for _ in range(size)]
         self.replicas = [Replica(index, *make_core(clock), clock) for index, clock in enumerate(clocks)]
         for replica in self.replicas:
@@ -93,12 +90,15 @@ class Engines:
             for replica in self.replicas:
                 self._router.set_costs(replica.index, replica.core.costs)
                 replica.core.carry_out(PublishKVEvents(self._router.key))
-        self._owners: dict[str, Replica] = {}  # of those that have not ended
+        self._alive = list(range(size))
+        self._owners: dict[str, tuple[Replica, EngineCoreRequest]] = {}  # of those that have not ended
+        self._ends: list[tuple[float, int]] = []  # of the steps that are being made, and whose they are: a heap
+        self._ready: set[int] = set()  # replicas that make no step and may have something to do
 
     @property
     def due(self) -> float:
         """When the next step ends; infinity if none is being made."""
-        return min(replica.due for replica in self.replicas)
+        return self._ends[0][0] if self._ends else math.inf
 
     @property
     def num_living(self) -> int:
@@ -113,15 +113,15 @@ class Engines:
             index = self._router.choose(
                 [request.request_id],
                 request.prompt_token_ids,
-                range(len(self.replicas)),
+                self._alive,
                 tenant=request.tenant,
                 salt=request.cache_salt,
                 max_tokens=request.sampling.max_tokens,
             )
             tokens = self._router.uncached_tokens
             self._imbalances.append(max(tokens) * len(tokens) / max(sum(tokens), 1))
-        self._owners[request.request_id] = self.replicas[index]
-        self.replicas[index].inbox.append(command)
+        self._owners[request.request_id] = self.replicas[index], request
+        self._tell(self.replicas[index], command)
 
     @property
     def imbalance(self) -> float:
@@ -132,23 +132,20 @@ class Engines:
         """End a request from outside."""
         owner = self._forget(request_id, by_itself=reason in WHOLE)
         if owner is not None:
-            owner.inbox.append(FinishRequests([request_id], reason))
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that were begun."""
-        return sum(replica.executor.num_steps for replica in self.replicas)
+            self._tell(owner, FinishRequests([request_id], reason))
 
     def advance(self, now: float) -> list[tuple[EngineCoreOutputs, list[float]]]:
         """It is `now`, at most `due`: what the steps give that end now, and when each of them ended."""
         self.now = now
         ended: list[tuple[EngineCoreOutputs, list[float]]] = []
-        for replica in self.replicas:
-            if replica.outputs is not None and replica.clock.now <= now:
-                if self._router is not None and replica.outputs.kv_events is not None:
-                    self._router.apply(replica.index, replica.outputs.kv_events)
-                ended.append((replica.outputs, replica.executor.ends))
-                replica.outputs = None
+        while self.due <= now:
+            replica = self.replicas[heapq.heappop(self._ends)[1]]
+            assert replica.outputs is not None
+            if self._router is not None and replica.outputs.kv_events is not None:
+                self._router.apply(replica.index, replica.outputs.kv_events)
+            ended.append((replica.outputs, replica.executor.ends))
+            replica.outputs = None
+            self._ready.add(replica.index)
         for outputs, _ in ended:
             for output in outputs.outputs:
                 if self._router is not None:
@@ -160,12 +157,49 @@ class Engines:
     def begin(self, horizon: float) -> None:
         """Begin a step wherever none is being made and there is something to do. Nobody asks for anything before the
         horizon."""
-        for replica in self.replicas:
-            if replica.outputs is None and (replica.inbox or replica.core.has_work):
+        for index in sorted(self._ready):
+            replica = self.replicas[index]
+            if replica.inbox or replica.core.has_work:
                 replica.begin(self.now, horizon)
+                if replica.outputs is not None:
+                    heapq.heappush(self._ends, (replica.clock.now, index))
+                    self.num_steps += len(replica.executor.ends)
+        self._ready.clear()
+
+    def _tell(self, replica: Replica, command: Command) -> None:
+        replica.inbox.append(command)
+        if replica.outputs is None:
+            self._ready.add(replica.index)
+
+    def lose(self, lost: Collection[int]) -> list[EngineCoreRequest]:
+        """These end, of several, with all that they hold. Returns the requests that they had."""
+        requests = [request for replica, request in self._owners.values() if replica.index in lost]
+        for request in requests:
+            self._forget(request.request_id)
+        self._alive = [index for index in self._alive if index not in lost]
+        self._ready.difference_update(lost)
+        self._ends = [end for end in self._ends if end[1] not in lost]
+        heapq.heapify(self._ends)
+        for index in lost:
+            replica = self.replicas[index]
+            replica.outputs = None
+            replica.inbox.clear()
+            replica.core.carry_out(FinishRequests([*replica.core.scheduler.requests], FinishReason.ABORT))
+            replica.core.carry_out(ResetPrefixCache())
+            if self._router is not None:
+                self._router.forget(index)
+        return requests
+
+    def restore(self, lost: Collection[int]) -> None:
+        """They begin again, with empty caches."""
+        self._alive += lost
+        if self._router is not None:
+            for index in lost:
+                self._router.set_costs(index, self.replicas[index].core.costs)
+                self.replicas[index].core.carry_out(PublishKVEvents(self._router.key))
 
     def _forget(self, request_id: str, *, by_itself: bool = False) -> Replica | None:
-        replica = self._owners.pop(request_id, None)
+        replica, _ = self._owners.pop(request_id, (None, None))
         if self._router is not None:
             self._router.ended(request_id, by_itself=by_itself)
         return replica

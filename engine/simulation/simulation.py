@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -30,6 +30,15 @@ class SimulatedRequest(msgspec.Struct, kw_only=True):
     end_time: float | None = None
     error: str | None = None
     is_refused: bool = False  # at the door
+
+
+class Outage(msgspec.Struct, frozen=True):
+    """Some of several engines are not there from `start` to `end`. Who had no token yet is served by the others; all
+    others' answers are broken off."""
+
+    start: float
+    end: float
+    engines: range
 
 
 class Load(Protocol):
@@ -81,11 +90,12 @@ class Simulation:
         inbound: Callable[[int], float] = lambda num_tokens: 0.0,
         outbound: float = 0.0,
         keep: int | None = None,
+        outages: Sequence[Outage] = (),
     ) -> None:
         """`door` makes one of a clock. `keep` is how many ended requests are remembered, all if it is None."""
         self.engines = engines
         self.load = load
-        self.num_sent = self.num_ended = self.num_refused = 0
+        self.num_sent = self.num_ended = self.num_refused = self.num_placed_again = 0
         self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.request_seconds = 0.0  # the integral of how many requests are in the engines
         self.open: dict[str, SimulatedRequest] = {}
@@ -96,6 +106,9 @@ class Simulation:
         self._outbound = outbound
         self._under_way: list[tuple[float, int, EngineCoreRequest]] = []
         self._news: list[tuple[float, int, SimulatedRequest]] = []  # ends that clients do not know of yet
+        changes = [(outage.start, True, outage.engines) for outage in outages]
+        changes += [(outage.end, False, outage.engines) for outage in outages]
+        self._changes = deque(sorted(changes, key=lambda change: change[:2]))  # who comes back does so before others go
 
     @property
     def now(self) -> float:
@@ -108,7 +121,8 @@ class Simulation:
     @property
     def due(self) -> float:
         """When something happens next; infinity if nothing ever does."""
-        return min(self._next_request, self.engines.due)
+        due = min(self._next_request, self.engines.due)
+        return min(due, self._changes[0][0]) if self._changes and due < math.inf else due
 
     @property
     def _next_request(self) -> float:
@@ -140,6 +154,12 @@ class Simulation:
     def _happen(self, now: float) -> None:
         """Everything of this moment: steps end, then clients hear and send, then steps begin."""
         self._pass(now)
+        while self._changes and self._changes[0][0] <= now:
+            _, goes, engines = self._changes.popleft()
+            if goes:
+                self._lose(engines)
+            else:
+                self.engines.restore(engines)
         for outputs, ends in self.engines.advance(now):
             stats = outputs.stats
             self.num_preemptions += stats.num_preemptions
@@ -154,6 +174,16 @@ class Simulation:
         while self._under_way and self._under_way[0][0] <= now:
             self._arrive(heapq.heappop(self._under_way)[2])
         self.engines.begin(self._next_request)
+
+    def _lose(self, engines: range) -> None:
+        for request in self.engines.lose(engines):
+            record = self.open[request.request_id]
+            if record.token_times:
+                record.error = "its engine was lost"
+                self._end(record, self.now + self._outbound)
+            else:
+                self.num_placed_again += 1
+                self.engines.add(request)
 
     def _send(self, request: EngineCoreRequest) -> None:
         record = SimulatedRequest(

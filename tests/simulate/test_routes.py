@@ -13,9 +13,10 @@ from app.bench.workloads import Piece, WorkloadRequest
 from app.cli import main
 from app.settings import Settings
 from app.simulate.machine import Machine
-from app.simulate.run import simulate
+from app.simulate.run import Outcome, simulate
 from engine.routing.router import Route
 from engine.scheduler.step_cost import Curve, StepCostTable
+from engine.simulation.simulation import Outage
 
 REPLICAS, PREFIXES = 8, 150
 # A tenth of llm-d's lengths (6,000 tokens shared, 1,200 of one's own), at ten times the cost of a token.
@@ -32,7 +33,7 @@ MACHINE = Machine(
 )
 
 
-def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0) -> dict[str, Any]:
+def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0, outage: Outage | None = None) -> Outcome:
     """The second half of the requests, to caches that are warm. One prefix may be that popular."""
     draw, now, requests = Random(1), 0.0, []
     first = list(range(PREFIXES))
@@ -49,29 +50,51 @@ def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0) ->
         max_queued_requests=10_000,
         max_queued_tokens=10**8,
     )
-    outcome = simulate(requests, MACHINE, settings, replicas=REPLICAS, route=route)
+    outages = [] if outage is None else [outage]
+    outcome = simulate(requests, MACHINE, settings, replicas=REPLICAS, route=route, outages=outages)
     assert outcome.result()["refused"] == 0, "nobody is refused to look fast"
-    return replace(outcome, records=outcome.records[count // 2 :]).result()
+    return replace(outcome, records=outcome.records[count // 2 :])
+
+
+def figures_of(route: Route, rate: float, **options: Any) -> dict[str, Any]:
+    return run(route, rate, **options).result()
 
 
 def test_known_prefixes_double_the_throughput() -> None:
     """Of a load that is too much for either."""
-    by_prefix, blind = (run(route, 30.0, count=1200) for route in ("prefix", "round-robin"))
+    by_prefix, blind = (figures_of(route, 30.0, count=1200) for route in ("prefix", "round-robin"))
     assert by_prefix["request_throughput"] >= 2 * blind["request_throughput"]
     assert by_prefix["total_cached_tokens"] > 3 * blind["total_cached_tokens"]
 
 
 def test_known_prefixes_keep_first_tokens_twenty_times_as_quick() -> None:
     """At a rate that is too much where nobody knows."""
-    by_prefix, blind = (run(route, 16.0, count=1200) for route in ("prefix", "round-robin"))
+    by_prefix, blind = (figures_of(route, 16.0, count=1200) for route in ("prefix", "round-robin"))
     assert by_prefix["p90_ttft_ms"] <= blind["p90_ttft_ms"] / 20
 
 
 def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
-    figures = run("prefix", 16.0, count=1200, popular=0.5)
+    figures = figures_of("prefix", 16.0, count=1200, popular=0.5)
     assert figures["total_cached_tokens"] / figures["total_input_tokens"] > 0.6
     assert figures["uncached_tokens_max_by_mean"] < REPLICAS / 2, "no engine has them all"
     assert figures["p90_ttft_ms"] < 3000
+
+
+def test_who_is_lost_with_a_part_of_the_fleet() -> None:
+    """Those that had begun to answer. All others are answered by who is left, and by those that come back."""
+    outage = Outage(30.0, 35.0, range(3))
+    outcome = run("prefix", 12.0, outage=outage)
+    whole = figures_of("prefix", 12.0)
+    figures = outcome.result()
+    assert figures["num_placed_again"] > 0
+    lost = [record for record in outcome.records if record.error]
+    assert lost
+    for record in lost:
+        assert 0 < record.ttft <= outage.start - record.start_time <= record.end_time - record.start_time
+    assert figures["completed"] == whole["completed"] - len(lost)
+    assert figures["p99_ttft_ms"] > 1.5 * whole["p99_ttft_ms"], "what was cached there is computed again"
+    late = [record.ttft for record in outcome.records if record.start_time > 42.0]
+    assert max(late) < figures["p99_ttft_ms"] / 1000
 
 
 def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +104,10 @@ def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*flags, "--route", "round-robin"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Routed by round-robin: 0 % of the prompts from prefix caches" in printed
-    assert "0 refused" in printed
+    assert "0 refused, 0 placed again" in printed
+    assert main([*flags, "--outage", "0:1:2"]) == 0
+    assert main([*flags, "--outage", "0:1:3"]) == 1
+    assert "--outage: got '0:1:3'; allowed: START:SECONDS:N" in capsys.readouterr().err
     assert main([*flags, "--sweep", "route=prefix,random"]) == 0
     assert "refused" in capsys.readouterr().out
     assert main([*flags, "--replicas", "0"]) == 1
@@ -91,4 +117,4 @@ def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_simulation_is_the_same_each_time() -> None:
-    assert run("prefix", 16.0, count=200)["p90_ttft_ms"] == run("prefix", 16.0, count=200)["p90_ttft_ms"]
+    assert figures_of("prefix", 16.0, count=200)["p90_ttft_ms"] == figures_of("prefix", 16.0, count=200)["p90_ttft_ms"]

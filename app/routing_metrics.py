@@ -30,7 +30,7 @@ class RoutingCollector(Collector):
         routed.add_metric(["prefix"], stats.num_by_prefix)
         routed.add_metric(["load"], stats.num_by_load)
         yield routed
-        text = "Requests given to another engine because theirs had died before their first token."
+        text = "Requests given to another engine because theirs had died while they waited."
         yield CounterMetricFamily("headrace:requests_placed_again", text, stats.num_placed_again)
         yield GaugeMetricFamily("headrace:engines", "Engines that run.", stats.num_engines)
         text = "Engines that do not publish what their prefix cache holds, so that it is guessed."

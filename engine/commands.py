@@ -137,6 +137,13 @@ class LoadingProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
     total: int | None
 
 
+class RequestsBegun(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """The next step is the first of these requests, or the first since they were preempted. Should the engine die from
+    here on, they may be why. Told by engines in processes of their own, before the step."""
+
+    request_ids: list[str]
+
+
 class Answered(msgspec.Struct, tag=True, array_like=True, gc=False):
     """The answer to the question of this number, or why there is none."""
 
@@ -164,4 +171,4 @@ Command = (
     | Break
     | Close
 )
-Event = LoadingProgress | EngineReady | EngineCoreOutputs | Answered | EngineDied
+Event = LoadingProgress | EngineReady | RequestsBegun | EngineCoreOutputs | Answered | EngineDied

@@ -123,6 +123,7 @@ class EngineCore:
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self._profiler = StepProfiler(executor)
         self.is_closed = False  # it was told to end
+        self.on_begin: Callable[[list[str]], None] = lambda request_ids: None  # is told who is new in a step, before it
 
     @property
     def costs(self) -> StepCostTable:
@@ -324,6 +325,8 @@ class EngineCore:
                     self._structured.wait_for_grammars()
             if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
                 self._tiers.tier.wait()
+            if plan.new_requests:
+                self.on_begin([request.request_id for request in plan.new_requests])
             submitted_at = self.clock()
             handle: StepHandle
             try:

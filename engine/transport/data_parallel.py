@@ -1,8 +1,9 @@
 """Several engines that look like one: each has all the weights and a cache of its own, and runs its own requests.
 
 A replica that dies takes its own requests with it and is started again; the others do not notice. Those of its requests
-of which nothing had been told are given to another, once; the rest end with an error. When replicas die again and
-again, or one cannot even start, the whole engine counts as dead.
+that waited are given to another, once. The rest end with an error: one of them may be why it has died, and would be the
+death of the next one, too. When all die again and again and do nothing between, or one cannot even start, the whole
+engine counts as dead.
 
 There may be more while much waits. One that is wanted no more gets nothing new, and ends when it has nothing left.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -28,6 +28,7 @@ from engine.commands import (
     FinishRequests,
     PublishKVEvents,
     Question,
+    RequestsBegun,
 )
 from engine.errors import EngineDead, EngineLost, RequestFailed
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
@@ -44,9 +45,8 @@ from engine.transport.replica import NOTHING_DONE, Placed, Replica
 
 logger = logging.getLogger(__name__)
 
-MAX_DEATHS = 5  # of all replicas, within DEATH_WINDOW; the next one is the end
-DEATH_WINDOW = 600.0  # seconds
-RESTART_SECONDS = 0.5  # between a death and the new start
+MAX_DEATHS = 5  # of each replica, in a row and without a token between them; when all have died once more, that is all
+RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0  # between a death and the new start; twice as long with each in a row
 SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
 SIZING_SECONDS = 1.0  # between two looks at how many engines there should be
 ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
@@ -74,7 +74,6 @@ class DataParallelClient:
         self._shares = FleetShares(most)
         self._shared = 0.0  # when the engines were told
         self._step = 0
-        self._deaths: deque[float] = deque()
         self._announced = False
         self._over = False
         self._deliver: Deliver = lambda message: None
@@ -222,7 +221,7 @@ class DataParallelClient:
                 await replica.ended.wait()
             if self._over:
                 return
-            await anyio.sleep(RESTART_SECONDS)
+            await anyio.sleep(min(RESTART_SECONDS * 2.0 ** (replica.num_deaths - 1), MAX_RESTART_SECONDS))
 
     def _receive(self, replica: Replica, events: list[Event]) -> None:
         told: list[Event] = []
@@ -259,22 +258,24 @@ class DataParallelClient:
             elif len(self._alive()) == self._fleet.size:
                 self._announced = True
                 return [self._measures()]
+        elif isinstance(event, RequestsBegun):
+            for request_id in event.request_ids:
+                if request_id in self._placed:
+                    self._placed[request_id].command = None
         elif isinstance(event, EngineDied):
             return [self._mark_dead(replica, event)]
         return []
 
     def _mark_dead(self, replica: Replica, died: EngineDied) -> Event:
         """A replica has died: its requests end here, or everything does."""
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - DEATH_WINDOW:
-            self._deaths.popleft()
-        if not self._announced or len(self._deaths) > MAX_DEATHS:
+        lost, error = list(replica.requests), died.error
+        replica.num_deaths += 1
+        replica.mark_dead()
+        in_use = self.replicas[: self._fleet.size]
+        if not self._announced or not (self._alive() or any(each.num_deaths <= MAX_DEATHS for each in in_use)):
             self._end()
             return died
-        lost, error = list(replica.requests), died.error
         logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
-        replica.mark_dead()
         self._router.forget(replica.index)
         gone = {request_id: self._placed.pop(request_id) for request_id in lost}
         lost = self._place_again(gone)
@@ -292,10 +293,10 @@ class DataParallelClient:
             )
             for each in lost
         ]
-        return self._merged(outputs, NOTHING_DONE, now)
+        return self._merged(outputs, NOTHING_DONE, time.monotonic())
 
     def _place_again(self, lost: dict[str, Placed]) -> list[str]:
-        """Give those of which nothing has been told to another engine, if there is one. Returns the others."""
+        """Give those that had not begun to another engine, if there is one. Returns the others."""
         alive = self._open()
         commands = {id(placed.command): placed.command for placed in lost.values() if placed.command is not None}
         if not alive or not commands:
@@ -314,7 +315,7 @@ class DataParallelClient:
         if placed is None:
             return
         if num_tokens or output.prompt_logprobs or output.embedding:
-            placed.command = None  # something of it is told: no other engine can run it any more
+            placed.replica.num_deaths = 0
             cost = num_tokens * OUTPUT_TOKEN_COST + max(0, placed.prompt_tokens - output.num_cached_tokens)
             placed.prompt_tokens = 0
             self._shares.charge(placed.replica.index, placed.request, cost)

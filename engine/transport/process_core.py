@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import zmq
 
-from engine.commands import Command, Event, LoadingProgress
+from engine.commands import Command, Event, LoadingProgress, RequestsBegun
 from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
@@ -63,7 +63,13 @@ def serve_parent(build: Build) -> NoReturn:
 
 def run_and_exit(make_core: Callable[[], EngineCore], channel: ProcessChannel) -> NoReturn:
     """The rest of an engine process' life."""
-    run_loop(make_core, channel)
+
+    def make_telling_core() -> EngineCore:
+        core = make_core()
+        core.on_begin = lambda request_ids: channel.send(RequestsBegun(request_ids))
+        return core
+
+    run_loop(make_telling_core, channel)
     channel.close()
     logging.shutdown()
     # Neither a library's thread nor its exit handler may hold up the end: everything has been said.

@@ -26,7 +26,7 @@ NOTHING_DONE = SchedulerStats(
 
 @dataclass(slots=True)
 class Placed:
-    """A request in an engine. While nothing of it has been told, `command` can be given to another, once."""
+    """A request in an engine. As long as it waits there, `command` can be given to another, once."""
 
     replica: Replica
     request: EngineCoreRequest
@@ -44,6 +44,7 @@ class Replica:
         self.requests: dict[str, float] = {}  # since when it has had each
         self.client = make(index)
         self.num_starts = 0
+        self.num_deaths = 0  # since it last gave somebody a token
         self._begin()
 
     def start(self) -> None:

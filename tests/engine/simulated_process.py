@@ -17,6 +17,7 @@ from engine.core.config import EngineConfig
 from engine.core.core import EngineCore, IsAbandoned
 from engine.errors import ConfigError
 from engine.messages import EngineCoreOutputs
+from engine.scheduler.plan import SchedulerOutput
 from engine.transport.process_core import serve_parent
 from engine.transport.wire import Report
 from tests.engine.checked_executor import CheckedExecutor
@@ -38,6 +39,7 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     loading: str = ""  # how it fails: "config", "missing", "exit", "kill"
     last_step: int | None = None  # the step after it raises, in the engine and not in the executor
     panic: bool = False  # with what no `except Exception` catches
+    poison: int | None = None  # the step in which a prompt with this token begins kills the process
     hang_while: str | None = None  # each step waits as long as there is a file of this name
 
 
@@ -65,6 +67,12 @@ def build(simulation: Simulation, report: Report) -> SimulatedCore:
             os._exit(7)
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_of_poison(plan: SchedulerOutput) -> None:
+        if any(simulation.poison in request.token_ids for request in plan.new_requests):
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
     executor = CheckedExecutor(
         simulation.num_blocks,
         simulation.block_size,
@@ -72,6 +80,7 @@ def build(simulation: Simulation, report: Report) -> SimulatedCore:
         max_num_seqs=simulation.max_num_seqs,
         max_num_batched_tokens=simulation.max_num_batched_tokens,
         step_seconds=simulation.step_seconds,
+        before_step=die_of_poison,
     )
     config = EngineConfig(
         max_model_len=simulation.max_model_len,

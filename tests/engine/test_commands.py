@@ -39,6 +39,7 @@ from engine.commands import (
     Profile,
     PublishKVEvents,
     Question,
+    RequestsBegun,
     ResetPrefixCache,
     SetLogLevel,
     StartProfile,
@@ -105,6 +106,7 @@ EXAMPLES: list[Any] = [
     Profile(b"[{}]", 12),
     Profile(num_steps=12, is_too_large=True),
     LoadingProgress("Loading", 1, None),
+    RequestsBegun(["a", "b"]),
     EngineReady(vocab_size=9, num_blocks=8, block_size=4, max_model_len=32),
     EngineCoreOutputs(
         outputs=[

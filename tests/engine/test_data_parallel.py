@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -20,7 +21,7 @@ from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
 from engine.transport.data_parallel import DataParallelClient
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_client, process_of, replicas, serving
-from tests.engine.serving import TOKENIZER, collect, expected_tokens
+from tests.engine.serving import TOKENIZER, VOCAB_SIZE, collect, expected_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -119,27 +120,30 @@ async def test_a_replica_that_dies_takes_its_own_requests_with_it_and_comes_back
         assert both.llm.error is None
 
 
-async def test_what_a_dead_replica_had_not_begun_runs_elsewhere_once() -> None:
-    """Two hang before their first tokens; the first to die hands its request on, and the second cannot."""
-    parallel = replicas(2, step_seconds=1.0)
+async def test_a_request_that_kills_its_engine_is_the_end_of_one_and_who_waited_there_runs_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(engine.transport.data_parallel, "MAX_DEATHS", 1)
+    poison = VOCAB_SIZE - 1
+    parallel = replicas(2, max_num_seqs=1, step_seconds=0.01, poison=poison)
     async with serving(parallel) as both:
-        request = make_request(range(9), max_tokens=2)
-        last: list[RequestOutput] = []
+        for number in range(3):
+            await until(lambda: len(parallel._alive()) == 2)
+            others = [make_request([i, *range(9)], max_tokens=20) for i in range(4)]
+            got: dict[str, list[int]] = {}
 
-        async def run() -> None:
-            async with both.llm.stream(request) as stream:
-                last.extend([output async for output in stream])
+            async def run(request: EngineCoreRequest, got: dict[str, list[int]]) -> None:
+                got[request.request_id] = await both.read(request)
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run)
-            await until(lambda: parallel._placed)
-            first = parallel._placed[next(iter(parallel._placed))].replica
-            os.kill(process_of(parallel, first.index), signal.SIGKILL)
-            await until(lambda: parallel.num_placed_again)
-            assert not last
-        assert [token_id for output in last for token_id in output.token_ids] == expected_tokens(request)
+            async with anyio.create_task_group() as tasks, both.llm.stream(make_request([poison])) as stream:
+                for request in others:
+                    tasks.start_soon(run, request, got)
+                assert [each.finish_reason async for each in stream] == [FinishReason.ERROR]
+            assert got == {request.request_id: expected_tokens(request) for request in others}
+            assert sum(replica.num_starts for replica in parallel.replicas) <= 2 + number + 1
+        assert 1 <= parallel.num_placed_again <= 3 * 3
         await both.assert_nothing_left()
-        assert not parallel._placed
 
 
 async def test_a_tenants_limit_holds_over_all_engines() -> None:
@@ -201,15 +205,34 @@ async def test_while_no_replica_lives_requests_are_refused(monkeypatch: pytest.M
         await both.assert_nothing_left()
 
 
-async def test_replicas_that_die_again_and_again_are_a_dead_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_dies_again_and_again_harms_nobody_and_all_of_them_are_a_dead_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(engine.transport.data_parallel, "MAX_DEATHS", 2)
+    monkeypatch.setattr(engine.transport.data_parallel, "MAX_DEATHS", 1)
     parallel = replicas(2)
     async with serving(parallel) as both:
+
+        async def kill(index: int) -> None:
+            replica = parallel.replicas[index]
+            await until(lambda: replica.engine_info is not None or both.llm.error)
+            num_deaths = replica.num_deaths
+            os.kill(process_of(parallel, index), signal.SIGKILL)
+            await until(lambda: replica.num_deaths > num_deaths)
+
         for _ in range(3):
-            await until(lambda: parallel.replicas[0].engine_info is not None)
-            os.kill(process_of(parallel, 0), signal.SIGKILL)
-            await until(lambda: parallel.replicas[0].engine_info is None or both.llm.error)
+            await kill(0)
+        assert await both.read(make_request([1], max_tokens=3)), "the other one lives"
+        await kill(1)
+        assert both.llm.error is None, "it had served somebody"
+
+        def are_dead() -> bool:
+            for index in parallel._alive():
+                with suppress(ProcessLookupError):  # it is about to be missed
+                    os.kill(process_of(parallel, index), signal.SIGKILL)
+            return both.llm.error is not None
+
+        await until(are_dead)
         assert "killed by SIGKILL" in str(await both.llm.wait_dead())
         with pytest.raises(EngineDead):
             await both.read(make_request([1]))
@@ -282,5 +305,5 @@ async def test_engines_follow_the_queue_and_one_that_goes_ends_what_it_has(
         hang.unlink()
         await until(lambda: len(engines_of_this_process()) == 1)
         assert got == expected_tokens(last)
-        assert not parallel._deaths
+        assert not any(replica.num_deaths for replica in parallel.replicas)
         assert len(await fleet.read(make_request(range(9), max_tokens=5))) == 5

@@ -286,6 +286,8 @@ class EngineCore:
             stats.step_costs = self._costs.tell(self.num_steps)
         stats.expert_load = self._expert_load.tell(self.num_steps)
         events, now = self.scheduler.kv.take_events(), self.heartbeat.last_progress
+        if events is not None:
+            self.heartbeat.count_kv_events(events.sequence)
         return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=now, kv_events=events)
 
     def prepare(self) -> bool:

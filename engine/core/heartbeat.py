@@ -8,13 +8,14 @@ from pathlib import Path
 
 from engine.clock import Clock
 
-_LAST_PROGRESS, _IS_AWAKE = range(2)
-_SIZE = 2 * 8  # bytes: doubles, which are written and read whole
+_LAST_PROGRESS, _IS_AWAKE, _KV_SEQUENCE = range(3)
+_SIZE = 3 * 8  # bytes: doubles, which are written and read whole
 _PAGE = bytes(mmap.PAGESIZE)  # an empty file cannot be mapped
 
 
 class Heartbeat:
-    """When the engine last got on, and whether it has nothing to do. All zeros say that it does not run yet.
+    """When the engine last got on, whether it has nothing to do, and how much it has told of its prefix cache. All
+    zeros say that it does not run yet.
 
     It lives in a few bytes of memory, so that two processes may map the same. Nothing in between can delay it: a queue
     that lags would make a busy engine look hung, and a hung one alive.
@@ -44,6 +45,15 @@ class Heartbeat:
     def is_asleep(self) -> bool:
         return not self._fields[_IS_AWAKE]
 
+    @property
+    def kv_sequence(self) -> int:
+        """The number of the latest `engine.kv_events.KVEvents`, which may be on its way; 0 before any."""
+        return int(self._fields[_KV_SEQUENCE])
+
+    def count_kv_events(self, sequence: int) -> None:
+        """KV events with this number are about to be told."""
+        self._fields[_KV_SEQUENCE] = sequence
+
     def beat(self) -> None:
         """A step has ended."""
         self._fields[_LAST_PROGRESS] = self._clock()
@@ -57,7 +67,8 @@ class Heartbeat:
         self.beat()
         self._fields[_IS_AWAKE] = 1.0
 
-    def show(self, last_progress: float, *, is_asleep: bool) -> None:
+    def show(self, last_progress: float, *, is_asleep: bool, kv_sequence: int) -> None:
         """What the heartbeat of an engine on another machine was, by this clock."""
+        self._fields[_KV_SEQUENCE] = kv_sequence
         self._fields[_LAST_PROGRESS] = last_progress
         self._fields[_IS_AWAKE] = float(not is_asleep)

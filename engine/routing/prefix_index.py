@@ -1,8 +1,9 @@
 """Which engines can find which beginnings of prompts in their prefix caches.
 
 Known by what each engine publishes (`engine.kv_events.KVEvents`). What is lost on the way is missed by its sequence
-number: then nothing is believed of that engine until it has told everything. An engine that publishes nothing is
-believed to hold what it was given lately. A belief that is wrong costs a prefill and nothing else.
+number, which the next one shows, or the engine's heartbeat: then nothing is believed of that engine until it has told
+everything. An engine that publishes nothing is believed to hold what it was given lately. A belief that is wrong costs
+a prefill and nothing else.
 """
 
 from __future__ import annotations
@@ -56,9 +57,7 @@ class PrefixIndex:
         elif is_late:
             return True  # a part of what has come since
         elif events.epoch != epoch or events.sequence != latest + 1 or (len(events.stored) | len(events.removed)) % 8:
-            self.forget(engine)
-            self._lost.add(engine)
-            self.num_gaps += 1
+            self._lose(engine)
             return False
         self._positions[engine] = (events.epoch, events.sequence)
         chunks = self._chunks.setdefault(engine, set())
@@ -72,6 +71,18 @@ class PrefixIndex:
             known[chunk] = (bits or 0) | bit
             chunks.add(chunk)
         return True
+
+    def lacks(self, engine: int, sequence: int) -> bool:
+        """Whether something is missing of what this engine has published up to this number."""
+        _, latest = self._positions.get(engine, (0, 0))
+        if engine not in self._lost and latest < sequence:
+            self._lose(engine)
+        return engine in self._lost
+
+    def _lose(self, engine: int) -> None:
+        self.forget(engine)
+        self._lost.add(engine)
+        self.num_gaps += 1
 
     def forget(self, engine: int) -> None:
         """Nothing is known of this engine any more."""

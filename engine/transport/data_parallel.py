@@ -40,7 +40,7 @@ from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.step_cost import StepCostTable
 from engine.stats import SchedulerStats
 from engine.transport.channel import Deliver
-from engine.transport.client import EngineClient
+from engine.transport.process_client import ProcessClient
 from engine.transport.replica import NOTHING_DONE, Placed, Replica
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ MAX_DEATHS = 5  # of each replica, in a row and without a token between them; wh
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0  # between a death and the new start; twice as long with each in a row
 SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
 SIZING_SECONDS = 1.0  # between two looks at how many engines there should be
+LOOKING_SECONDS = 0.2  # between two looks at whether KV events were lost
 ASKING_SECONDS = 0.5  # between two times that an engine is asked for everything that it holds
 
 
@@ -58,7 +59,7 @@ class DataParallelClient:
 
     def __init__(
         self,
-        make_replica: Callable[[int], EngineClient],
+        make_replica: Callable[[int], ProcessClient],
         size: int,
         max_num_seqs: int,
         max_size: int | None = None,
@@ -108,6 +109,8 @@ class DataParallelClient:
         async with anyio.create_task_group() as task_group:
             for replica in self.replicas:
                 task_group.start_soon(self._keep, replica)
+            if len(self.replicas) > 1:
+                task_group.start_soon(self._look)
             if len(self.replicas) > self._fleet.size:
                 task_group.start_soon(self._follow)
             try:
@@ -339,6 +342,16 @@ class DataParallelClient:
         if now - replica.asked >= ASKING_SECONDS:
             replica.asked = now
             replica.client.send(PublishKVEvents(self._router.key))
+
+    async def _look(self) -> None:
+        """Miss what was lost of an engine's KV events, though no other comes after it."""
+        while True:
+            await anyio.sleep(LOOKING_SECONDS)
+            for index in self._alive():
+                replica = self.replicas[index]
+                if self._router.index.lacks(index, replica.kv_sequence):
+                    self._ask(replica)
+                replica.kv_sequence = replica.client.kv_sequence  # what is on its way now is here at the next look
 
     def _end(self) -> None:
         self._over = True

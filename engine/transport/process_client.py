@@ -71,6 +71,11 @@ class ProcessClient:
     def is_asleep(self) -> bool:
         return self._heartbeat.is_asleep
 
+    @property
+    def kv_sequence(self) -> int:
+        """The number of the latest KV events that the engine has told."""
+        return self._heartbeat.kv_sequence
+
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
         self._is_ready = self._is_ending = False

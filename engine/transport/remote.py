@@ -92,7 +92,8 @@ class RemoteChild(Link):
         self._ping()  # it knows the time before anything is asked of it
 
     def take(self, pulse: Pulse) -> None:
-        self.heartbeat.show(time.monotonic() - pulse.seconds_since_progress, is_asleep=pulse.is_asleep)
+        last_progress = time.monotonic() - pulse.seconds_since_progress
+        self.heartbeat.show(last_progress, is_asleep=pulse.is_asleep, kv_sequence=pulse.kv_sequence)
 
     async def wait_gone(self) -> Ended:
         async with anyio.create_task_group() as task_group:

@@ -74,7 +74,8 @@ class RemoteChannel(ProcessChannel):
         arrived = time.monotonic()
         # What was under way for the shortest time knows best.
         self._ahead = arrived - ping.now if self._ahead is None else min(self._ahead, arrived - ping.now)
-        self.send(Pulse(arrived - self.heartbeat.last_progress, self.heartbeat.is_asleep))
+        heartbeat = self.heartbeat
+        self.send(Pulse(arrived - heartbeat.last_progress, heartbeat.is_asleep, heartbeat.kv_sequence))
 
     def _connect(self, socket: zmq.Socket[bytes], address: str) -> None:
         keys = self._ends.keys

@@ -10,7 +10,7 @@ import anyio
 from engine.commands import AddRequests
 from engine.messages import EngineCoreRequest, EngineReady
 from engine.stats import SchedulerStats
-from engine.transport.client import EngineClient
+from engine.transport.process_client import ProcessClient
 
 NOTHING_DONE = SchedulerStats(
     step=0,
@@ -37,7 +37,7 @@ class Placed:
 class Replica:
     """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
 
-    def __init__(self, index: int, make: Callable[[int], EngineClient]) -> None:
+    def __init__(self, index: int, make: Callable[[int], ProcessClient]) -> None:
         self.index = index
         self._make = make
         self.engine_info: EngineReady | None = None  # while it lives
@@ -57,6 +57,7 @@ class Replica:
     def _begin(self) -> None:
         self.stats = NOTHING_DONE
         self.asked = 0.0  # for all that it holds
+        self.kv_sequence = 0  # of its KV events, when that was last looked at
         self.ended = anyio.Event()
 
     def mark_dead(self) -> None:

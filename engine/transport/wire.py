@@ -47,6 +47,7 @@ class Pulse(msgspec.Struct, tag=True, array_like=True, gc=False):
 
     seconds_since_progress: float
     is_asleep: bool
+    kv_sequence: int
 
 
 class Report(Protocol):

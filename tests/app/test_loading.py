@@ -97,4 +97,4 @@ def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"data_parallel_size is 4: .* and 3 can be used. data_parallel_size=3 works"):
         divide(settings.model_copy(update={"data_parallel_size": 4}))
     process = cast(DataParallelClient, make_client(settings, cast(ModelFiles, None), no_progress)).replicas[1].client
-    assert (cast(ProcessClient, process)._environment or {})["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+    assert (process._environment or {})["CUDA_VISIBLE_DEVICES"] == "GPU-abc"

@@ -14,11 +14,12 @@ import pytest
 
 import engine.routing.fleet_size
 import engine.transport.data_parallel
-from engine.commands import AddRequests, FinishRequests
+from engine.commands import AddRequests, Event, FinishRequests, ResetPrefixCache
 from engine.errors import ConfigError, EngineDead, EngineNotReady
 from engine.frontend.async_llm import AsyncLLM
-from engine.messages import EngineCoreRequest, FinishReason, RequestOutput
+from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason, RequestOutput
 from engine.transport.data_parallel import DataParallelClient
+from engine.transport.replica import Replica
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import engines_of_this_process, process_client, process_of, replicas, serving
 from tests.engine.serving import TOKENIZER, VOCAB_SIZE, collect, expected_tokens
@@ -307,3 +308,52 @@ async def test_engines_follow_the_queue_and_one_that_goes_ends_what_it_has(
         assert got == expected_tokens(last)
         assert not any(replica.num_deaths for replica in parallel.replicas)
         assert len(await fleet.read(make_request(range(9), max_tokens=5))) == 5
+
+
+async def test_what_is_lost_of_what_is_cached_is_missed_though_nothing_comes_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clear, a prompt, a restart: after each of them what is believed is what is there, as an engine says that is
+    asked for everything."""
+    parallel = replicas(2, max_model_len=512, num_blocks=512, max_num_batched_tokens=512)
+    index, take = parallel._router.index, parallel._take
+    lost: list[EngineCoreOutputs] = []
+    loses = False
+
+    def lossy(replica: Replica, event: Event) -> list[Event]:
+        if loses and isinstance(event, EngineCoreOutputs) and event.kv_events is not None:
+            lost.append(event)
+            event.kv_events = None
+        return take(replica, event)
+
+    monkeypatch.setattr(parallel, "_take", lossy)
+    async with serving(parallel) as both:
+
+        def believed() -> list[int]:
+            return [len(index._chunks.get(each, ())) for each in range(2)]
+
+        async def prefill(first: int) -> None:
+            for i in range(8):
+                await both.read(make_request([first, i, *[9] * 270], max_tokens=1))
+
+        await until(lambda: index.publishes(0) and index.publishes(1))
+        await prefill(0)
+        await until(lambda: sum(believed()) == 8 * 2)
+        for number in range(1, 3):
+            loses = True
+            parallel.send(ResetPrefixCache())
+            await until(lambda: len(lost) >= 2)
+            loses = False
+            await until(lambda: sum(believed()) == 0)
+
+            loses = True
+            await prefill(number)
+            loses = False
+            await until(lambda: sum(believed()) == 8 * 2)
+            lost.clear()
+        os.kill(process_of(parallel, 0), signal.SIGKILL)
+        await until(lambda: believed()[0] == 0)
+        await until(lambda: len(parallel._alive()) == 2 and index.publishes(0))
+        assert believed()[0] == 0
+        assert believed()[1] > 0
+        assert index.num_gaps >= 4

@@ -223,7 +223,7 @@ async def test_each_of_several_engines_answers_and_one_that_dies_is_left_out() -
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(ask)
-                await until(lambda: parallel.replicas[0].client._queries._open)  # type: ignore[attr-defined]
+                await until(lambda: parallel.replicas[0].client._queries._open)
                 os.kill(process_of(parallel, 0), signal.SIGKILL)
             assert [list(answers) for answers in found] == [[1]]
         await until(lambda: len(parallel._alive()) == 2)

@@ -283,7 +283,8 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
             from gpu.parallel.ray_executor import RayExecutor
 
             executor = RayExecutor
-        return executor({**opened, "cache_dir": cache_dir}, options, Layout(**sizes), files.progress)
+        model, hidden_size = {**opened, "cache_dir": cache_dir}, files.config.hidden_size
+        return executor(model, options, Layout(**sizes), files.progress, hidden_size=hidden_size)
     with frozen_imports("torch"):
         import_what_computes(files.config, options)
     return load_executor(files, options)

@@ -28,6 +28,7 @@ from gpu.parallel.messages import (
     Answer,
     CacheSize,
     Call,
+    Down,
     ExpertTokens,
     Failed,
     Group,
@@ -42,9 +43,9 @@ from gpu.parallel.messages import (
 )
 from gpu.parallel.rank_child import RankChild
 from gpu.parallel.ring import RingWriter
+from gpu.parallel.stage_link import link_bytes
 from gpu.runner import FinishedStep
 
-LINK_BYTES = 16 * 2**20  # of a ring between two stages: a long step's activations
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # A step that has failed on one rank fails on all, for the same reason; where another waits for that one instead, their
 # states have parted. Far more than ranks that compute side by side are apart; what a busy machine keeps from them does
@@ -92,10 +93,21 @@ class MultiprocExecutor:
     Raises what a rank's loading raises, RankLost where one ends meanwhile.
     """
 
-    def __init__(self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress) -> None:
-        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's."""
+    def __init__(
+        self,
+        model: dict[str, Any],
+        options: WorkerOptions,
+        layout: Layout,
+        progress: ReportProgress,
+        *,
+        hidden_size: int,
+    ) -> None:
+        """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's; `hidden_size` is the
+        model's, or more."""
         world_size = layout.world_size
         self._layout = layout
+        # As many steps are in flight as there are stages.
+        self._link_bytes = link_bytes(layout.pipeline_parallel_size, options.max_num_batched_tokens, hidden_size)
         self._lock = threading.Lock()
         self._error: RankLost | None = None
         self._is_closed = False
@@ -151,7 +163,7 @@ class MultiprocExecutor:
             return FinishedStep(EngineDead("the executor has been shut down"))
         self._num_submitted += 1
         sampled, self._sampled = self._sampled, {}
-        self._ring.write(encode(Step(self._num_submitted, plan, sampled)), self._check)
+        self._write(Step(self._num_submitted, plan, sampled))
         self._steps.append(self._num_submitted)
         return _RemoteStep(self, self._num_submitted, plan, abandoned)
 
@@ -183,7 +195,7 @@ class MultiprocExecutor:
     def result(self, number: int, plan: SchedulerOutput, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
         """Wait for the oldest step."""
         if plan.masks is not None:
-            self._ring.write(encode(Masks.of(number, plan.masks)), self._check)
+            self._write(Masks.of(number, plan.masks))
         timeout = None if abandoned is None else ABANDONED_SECONDS
         while number not in self._ended:
             self._receive(timeout)
@@ -210,8 +222,13 @@ class MultiprocExecutor:
                 self._lose(rank.index, f"has failed in a step that others had begun: {kind}")
             self._receive(0.001)
 
+    def _write(self, message: Down) -> None:
+        """Give it to all ranks. Takes what they say while there is no room: they may read no more before."""
+        self._ring.write(encode(message), lambda: self._receive(0.0))
+
     def _receive(self, timeout: float | None) -> None:
         """Take what has come; wait for it, so long at most. Raises RankLost."""
+        self._check()
         for rank, message in self._messages(timeout):
             self._take(rank, message)
 
@@ -247,7 +264,7 @@ class MultiprocExecutor:
         """Have every rank do something, between steps, and return what each says."""
         if self._is_closed:
             return [None] * len(self._ranks)
-        self._ring.write(encode(Call(name)), self._check)
+        self._write(Call(name))
         answers = self._from_each(Answer, self._take)
         for answer in answers:
             if answer.error is not None:
@@ -266,7 +283,7 @@ class MultiprocExecutor:
 
         sizes = self._from_each(CacheSize, report)
         num_blocks, max_model_len = min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes)
-        self._ring.write(encode(CacheSize(num_blocks, max_model_len)), self._check)
+        self._write(CacheSize(num_blocks, max_model_len))
         return self._from_each(Loaded, report)[-1]
 
     # What is another's where ranks are elsewhere.
@@ -276,7 +293,7 @@ class MultiprocExecutor:
 
     def _start_ranks(self, model: dict[str, Any], options: WorkerOptions) -> None:
         assert isinstance(self._ring, RingWriter)
-        with Shared(self._layout) as shared:
+        with Shared(self._layout, self._link_bytes) as shared:
             for index in range(self._layout.world_size):
                 setup = _setup(model, options, replace(self._layout, rank=index), shared, self._ring)
                 rank = RankChild(index, setup, self._lose)
@@ -337,9 +354,9 @@ class _RemoteStep:
 class Shared:
     """What ranks share besides the driver's ring: descriptors, which are theirs when they have been started."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, link_bytes: int) -> None:
         size, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
-        self.links = [RingWriter(size, LINK_BYTES) for _ in range(stages - 1)]
+        self.links = [RingWriter(size, link_bytes) for _ in range(stages - 1)]
         self.segments = [os.memfd_create("headrace-ranks") for _ in range(stages)] if size > 1 else []
         self.store = os.memfd_create("headrace-store") if size > 1 else None
 

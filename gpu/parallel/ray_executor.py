@@ -44,7 +44,9 @@ class RayExecutor(MultiprocExecutor):
 
     _ring: _Wire
 
-    def __init__(self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress) -> None:
+    def __init__(
+        self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **sizes: int
+    ) -> None:
         if (stages := layout.pipeline_parallel_size) > 1:
             allowed = "the stages of a pipeline are processes of one machine, and on Ray it must be 1"
             raise ConfigError("pipeline_parallel_size", stages, allowed=allowed, hint="executor=mp works, or 1")
@@ -56,7 +58,7 @@ class RayExecutor(MultiprocExecutor):
             ray.get(self._group.ready())
             self._nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
             self._hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-            super().__init__(model, replace(options, num_threads=num_threads), layout, progress)
+            super().__init__(model, replace(options, num_threads=num_threads), layout, progress, **sizes)
         except BaseException:
             remove_placement_group(self._group)
             raise

@@ -33,6 +33,7 @@ _TAIL, _STEPS = 0, 8  # words of a reader's page
 _WORDS_OF_A_PAGE = _PAGE // 8
 _LAST_WORDS, _MOST_LAST_WORDS = 1024, 2048  # bytes of a reader's page
 _FRAME = struct.Struct("<IIB")
+FRAME_BYTES = _FRAME.size  # of a message that is at most half as long as the ring
 
 
 class _Shared:

@@ -36,9 +36,8 @@ OPTIONS = WorkerOptions(device="cpu", max_model_len=64, max_num_seqs=8, block_si
 
 def start(model: str, options: WorkerOptions = OPTIONS, tensor_parallel_size: int = 1) -> RayExecutor:
     files = {"model": model, "cache_dir": None, "load_format": "dummy"}
-    return RayExecutor(
-        files, options, Layout(tensor_parallel_size=tensor_parallel_size), lambda phase, done, total: None
-    )
+    layout = Layout(tensor_parallel_size=tensor_parallel_size)
+    return RayExecutor(files, options, layout, lambda phase, done, total: None, hidden_size=32)
 
 
 def rank_processes(actor: str = "RankActor") -> list[int]:

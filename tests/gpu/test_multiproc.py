@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from engine.core.executor import STEPS_BETWEEN_EXPERT_LOADS
@@ -44,7 +45,8 @@ def start(
 ) -> MultiprocExecutor:
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enable_expert_parallel": False} | sizes
     files = {"model": model, "cache_dir": None, "load_format": "dummy"}
-    return MultiprocExecutor(files, options, Layout(**sizes), progress or (lambda phase, done, total: None))
+    report = progress or (lambda phase, done, total: None)
+    return MultiprocExecutor(files, options, Layout(**sizes), report, hidden_size=512)  # the widest of them
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +88,6 @@ class Masks:
         self.allowed = allowed
 
     def result(self) -> TokenMasks:
-        import numpy as np
-
         time.sleep(0.01)
         if self.allowed is None:
             raise LookupError("no such grammar")
@@ -124,6 +124,14 @@ def test_several_steps_may_be_in_flight(ranks: MultiprocExecutor) -> None:
     steps = [ranks.submit(plan) for plan in chunks]
     assert [len(step.result().sampled_token_ids[0]) for step in steps] == [0, 0, 1]
     ranks.submit(plan_of({}, removed=["a"])).result()
+
+
+def test_what_a_rank_says_is_taken_while_a_long_plan_waits_for_room(ranks: MultiprocExecutor) -> None:
+    """It reads on when it has got rid of it: more than a socket holds, as the plan is more than the ring holds."""
+    new = new_request("a", list(range(2, 62)), block_ids=list(range(16)), prompt_logprobs=4000)
+    steps = [ranks.submit(plan_of({"a": 60}, new=[new])), ranks.submit(plan_of({}, removed=["a", "b" * 5_000_000]))]
+    assert len(steps[0].result().prompt_logprobs[0]) == 59
+    steps[1].result()
 
 
 def test_loading_tells_how_far_it_is_and_what_cannot_work(model: str) -> None:
@@ -259,6 +267,29 @@ def test_stages_work_on_several_steps_and_forget_one_that_fails(
     assert len(steps[1].result().sampled_token_ids[0]) == 1
     ranks.submit(plan_of({}, removed=["a", "b"])).result()
     assert generate(ranks, prompts(), chunk=1000) == expected
+
+
+class WideMasks(Masks):
+    """Of more requests than there are, so that they are longer than the ring."""
+
+    def result(self) -> TokenMasks:
+        masks = super().result()
+        return TokenMasks(indices=np.arange(9000), bits=np.repeat(masks.bits, 9000, axis=0))
+
+
+def test_a_stage_that_writes_much_and_one_that_waits_for_much_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """The last stage reads no activations before it has masks, which the driver writes as fast as all ranks read."""
+    wide = {"hidden_size": 512, "head_dim": 16, "num_hidden_layers": 2}
+    model = str(write_tiny_model(tmp_path / "wide", vocab_size=4096, max_position_embeddings=9000, **wide))
+    options = replace(OPTIONS, max_model_len=9000, max_num_batched_tokens=9000)
+    executor = start(model, options, pipeline_parallel_size=2)
+    masked = plan_of({"a": 2}, new=[new_request("a", [5, 6], block_ids=[0], temperature=0.0)])
+    masked.masks = WideMasks(77)
+    long = plan_of({"b": 9000}, new=[new_request("b", [7] * 9000, block_ids=list(range(1, 2251)))])
+    steps = [executor.submit(masked), executor.submit(long)]
+    assert steps[0].result().sampled_token_ids == [[77]]
+    assert len(steps[1].result().sampled_token_ids[0]) == 1
+    executor.shutdown()
 
 
 @pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")

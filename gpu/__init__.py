@@ -19,6 +19,7 @@ model_loader    how a model comes to be on its device, and who computes there
 kv_layout       where each layer has its keys and values: KV groups
 kv_tiers        keys and values kept beside the KV cache, on disk and in the host's memory
 kv_cache_size   how large the KV cache is: pure arithmetic on what was measured
+shared_memory   memory that processes share, taken before it is touched
 host            what this process may use of its machine: cores, memory, instructions
 rotary          the angles of rotary position embedding
 checkpoint      what a model is, read from its files; imports no torch

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from gpu.cpu.library import Library
+from gpu.shared_memory import allocate
 
 TIMEOUT = 60.0  # seconds: of a rank that nobody has found to be stopped or gone, so rather long
 
@@ -72,12 +73,11 @@ class SharedMemoryCommunicator:
         self._functions.hr_lose(self._segment.ctypes.data, rank)
 
     def room(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Memory of all ranks, which ask for as much, once. It is taken from the system when it is first written."""
+        """Memory of all ranks, which ask for as much, once. Raises HeadraceError if there is none."""
         return self._map(self._header, _pages(num_bytes))
 
     def _map(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        if os.fstat(self._descriptor).st_size < offset + num_bytes:  # all make it as long
-            os.ftruncate(self._descriptor, offset + num_bytes)
+        allocate(self._descriptor, num_bytes, offset)  # all do
         return np.frombuffer(mmap.mmap(self._descriptor, num_bytes, offset=offset), np.uint8)
 
 

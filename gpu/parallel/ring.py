@@ -20,6 +20,8 @@ from collections.abc import Callable
 from typing import Self
 from zlib import crc32
 
+from gpu.shared_memory import allocate
+
 CAPACITY = 4 * 2**20  # bytes
 SPIN_SECONDS = 250e-6  # about what an engine does between two steps; waking up takes 50 to 100 µs
 ROOM_SECONDS = 100e-6  # between two looks at whether the slowest reader has made room
@@ -87,7 +89,7 @@ class RingWriter(_Shared):
 
     def __init__(self, num_readers: int, capacity: int = CAPACITY) -> None:
         memory = os.memfd_create("headrace-ring")
-        os.ftruncate(memory, _PAGE * (1 + num_readers) + capacity)
+        allocate(memory, _PAGE * (1 + num_readers) + capacity)
         self._adopt(memory, [os.eventfd(0) for _ in range(num_readers)])
 
     @classmethod

@@ -140,6 +140,15 @@ def test_a_step_of_more_tokens_than_there_is_room_for_is_refused(library: Librar
             ranks.answer(0)
 
 
+def test_memory_that_ranks_share_is_taken_before_it_is_touched(library: Library):
+    segment = make_segment()
+    communicator = SharedMemoryCommunicator(library, segment, 0, 2)
+    assert len(communicator.room(3_000_001)) >= 3_000_001
+    made = os.fstat(segment)
+    assert 512 * made.st_blocks >= made.st_size > 3_000_001
+    os.close(segment)
+
+
 def test_sums_are_added_up_in_the_ranks_order_and_parts_lie_side_by_side(library: Library):
     segment, counts = make_segment(), (3, 576, 70_001)  # the last more than goes through the segment at a time
     given = [

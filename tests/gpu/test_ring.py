@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import HeadraceError
 from gpu.parallel.ring import RingReader, RingWriter
 
 READER = """
@@ -145,6 +147,20 @@ def take_frame_now(reader: RingReader) -> None:
         reader._take_frame()
     finally:
         gpu.parallel.ring.TORN_SECONDS = patience
+
+
+def test_memory_is_taken_before_it_is_touched_and_where_there_is_none_that_is_said() -> None:
+    ring = RingWriter(1)
+    made = os.fstat(ring.descriptors(0)[0])
+    assert 512 * made.st_blocks >= made.st_size > 2**22
+    ring.close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(HeadraceError, match=r"refuses 4\.\d MiB of memory that processes share"):
+            RingWriter(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_reader_with_nothing_to_read_takes_no_time() -> None:

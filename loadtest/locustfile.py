@@ -22,6 +22,7 @@ import random
 import time
 from typing import Any
 
+import gevent
 from locust.env import Environment
 from locust.exception import StopUser
 
@@ -132,7 +133,7 @@ class ChatUser(User):
         leave_after = _random.randint(1, max(1, options.max_tokens // 2)) if leaves else None
         self._ask(f"chat, {num_words} words", body, leave_after)
         if options.max_requests and _figures.num_ended == options.max_requests:
-            self.environment.runner.quit()
+            gevent.spawn(self.environment.runner.quit)  # it ends all users, and would end with the one that calls it
 
     def _ask(self, name: str, body: dict[str, Any], leave_after: int | None) -> None:
         started = time.perf_counter()

@@ -58,7 +58,7 @@ def host():
 
 
 def run(host: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "-H", host, "-t", "60s"]
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "-H", host, "-t", "10m"]
     return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 

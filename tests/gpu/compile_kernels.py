@@ -70,32 +70,33 @@ def compile_instead(
         target=HOPPER,
         options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl},
     )
-    report = {"kernel": kernel.fn.__name__, "shared": compiled.metadata.shared, "overlaps": launch_pdl}
-    report |= resources(compiled.asm["cubin"])
+    name = kernel.fn.__name__
+    report = {"kernel": name, "shared": compiled.metadata.shared, "overlaps": launch_pdl}
+    report |= resources(compiled.asm["cubin"], with_instructions=launch_pdl or name == "_race")
     report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
     print(json.dumps(report), flush=True)
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, bytes of stack, where registers that do not fit are spilled, instructions, and how many of
-    them touch memory before the kernel has waited for its predecessor, or are what decides whether it waits."""
+def resources(cubin: bytes, *, with_instructions: bool) -> dict[str, int]:
+    """Registers per thread and bytes of stack, where registers that do not fit are spilled; if asked for, since every
+    start of the disassembler costs half a second, the number of instructions, and how many of them touch memory before
+    the kernel has waited for its predecessor, or are what decides whether it waits."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
+        options = ["--dump-sass"] if with_instructions else []
         listing = subprocess.run(
-            [DISASSEMBLER, "--dump-sass", "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
+            [DISASSEMBLER, *options, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None
+    usage = {"registers": int(found[1]), "stack": int(found[2])}
+    if not with_instructions:
+        return usage
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)(\S.*?) ;", listing, re.MULTILINE)
     waits = instructions.index("ACQBULK") if "ACQBULK" in instructions else len(instructions)
     early = re.compile(r"(@!?U?P\d+ )?(LD|ST|ATOM|RED|BRA|EXIT|CALL|BSSY)(?!C|S)")
-    return {
-        "registers": int(found[1]),
-        "stack": int(found[2]),
+    return usage | {
         "instructions": len(instructions),
         "before_waiting": sum(early.match(instruction) is not None for instruction in instructions[:waits]),
     }

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -196,6 +196,7 @@ class Server:
         """Look again and again until the condition holds. Fails with what was seen last and the server's log."""
         assert self._process is not None
         deadline = time.monotonic() + TIMEOUT
+        pause = interval
         while True:
             seen = look()
             if condition(seen):
@@ -204,7 +205,8 @@ class Server:
                 raise AssertionError(f"the server has ended with status {self._process.returncode}\n{self.log}")
             if time.monotonic() > deadline:
                 raise AssertionError(f"still {seen} after {TIMEOUT} s\n{self.log}")
-            time.sleep(interval)
+            time.sleep(pause)
+            pause = max(interval, min(2 * pause, 0.03))  # what takes long needs the processor itself
 
 
 @dataclass(frozen=True)
@@ -224,13 +226,14 @@ class Metrics:
     def parse(cls, text: str) -> Self:
         samples: dict[str, float] = {}
         finished: dict[str, int] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                labels = {name: sample.labels[name] for name in sample.labels.keys() - {"model_name", "engine"}}
-                inner = ",".join(f"{name}={value}" for name, value in sorted(labels.items()))
-                samples[f"{sample.name}{{{inner}}}" if inner else sample.name] = sample.value
-                if sample.name == "vllm:request_success_total":
-                    finished[labels["finished_reason"]] = int(sample.value)
+        for line in text.splitlines():
+            if line.startswith("#"):
+                continue
+            series, _, value = line.rpartition(" ")
+            name, reason = _read_series(series)
+            samples[name] = float(value)
+            if reason is not None:
+                finished[reason] = int(float(value))
         return cls(
             running=int(samples["vllm:num_requests_running"]),
             waiting=int(samples["vllm:num_requests_waiting"]),
@@ -249,6 +252,16 @@ class Metrics:
     def http_requests(self, handler: str, status: str, method: str = "POST") -> int:
         """Requests answered on a route, by status class ("2xx")."""
         return int(self.samples.get(f"http_requests_total{{handler={handler},method={method},status={status}}}", 0))
+
+
+@lru_cache(8192)  # the same hundreds at each look, and looks are thousands
+def _read_series(series: str) -> tuple[str, str | None]:
+    """The name in `Metrics.samples`, and the reason if it counts requests that have ended for one."""
+    ((sample,),) = (family.samples for family in text_string_to_metric_families(f"{series} 0"))
+    labels = {name: sample.labels[name] for name in sorted(sample.labels.keys() - {"model_name", "engine"})}
+    inner = ",".join(f"{name}={value}" for name, value in labels.items())
+    reason = labels["finished_reason"] if sample.name == "vllm:request_success_total" else None
+    return f"{sample.name}{{{inner}}}" if inner else sample.name, reason
 
 
 def longest_hold(log: str) -> float:

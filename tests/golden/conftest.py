@@ -1,5 +1,9 @@
-"""The embedded model twice, in float32 on the CPU: loaded by this project, and as `transformers` reads it."""
+"""The embedded model twice, in float32 on the CPU: loaded by this project, and as `transformers` reads it.
 
+Two times half a gigabyte, kept while tests of this package run: for that scope the folder has an `__init__.py`.
+"""
+
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +14,14 @@ from tests.embedded_model import embedded_gguf
 from tests.golden.oracle import Oracle
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def _models_go_with_their_file() -> Iterator[None]:
+    """Models are parts of cycles, and the collector would leave gigabytes of them lying for the rest of the run."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="package")
 def smollm2() -> Iterator[LLM]:
     threads = torch.get_num_threads()
     llm = LLM(
@@ -28,6 +39,6 @@ def smollm2() -> Iterator[LLM]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def smollm2_oracle() -> Oracle:
     return Oracle.from_gguf(embedded_gguf())

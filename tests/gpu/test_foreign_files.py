@@ -235,19 +235,24 @@ def with_json(name: str = "config.json", **values: object) -> Callable[[Path], N
     return spoil
 
 
-def with_text(name: str, content: str | bytes) -> Callable[[Path], object]:
-    data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).write_bytes(data)
+def with_text(name: str, content: str | bytes | Callable[[], str | bytes]) -> Callable[[Path], object]:
+    """What is large is made by a function, since both workers of a run would hold it from beginning to end."""
+
+    def spoil(folder: Path) -> None:
+        text = content() if callable(content) else content
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return spoil
 
 
 def with_model(**model: object) -> Callable[[Path], object]:
     """Another model in tokenizer.json."""
-    return with_text("tokenizer.json", tokenizer_json(model={"type": "BPE", **model}))
+    return with_text("tokenizer.json", lambda: tokenizer_json(model={"type": "BPE", **model}))
 
 
 def with_steps(**sections: list[dict[str, object]]) -> Callable[[Path], object]:
     """Sequences of steps in tokenizer.json."""
-    return with_text("tokenizer.json", tokenizer_json(**sequences(sections)))
+    return with_text("tokenizer.json", lambda: tokenizer_json(**sequences(sections)))
 
 
 def sequences(sections: dict[str, list[dict[str, object]]]) -> dict[str, object]:
@@ -368,7 +373,7 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "a configuration that is a list": (with_text("config.json", "[]"), ["config.json must hold a JSON object"]),
     "a configuration that is not UTF-8": (with_text("config.json", b"\xff\xfe"), ["config.json cannot be read"]),
-    "a configuration of 100 MB": (with_text("config.json", b" " * 10**8), ["100,000,000 bytes", "1,048,576"]),
+    "a configuration of 100 MB": (with_text("config.json", lambda: b" " * 10**8), ["100,000,000 bytes", "1,048,576"]),
     "a configuration that is a pipe": (pipe_for("tokenizer_config.json"), ["tokenizer_config.json is not a file"]),
     "a template that is a pipe": (pipe_for("chat_template.jinja"), ["chat_template.jinja is not a file"]),
     "a template that is not UTF-8": (with_text("chat_template.jinja", b"\xff"), ["chat_template.jinja", "utf-8"]),
@@ -398,13 +403,16 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["tokenizer.json cannot be read"],
     ),
     "a tokenizer of brackets": (with_text("tokenizer.json", "[" * 10**6), ["tokenizer.json cannot be read"]),
-    "a tokenizer of 100 MB": (with_text("tokenizer.json", b" " * 10**8), ["tokenizer.json", "100,000,000 bytes"]),
+    "a tokenizer of 100 MB": (
+        with_text("tokenizer.json", lambda: b" " * 10**8),
+        ["tokenizer.json", "100,000,000 bytes"],
+    ),
     "a configuration of objects": (
-        with_text("config.json", json.dumps(CONFIG)[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
+        with_text("config.json", lambda: json.dumps(CONFIG)[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
         ["config.json has", "1,048,576"],
     ),
     "a tokenizer of objects": (
-        with_text("tokenizer.json", tokenizer_json()[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
+        with_text("tokenizer.json", lambda: tokenizer_json()[:-1] + ', "x": [' + "{}," * 20_000_000 + "0]}"),
         ["tokenizer.json cannot be read", "1,048,576 objects"],
     ),
     "a normalizer that multiplies": (
@@ -453,12 +461,15 @@ DIRECTORY_TRAPS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["continuing_subword_prefix", "10,000,000 characters"],
     ),
     "a token of 30 MB": (
-        with_text("tokenizer.json", tokenizer_json(added_tokens=[added_token(257, "Z" * 30_000_000)])),
+        with_text("tokenizer.json", lambda: tokenizer_json(added_tokens=[added_token(257, "Z" * 30_000_000)])),
         ["'ZZZ", "30,000,000 characters", "4,096"],
     ),
     "a token of 5,000 letters": (with_model(vocab={"a": 0, "b" * 5000: 1}, merges=[]), ["'bbb", "5,000 characters"]),
     "70,000 added tokens": (
-        with_text("tokenizer.json", tokenizer_json(added_tokens=[added_token(i, f"<{i}>") for i in range(70_000)])),
+        with_text(
+            "tokenizer.json",
+            lambda: tokenizer_json(added_tokens=[added_token(i, f"<{i}>") for i in range(70_000)]),
+        ),
         ["added_tokens", "65,536", "an array of 70,000"],
     ),
     "weights that are a pipe": (

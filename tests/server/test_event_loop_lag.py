@@ -10,6 +10,8 @@ from tests.server.harness import MAX_HOLD, Server, longest_hold
 from tests.server.loop_cases import Case, cases
 from tests.server.tiny_model import tiny_server
 
+NAMES = [case.name for case in cases()]
+
 
 @pytest.fixture(scope="module", params=["uvloop", pytest.param("trio", marks=pytest.mark.storm)])
 def busy_server(request: pytest.FixtureRequest) -> Iterator[Server]:
@@ -19,9 +21,15 @@ def busy_server(request: pytest.FixtureRequest) -> Iterator[Server]:
         yield running.wait_ready()
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_no_request_holds_the_event_loop(busy_server: Server, case: Case) -> None:
-    before = len(busy_server.log)
+@pytest.fixture(scope="module")
+def all_cases() -> dict[str, Case]:
+    """Made for this file alone: they are 200 MB."""
+    return {case.name: case for case in cases()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_request_holds_the_event_loop(busy_server: Server, all_cases: dict[str, Case], name: str) -> None:
+    case, before = all_cases[name], len(busy_server.log)
     answer = busy_server.client.post(case.path, content=case.content)
     assert answer.status_code == case.status, answer.text[:500]
     busy_server.wait_idle()

@@ -1,4 +1,4 @@
-"""An executor that only counts: for simulations of hours, where nobody reads what is said."""
+"""An executor without a device that only counts: for simulations of hours, where nobody reads what is said."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from engine.core.executor import StepHandle
 from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.step_cost import StepLoad, chunk_keys
-from engine.simulation.executor import SimulatedStep
 
 StepCost = Callable[[StepLoad], float]
 """Seconds of a step: `StepCostTable.cost`."""
 
 VOCAB_SIZE = 2**32  # what a block's hash takes; tokens are numbers here
+
+
+class SimulatedStep:
+    """The handle of a step that ends at a certain time."""
+
+    def __init__(self, output: ModelRunnerOutput, wait: Callable[[], None]) -> None:
+        self._output = output
+        self._wait = wait
+
+    def result(self) -> ModelRunnerOutput:
+        self._wait()
+        return self._output
 
 
 class CountingExecutor:

@@ -18,9 +18,9 @@ from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.scheduler.plan import SchedulerOutput
 from engine.simulation.clock import VirtualClock
-from engine.simulation.executor import SimulatedExecutor
 from protocol.errors import ApiError
 from tests.engine.helpers import make_request
+from tests.engine.simulated_executor import SimulatedExecutor
 
 
 @dataclass

@@ -17,7 +17,7 @@ from engine.core.executor import StepHandle
 from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
-from engine.simulation.executor import Row, SimulatedExecutor
+from tests.engine.simulated_executor import Row, SimulatedExecutor
 
 _REJECTED = -1  # what stands where a draft was not taken; no digest
 

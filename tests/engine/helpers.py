@@ -19,10 +19,10 @@ from engine.core.core import EngineCore
 from engine.frontend.observer import FinishedRequest
 from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
-from engine.simulation.executor import SimulatedExecutor
 from engine.stats import SchedulerStats
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.queueing_executor import QueueingExecutor
+from tests.engine.simulated_executor import SimulatedExecutor
 
 _ids = itertools.count()
 

@@ -15,7 +15,6 @@ from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, RequestOutput
 from engine.scheduler.plan import SchedulerOutput
-from engine.simulation.tokens import expected_output
 from engine.transport.client import ThreadClient
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
@@ -26,6 +25,7 @@ from tests.engine.helpers import (
     simulated,
     until,
 )
+from tests.engine.simulated_tokens import expected_output
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()

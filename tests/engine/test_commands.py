@@ -57,7 +57,6 @@ from engine.messages import (
     TokenLogprobs,
 )
 from engine.scheduler.step_budget import StepBudget
-from engine.simulation.tokens import expected_output
 from engine.snapshot import EngineSnapshot
 from engine.stats import SchedulerStats
 from engine.transport.client import EngineClient
@@ -65,6 +64,7 @@ from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until
 from tests.engine.processes import Where, client
 from tests.engine.serving import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.engine.simulated_tokens import expected_output
 
 
 def members(union: Any) -> set[type[msgspec.Struct]]:

@@ -12,8 +12,8 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.plan import SchedulerOutput
 from engine.simulation.clock import VirtualClock
-from engine.simulation.tokens import expected_output
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
+from tests.engine.simulated_tokens import expected_output
 
 
 class Clock(VirtualClock):

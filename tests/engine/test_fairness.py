@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest
 from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
-from engine.simulation.tokens import expected_output
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,
@@ -25,6 +24,7 @@ from tests.engine.helpers import (
     simulated,
     tokens_of,
 )
+from tests.engine.simulated_tokens import expected_output
 
 VOCAB_SIZE = 1000
 _prompts = count(1)

@@ -9,8 +9,8 @@ from engine.errors import InvalidRequest, RequestFailed
 from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
-from engine.simulation.tokens import expected_output
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, simulated
+from tests.engine.simulated_tokens import expected_output
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()

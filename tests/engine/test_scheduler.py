@@ -11,7 +11,6 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, S
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
-from engine.simulation.tokens import ExpectedOutput, expected_output
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (
     assert_nothing_left,
@@ -22,6 +21,7 @@ from tests.engine.helpers import (
     simulated,
     tokens_of,
 )
+from tests.engine.simulated_tokens import ExpectedOutput, expected_output
 
 
 def expected(core: EngineCore, request: EngineCoreRequest) -> ExpectedOutput:

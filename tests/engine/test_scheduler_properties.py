@@ -29,11 +29,11 @@ from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.kv_groups import most_blocks, most_in_window, owned
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import RequestStatus
-from engine.simulation.tokens import expected_output
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 from tests.engine.helpers import assert_nothing_left, make_request
 from tests.engine.queueing_executor import QueueingExecutor
 from tests.engine.simulated_tier import SimulatedTier
+from tests.engine.simulated_tokens import expected_output
 from tests.engine.stories import explore
 
 VOCAB_SIZE = 50

@@ -29,7 +29,6 @@ from engine.messages import (
 )
 from engine.scheduler.plan import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.simulation.tokens import expected_output
 from engine.stats import SchedulerStats
 from engine.structured import GrammarCompiler
 from tests.engine.helpers import (
@@ -43,6 +42,7 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tests.engine.queueing_executor import QueueingExecutor
+from tests.engine.simulated_tokens import expected_output
 
 TOKENIZER = byte_level_tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)

@@ -25,7 +25,6 @@ from engine.messages import (
     StructuredOutputKind,
 )
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.simulation.tokens import expected_output
 from engine.structured import GrammarCompiler
 from engine.transport.channel import RequestChannel
 from engine.transport.client import run_until_closed
@@ -40,6 +39,7 @@ from tests.engine.helpers import (
     until,
 )
 from tests.engine.queueing_executor import QueueingExecutor
+from tests.engine.simulated_tokens import expected_output
 
 VOCAB_SIZE, MAX_MODEL_LEN = 1000, 128
 

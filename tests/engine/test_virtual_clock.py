@@ -19,8 +19,8 @@ from engine.frontend.output_processor import OutputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.simulation.clock import VirtualClock
-from engine.simulation.executor import SimulatedExecutor
 from tests.engine.helpers import RecordingObserver, assert_nothing_left, byte_level_tokenizer, make_request
+from tests.engine.simulated_executor import SimulatedExecutor
 
 VOCABULARY = Vocabulary(byte_level_tokenizer())
 STEP, TOKEN = 0.01, 0.0001  # seconds

@@ -19,8 +19,8 @@ from app.simulate.run import Outcome, simulate
 from app.simulate.traces import read_trace
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, EventKind
-from engine.simulation.executor import SimulatedExecutor
 from tests.engine.checked_executor import CheckedExecutor
+from tests.engine.simulated_executor import SimulatedExecutor
 from tests.simulate.helpers import TABLE, Instant, asked, constant, simulated
 
 BLOCKS = 40  # of 16 tokens: fewer than eight requests of 100 and more come to have

@@ -1,4 +1,4 @@
-"""An executor without a device: it takes plans, gives tokens, and has what a step costs pass."""
+"""An executor without a device that says something: it takes plans, gives tokens, and has what a step costs pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from engine.core.executor import StepHandle
 from engine.messages import SamplingParams, TokenLogprobs
 from engine.scheduler.kv_groups import KVWindows
 from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from engine.simulation.tokens import digests_of, extend_digest, next_token
+from engine.simulation.counting import SimulatedStep
+from tests.engine.simulated_tokens import digests_of, extend_digest, next_token
 
 
 @dataclass
@@ -42,18 +43,6 @@ class Row:
     @property
     def num_tokens(self) -> int:
         return len(self.digests)
-
-
-class SimulatedStep:
-    """The handle of a step that ends at a certain time."""
-
-    def __init__(self, output: ModelRunnerOutput, wait: Callable[[], None]) -> None:
-        self._output = output
-        self._wait = wait
-
-    def result(self) -> ModelRunnerOutput:
-        self._wait()
-        return self._output
 
 
 class SimulatedExecutor:

@@ -187,7 +187,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hr_draw": (c_int32, (c_void_p, c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 7)),
 }
 # Of `headrace::Outcome`; the last one and those above it are the ranks.
-STOPPED, _OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS, _RANK_LOST = 1, 2, 3, 4, 16
+_OUT_OF_MEMORY, _FAILED, _OTHER_PROCESS, _RANK_LOST = 2, 3, 4, 16
 _NO_SUCH_FORM = -1  # of packing
 
 
@@ -250,12 +250,6 @@ def built() -> dict[str, Path]:
     """The builds that the installation made, best first."""
     paths = {name: FOLDER / f"{name}{EXTENSION_SUFFIXES[0]}" for name in BUILDS}
     return {name: path for name, path in paths.items() if path.exists()}
-
-
-def is_for_this_processor() -> bool:
-    """Whether there is a build that it could run."""
-    flags = processor_flags()
-    return any(build.flags <= flags for build in BUILDS.values())
 
 
 def usable() -> Iterator[Library]:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import tomllib
-from collections.abc import Iterator
 from typing import Any
 
 import helm_python
@@ -24,111 +22,12 @@ from app.setting_sources import Given, check_settings, env_name
 from app.setting_types import is_secret
 from app.settings import Settings
 from tests.deploy.dockerfile import environment, last_stage, only, texts
-from tests.server.harness import REPOSITORY
+from tests.deploy.helm_release import CHART, CUSTOM, DEPLOY, NAMESPACE, RELEASE, Release
 
-DEPLOY = REPOSITORY / "deploy"
-CHART = DEPLOY / "helm" / "headrace"
 README = (CHART / "README.md").read_text()
 EXAMPLES: list[dict[str, Any]] = [{}, *map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))]
-RELEASE, NAMESPACE = "demo", "llm"
 VERSIONS = ("1.30", "1.37")  # of Kubernetes: the oldest that the chart allows, and a new one
 SECRETS = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)} | {"HF_TOKEN"}
-
-Resource = dict[str, Any]
-
-
-def fields(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "required": list(required),
-        "properties": required | optional,
-        "additionalProperties": False,
-    }
-
-
-def items(of: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": of, "minItems": 1}
-
-
-TEXT, NUMBER = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
-LABELS = fields({"matchLabels": {"type": "object", "additionalProperties": TEXT, "minProperties": 1}})
-RULE = fields({"expr": TEXT}, alert=TEXT, record=TEXT, labels={"type": "object"}, annotations={"type": "object"})
-RULE["properties"]["for"] = TEXT
-TRIGGER = fields(
-    {
-        "type": {"const": "prometheus"},
-        "metricType": {"enum": ["AverageValue", "Value"]},
-        "metadata": fields(dict.fromkeys(("serverAddress", "query", "threshold", "ignoreNullValues"), TEXT)),
-    }
-)
-# Specifications of resources that Kubernetes itself does not know, by version and kind.
-CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"): fields(
-        {
-            "selector": LABELS,
-            "endpoints": items(
-                fields(
-                    {"port": TEXT, "path": TEXT, "interval": TEXT},
-                    authorization=fields({"credentials": fields({"name": TEXT, "key": TEXT})}),
-                    relabelings=items(fields({"targetLabel": TEXT, "replacement": TEXT})),
-                )
-            ),
-        }
-    ),
-    ("monitoring.coreos.com/v1", "PrometheusRule"): fields(
-        {"groups": items(fields({"name": TEXT, "rules": items(RULE)}))}
-    ),
-    ("keda.sh/v1alpha1", "ScaledObject"): fields(
-        {"scaleTargetRef": fields({"apiVersion": TEXT, "kind": TEXT, "name": TEXT}), "triggers": items(TRIGGER)},
-        minReplicaCount=NUMBER,
-        maxReplicaCount=NUMBER,
-        advanced=fields({"horizontalPodAutoscalerConfig": fields({"behavior": {"type": "object"}})}),
-    ),
-    ("inference.networking.k8s.io/v1", "InferencePool"): fields(
-        {
-            "selector": LABELS,
-            "targetPorts": items(fields({"number": NUMBER})) | {"maxItems": 8},
-            "endpointPickerRef": fields(
-                {"name": TEXT, "port": fields({"number": NUMBER})}, failureMode={"enum": ["FailOpen", "FailClose"]}
-            ),
-        }
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def chart() -> Iterator[helm_python.Chart]:
-    with helm_python.Chart.load(CHART) as loaded:
-        yield loaded
-
-
-class Release:
-    """What an installation with these values would consist of."""
-
-    def __init__(
-        self, chart: helm_python.Chart, values: dict[str, Any], name: str = RELEASE, namespace: str = NAMESPACE
-    ) -> None:
-        texts = chart.render(values, name=name, namespace=namespace)
-        self.values: dict[str, Any] = chart.merge_values(values)
-        self.resources: list[Resource] = [
-            resource
-            for path, text in texts.items()
-            if path.endswith(".yaml")
-            for resource in yaml.safe_load_all(text)
-            if resource
-        ]
-        self.workload = self.only(self.values["workload"])
-        self.pod: dict[str, Any] = self.workload["spec"]["template"]["spec"]
-        (self.container,) = self.pod["containers"]
-        self.labels: dict[str, str] = self.workload["spec"]["template"]["metadata"]["labels"]
-        self.environment: dict[str, Any] = {entry["name"]: entry for entry in self.container["env"]}
-
-    def of(self, kind: str) -> list[Resource]:
-        return [resource for resource in self.resources if resource["kind"] == kind]
-
-    def only(self, kind: str) -> Resource:
-        (found,) = self.of(kind)
-        return found
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda values: "-".join(values) or "defaults")
@@ -345,75 +244,3 @@ def test_the_rules_are_those_that_are_shipped_for_prometheus(chart: helm_python.
     (endpoint,) = release.only("ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "headrace"}]
     assert set(re.findall(r'job="(\w+)"', shipped)) == {"headrace"}
-
-
-def test_the_schema_has_the_settings_as_they_are() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    written = runpy.run_path(str(DEPLOY / "helm" / "settings_schema.py"))["written"]
-    assert written(schema) == schema, "python deploy/helm/settings_schema.py"
-    assert {"api_keys", "admin_keys", "api_keys_file", "port"}.isdisjoint(
-        schema["properties"]["settings"]["properties"]
-    )
-
-
-@pytest.mark.parametrize("drain", [0, 0.5, 45.5])
-def test_the_grace_period_follows_the_drain(chart: helm_python.Chart, drain: float) -> None:
-    release = Release(chart, {"settings": {"drain_timeout": drain}, "preStopSleep": 0})
-    assert 15 <= release.pod["terminationGracePeriodSeconds"] - drain < 16
-    assert "lifecycle" not in release.container
-
-
-def test_as_a_part_of_another_chart_it_gets_global_values(chart: helm_python.Chart) -> None:
-    assert Release(chart, {"global": {"imageRegistry": "registry.example.com"}}).only("Deployment")
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"replicaCount": 2}, ["replicaCount"]),
-        ({"replicas": "two"}, ["replicas", "integer"]),
-        ({"workload": "DaemonSet"}, ["workload", "StatefulSet"]),
-        ({"settings": {"max_num_seq": 8}}, ["settings", "max_num_seq"]),
-        ({"settings": {"max_num_seqs": 0}}, ["settings", "max_num_seqs"]),
-        ({"settings": {"dtype": "int3"}}, ["settings", "dtype", "bfloat16"]),
-        ({"settings": {"api_keys": "a-secret-key"}}, ["settings.api_keys", "apiKeys.existingSecret"]),
-        ({"settings": {"port": 8001}}, ["settings.port", "the chart's own port"]),
-        ({"settings": {"reuse_port": True}}, ["settings.reuse_port"]),
-        ({"podLabels": {"app.kubernetes.io/instance": "b"}}, ["podLabels", "app.kubernetes.io/instance"]),
-        ({"settings": {"drain_timeout": None}}, ["settings", "drain_timeout"]),
-        ({"extraEnv": [{"name": "LEVEL", "value": 1}]}, ["extraEnv", "value", "string"]),
-        ({"fullnameOverride": "1e3"}, ["1e3", "Service", "fullnameOverride"]),
-        ({"fullnameOverride": "headrace.v2"}, ["headrace.v2", "Service"]),
-        ({"extraEnv": [{"name": "HEADRACE_API_KEYS", "value": "a-secret-key"}]}, ["extraEnv", "name"]),
-        ({"apiKeys": {"value": "a-secret-key"}}, ["apiKeys", "value"]),
-        ({"port": 80}, ["port", "1,024"]),
-        ({"port": None}, ["missing", "port"]),
-        ({"cache": {"size": None}}, ["cache", "missing", "size"]),
-        ({"readiness": {"exclude": "engine"}}, ["readiness", "exclude", "queue_full"]),
-        ({"gpu": {"count": -1}}, ["gpu", "count"]),
-        ({"gpu": {"count": 2}}, ["gpu.count", "data_parallel_size"]),
-        ({"workload": "StatefulSet", "cache": {"existingClaim": "shared"}}, ["cache", "existingClaim"]),
-        ({"cache": {"size": "20 GB"}}, ["cache", "size"]),
-        ({"cache": {"size": "20ki"}}, ["cache", "size"]),
-        ({"podDisruptionBudget": {"maxUnavailable": "half"}}, ["podDisruptionBudget", "maxUnavailable"]),
-        ({"autoscaling": {"kind": "KEDA"}}, ["autoscaling", "ScaledObject"]),
-        ({"autoscaling": {"minReplicas": 5}}, ["minReplicas", "maxReplicas"]),
-        ({"inferencePool": {"enabled": True}}, ["inferencePool", "endpointPicker", "name"]),
-        (
-            {"prometheusRule": {"enabled": True}, "settings": {"metrics_prefix": "vllm_"}},
-            ["metrics_prefix", "prometheusRule"],
-        ),
-        ({"apiKeys": {"existingSecret": "keys", "key": ""}}, ["apiKeys", "key"]),
-        (
-            {"apiKeys": {"existingSecret": "keys"}, "serviceMonitor": {"enabled": True}},
-            ["serviceMonitor.authorization"],
-        ),
-    ],
-    ids=lambda given: None if isinstance(given, list) else json.dumps(given),
-)
-def test_wrong_values_are_refused_by_name(chart: helm_python.Chart, values: dict[str, Any], said: list[str]) -> None:
-    with pytest.raises(helm_python.HelmError) as refused:
-        chart.render(values, name=RELEASE, namespace=NAMESPACE)
-    message = str(refused.value)
-    assert [word for word in said if word not in message] == [], message
-    assert "a-secret-key" not in message

@@ -28,7 +28,7 @@ from engine.scheduler.kv_groups import most_blocks
 from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle
-from tests.gpu.test_models import LLAMA3_ROPE, SMALL, YARN
+from tests.gpu.oracles import LLAMA3_ROPE, SMALL, YARN
 
 VOCAB = 271
 BLOCK_SIZE = 4

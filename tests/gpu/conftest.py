@@ -8,6 +8,7 @@ import pytest
 
 from gpu.checkpoint.families import FAMILIES
 from gpu.cpu.library import Library, load_library, usable
+from tests.gpu.foreign_files import Loader
 from tests.gpu.sampling_helpers import fastest_draw
 
 
@@ -31,3 +32,9 @@ def sinks_family() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, FAMILY.name, FAMILY)
         yield
+
+
+@pytest.fixture(scope="module")
+def loader() -> Iterator[Loader]:
+    with Loader() as loader:
+        yield loader

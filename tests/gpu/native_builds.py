@@ -7,12 +7,20 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from gpu.cpu.builds import BUILDS
+from gpu.host import processor_flags
 
 SOURCES = Path(__file__).parents[2] / "gpu/cpu/csrc"
 NATIVE = Path(__file__).parent / "native"
 COMPILER = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-w", f"-I{SOURCES}"]
+# What is built is run; that it was built where it can be is a test of its own.
+needs_library = pytest.mark.skipif(
+    not any(build.flags <= processor_flags() for build in BUILDS.values()),
+    reason="no build of the library is for this processor",
+)
 
 
 def compile_library(folder: Path, build: str, *flags: str) -> list[Path]:

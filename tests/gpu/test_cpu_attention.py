@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpu.cpu.builds import BUILDS
-from gpu.cpu.library import built, is_for_this_processor, load_library, usable
-from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link
+from gpu.cpu.library import built, load_library, usable
+from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, needs_library
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 
 def compare(folder: Path, build: str, shapes: int, *flags: str, library: Path | None = None) -> None:

@@ -28,22 +28,19 @@ from engine.errors import StepAbandoned
 from gpu.attention.torch_backend import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.cpu.library import Library, is_for_this_processor, load_library
+from gpu.cpu.library import Library, load_library
 from gpu.kv_layout import kv_layout
 from gpu.models import CausalLM
 from gpu.runner import ModelInputs
 from gpu.weights import Weight
 from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import as_tensors
+from tests.gpu.native_builds import needs_library
+from tests.gpu.oracles import LLAMA3_ROPE, YARN, model_config
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.sink_models import SinksConfig
-from tests.gpu.test_models import LLAMA3_ROPE, YARN, model_config
 
-# What is built is run; that it was built where it can be is a test of its own.
-pytestmark = [
-    pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor"),
-    pytest.mark.usefixtures("every_build", "sinks_family"),
-]
+pytestmark = [needs_library, pytest.mark.usefixtures("every_build", "sinks_family")]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,

@@ -9,17 +9,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpu.columns import make_columns
-from gpu.cpu.library import Threads, is_for_this_processor, load_library
+from gpu.cpu.library import Threads, load_library
 from gpu.cpu.sampling import draw
 from gpu.sampling import SAMPLING_COLUMNS, SamplingMetadata, torch_draw
 from gpu.sampling.noise import uniform
 from gpu.sampling.sampler import Draw
+from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import fastest_draw
 
-pytestmark = [
-    pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor"),
-    pytest.mark.usefixtures("every_build"),
-]
+pytestmark = [needs_library, pytest.mark.usefixtures("every_build")]
 
 
 def metadata_of(rows: int, *, seed: int, **parameters: float) -> SamplingMetadata:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from gpu.cpu.builds import BUILDS
-from gpu.cpu.library import built, is_for_this_processor, usable
-from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link
+from gpu.cpu.library import built, usable
+from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, needs_library
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 ARM = [name for name, build in BUILDS.items() if build.machine == "aarch64"]
 PROGRAM = NATIVE / "every_result.cpp"

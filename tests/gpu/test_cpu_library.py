@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from gpu.cpu.library import usable
+from tests.gpu.native_builds import needs_library
 
-from gpu.cpu.library import is_for_this_processor, usable
-
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 IMPORTS = """
 import os, resource, threading, time

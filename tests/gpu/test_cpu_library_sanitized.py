@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpu.cpu.library import is_for_this_processor, usable
-from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, runtime
+from gpu.cpu.library import usable
+from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library, runtime
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 RUNNABLE = [library.name for library in usable()] or [""]
 FOLDER = Path(__file__).parent

@@ -7,12 +7,12 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
-from gpu.cpu.library import Library, MatrixStruct, Threads, is_for_this_processor, load_library, usable
+from gpu.cpu.library import Library, MatrixStruct, Threads, load_library, usable
 from gpu.cpu.matrices import BF16, K4, K5, K6, U4, U5, U8, PackedMatrix, pack, padded_rows
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
+from tests.gpu.native_builds import needs_library
 
-# What is built is run; that it was built where it can be is a test of its own.
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 RUNNABLE = list(usable())
 

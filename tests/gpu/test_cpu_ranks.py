@@ -7,20 +7,18 @@ import pytest
 from transformers import PreTrainedConfig
 
 from gpu.checkpoint import ModelConfig
-from gpu.cpu.library import Library, is_for_this_processor
+from gpu.cpu.library import Library
 from gpu.kv_layout import kv_layout
 from gpu.parallel import Layout
 from gpu.runner import ModelInputs
 from gpu.weights import Weight
 from gpu.weights.dummy import dummy_weights
+from tests.gpu.native_builds import needs_library
+from tests.gpu.oracles import model_config
 from tests.gpu.rank_processes import Weights, make_model, rank_processes, same_bits
 from tests.gpu.test_cpu_decoder import MODELS, Model
-from tests.gpu.test_models import model_config
 
-pytestmark = [
-    pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor"),
-    pytest.mark.usefixtures("every_build", "sinks_family"),
-]
+pytestmark = [needs_library, pytest.mark.usefixtures("every_build", "sinks_family")]
 
 LAYOUTS = {
     "tp2": Layout(tensor_parallel_size=2),

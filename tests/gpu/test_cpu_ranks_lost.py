@@ -17,14 +17,15 @@ from engine.errors import RankLost, StepAbandoned
 from gpu.checkpoint import ModelConfig, open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.cpu.library import Library, is_for_this_processor, load_library
+from gpu.cpu.library import Library, load_library
 from gpu.runner import ModelInputs
 from gpu.weights import read_weights
+from tests.gpu.native_builds import needs_library
 from tests.gpu.rank_processes import RankProcesses, Weights, rank_processes
 from tests.gpu.test_cpu_decoder import MODELS
 from tests.gpu.test_cpu_ranks import LAYOUTS, assert_same, random_model, step
 
-pytestmark = pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+pytestmark = needs_library
 
 LONG = 3600.0  # seconds: where nothing else ends a wait, the test does not end
 

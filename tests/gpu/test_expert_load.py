@@ -3,12 +3,12 @@
 import pytest
 
 from app.metrics import Metrics
-from gpu.cpu.library import is_for_this_processor
 from tests.engine.helpers import make_request
 from tests.golden.histories import load, small_model
+from tests.gpu.native_builds import needs_library
 
 
-@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+@needs_library
 def test_how_many_tokens_went_to_experts_and_how_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.core.expert_load.STEPS_BETWEEN_EXPERT_LOADS", 1)
     core = load(

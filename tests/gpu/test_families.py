@@ -37,7 +37,7 @@ from gpu.weights.dummy import dummy_weights
 from gpu.weights.tensors import weights_of
 from tests.gpu import sink_models
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
-from tests.gpu.test_models import SMALL, Runner, assert_logits, build, expected, model_config, prompt
+from tests.gpu.oracles import SMALL, Runner, assert_logits, build, expected, model_config, prompt
 
 NEW = "NewForCausalLM"
 Change = Callable[[LayerSpec, int], LayerSpec]

@@ -20,11 +20,11 @@ from engine.errors import ConfigError, EngineDead, HeadraceError, RankLost, Step
 from engine.messages import Pooling
 from engine.scheduler.plan import SchedulerOutput, TokenMasks
 from gpu.checkpoint import ModelError, open_model
-from gpu.cpu.library import is_for_this_processor
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions
 from gpu.parallel.layout import Layout
 from gpu.parallel.multiproc import MultiprocExecutor
+from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
 from tests.gpu.test_input_batch import plan_of
@@ -292,7 +292,7 @@ def test_a_stage_that_writes_much_and_one_that_waits_for_much_do_not_wait_for_ea
     executor.shutdown()
 
 
-@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+@needs_library
 def test_tokens_of_experts_are_those_of_one_worker(tmp_path: Path) -> None:
     """However many ranks have a token's experts, and whoever has its layers."""
     changes = LAYERS | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}

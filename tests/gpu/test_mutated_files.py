@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.foreign_files import Loader
-from tests.gpu.test_foreign_files import WEIGHTS, directory, put, tiny_gguf
+from tests.gpu.lying_files import WEIGHTS, directory, put, tiny_gguf
 
 SHORT = 24  # files of each kind
 STORM_SECONDS = 300.0
@@ -59,12 +59,6 @@ VALUES: list[Any] = [
     [0] * 500,
 ]
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def loader() -> Iterator[Loader]:
-    with Loader() as loader:
-        yield loader
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import torch
 from engine.errors import RankLost
 from engine.errors_in_words import ErrorInWords
 from gpu.checkpoint import ModelConfig
-from gpu.cpu.library import is_for_this_processor
 from gpu.device.graphs import LARGEST
 from gpu.kv_cache_size import kv_cache_size
 from gpu.kv_layout import kv_layout
@@ -26,6 +25,7 @@ from gpu.parallel import Layout
 from gpu.parallel.shared_tensors import SharedTensors
 from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model
+from tests.gpu.native_builds import needs_library
 from tests.gpu.parallel.ranks import (
     PROCESSES,
     SECONDS,
@@ -116,7 +116,7 @@ def test_ranks_say_what_one_says(tp: int, pp: int, expected: list[Any], tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_for_this_processor(), reason="no build of the library is for this processor")
+@needs_library
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (3, 1)])
 def test_ranks_that_share_memory(tp: int, pp: int, tmp_path: Path) -> None:
     """Of torch, and of the library of the CPU path, whose ranks say the same to the last bit."""

@@ -15,7 +15,7 @@ from gpu.checkpoint import ModelFiles
 from gpu.host import processor_name
 from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
-from gpu.model_loader import SINGLE, WorkerOptions, rank_spec, resolve_device
+from gpu.model_loader import WorkerOptions, rank_spec, resolve_device
 from gpu.parallel import Layout
 from gpu.perplexity import sample_text
 from gpu.runner import FinishedStep
@@ -36,19 +36,19 @@ def load_executor(files: ModelFiles, options: WorkerOptions | None = None) -> Un
     options = options or WorkerOptions()
     check_tiers(options, resolve_device(options.device))
     digest = digest_of_weights(files) if options.kv_cache_dir is not None else None  # beside loading them
-    worker, cost = load_worker(files, options)
+    worker, cost = load_worker(files, options, Layout())
     executor = UniProcExecutor(worker, files.config.vocab_size)
     executor.summary += cost
     executor.open_tier(files, options, digest)
     return executor
 
 
-def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout = SINGLE, **ranks: Any) -> tuple[Worker, str]:
+def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ranks: Any) -> tuple[Worker, str]:
     """A worker with its weights, and what it has cost to round them, in words. `ranks` are a `Worker`'s arguments where
     it is one of several."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
-    ranks["layout"] = layout
+    ranks["spec"] = spec
     if options.quantization != "none":
         quantization = Quantization(options.quantization, files.config)
         weights = quantization.applied_to(read_weights(files, spec))

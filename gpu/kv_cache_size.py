@@ -10,7 +10,8 @@ from engine.errors import ConfigError
 from engine.scheduler.kv_groups import most_blocks
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.tensors import shapes_of, tensor_shapes
+from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.tensors import shapes_of
 from gpu.kv_layout import kv_layout
 
 GIB = 2**30
@@ -54,10 +55,10 @@ def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def check_weights_fit(config: ModelConfig, free: int, spec: DecoderSpec | None = None) -> None:
-    """Raise ModelError for a model, or a rank's `spec` of it, that no form of its weights would make fit: filling
-    memory could end the process."""
-    num_weights = sum(map(math.prod, (tensor_shapes(config) if spec is None else shapes_of(spec)).values()))
+def check_weights_fit(spec: DecoderSpec, free: int) -> None:
+    """Raise ModelError for a model, or a rank's part of it, that no form of its weights would make fit: filling memory
+    could end the process."""
+    num_weights = sum(map(math.prod, shapes_of(spec).values()))
     fewest_bytes = num_weights // 2  # in 4 bits
     if fewest_bytes > free:
         raise ModelError(
@@ -94,16 +95,14 @@ def kv_cache_size(
 
     `kv_cache_memory` bytes are taken in full when given. Otherwise it is the `budget` in bytes, or less where
     `max_num_seqs` requests of the longest context need less. `tokens_held` is for how many tokens a block takes memory,
-    where that is more than `block_size`. A rank's `spec` tells which heads and layers it has the keys and values of.
-    A `max_model_len` of None is the model's own, lowered
-    to what the cache holds. Raises ConfigError if not even one block fits, or no request of the given `max_model_len`.
+    where that is more than `block_size`. A rank's `spec` tells which heads and layers it has the keys and values of. A
+    `max_model_len` of None is the model's own, lowered to what the cache holds. Raises ConfigError if not even one
+    block fits, or no request of the given `max_model_len`.
     """
     longest = check_max_model_len(config, max_model_len)
-    layout = kv_layout(config, spec)
-    bytes_per_layer = config.kv_bytes_per_token(element_size) // config.num_hidden_layers
-    if spec is not None:
-        bytes_per_layer = bytes_per_layer // config.num_key_value_heads * spec.layers[0].attention.heads.kv
-    bytes_per_block = layout.num_slots * bytes_per_layer * (tokens_held or block_size)
+    spec = spec or spec_of(config)
+    layout, heads = kv_layout(config, spec), spec.layers[0].attention.heads
+    bytes_per_block = layout.num_slots * 2 * heads.kv * heads.dim * element_size * (tokens_held or block_size)
 
     def blocks(num_tokens: int) -> int:  # of one request, with two steps in flight
         return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)

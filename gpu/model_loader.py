@@ -25,7 +25,6 @@ from gpu.runner import LanguageModel
 from gpu.sampling.shards import Shards
 
 LIBRARY_DTYPES = ("auto", "bfloat16")
-SINGLE = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +91,9 @@ class ServedModel(LanguageModel, Protocol):
         ...
 
 
-def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec | None:
-    """What a rank of several has of a model, cut for who computes there; None for a single one, which has all. Raises
-    ConfigError for more ranks than the model can be cut for."""
-    if layout.world_size == 1:
-        return None
+def rank_spec(config: ModelConfig, options: WorkerOptions, device: str, layout: Layout) -> DecoderSpec:
+    """What a rank has of a model, cut for who computes there; a single one has all. Raises ConfigError for more ranks
+    than the model can be cut for."""
     return sharded(spec_of(config), layout, gathers=library_for(config, options, device) is not None)
 
 
@@ -105,14 +102,14 @@ def load_model(
     weights: Iterable[tuple[str, Any]],
     options: WorkerOptions,
     device: str,
-    layout: Layout = SINGLE,
+    spec: DecoderSpec | None = None,
     communicator: Any = None,
 ) -> ServedModel:
     """Build the model and draw its weights; call it in the thread that will run the steps. Raises ConfigError for
     options that cannot work, ModelError for weights that the device cannot hold.
 
-    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. Those of one rank of a
-    `layout` are those of its `rank_spec`. The tensor ranks of a stage have a `communicator`: the library's a
+    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. `spec` is what a rank has of
+    the model (`rank_spec`), None all of it. The tensor ranks of a stage have a `communicator`: the library's a
     `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; for torch anywhere else it is a
     `gpu.parallel.communicator.Communicator`.
 
@@ -123,8 +120,8 @@ def load_model(
     file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.served.resolve_dtype` has it.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
-    spec = rank_spec(config, options, device, layout)
-    check_weights_fit(config, free_memory(device), spec)
+    spec = spec or spec_of(config)
+    check_weights_fit(spec, free_memory(device))
     num_threads = options.num_threads or usable_cores()
     library = library_for(config, options, device)
     check_quantization(options, library, device)
@@ -137,7 +134,7 @@ def load_model(
             max_model_len=longest,
             num_threads=num_threads,
             quantized=options.dtype == "auto",
-            layout=layout,
+            spec=spec,
             communicator=communicator,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )

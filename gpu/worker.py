@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import DecoderSpec
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
-from gpu.model_loader import SINGLE, ServedModel, WorkerOptions, free_memory, load_model, rank_spec, resolve_device
+from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
 from gpu.model_runner import ModelRunner
-from gpu.parallel import Layout
 from gpu.perplexity import Perplexity, perplexity
 from gpu.rows import BatchSizes
 from gpu.runner import NO_LINKS, Runner, StageLinks
@@ -36,21 +36,21 @@ class Worker:
         options: WorkerOptions,
         text: Sequence[int] = (),
         *,
-        layout: Layout = SINGLE,
+        spec: DecoderSpec | None = None,
         communicator: Any = None,
         links: StageLinks = NO_LINKS,
         agree: Callable[[KVCacheSize], KVCacheSize] = lambda size: size,
     ) -> None:
         """Of `text`, if there is one, `perplexity` is computed: a string for the log.
 
-        One rank of a `layout` has its own weights (`gpu.model_loader.rank_spec`), a `communicator` where its stage has
-        several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV cache that it can have
-        the one that all ranks can.
+        One rank of several has its own `spec` (`gpu.model_loader.rank_spec`) and the weights of that, a `communicator`
+        where its stage has several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV
+        cache that it can have the one that all ranks can.
         """
         self.device = resolve_device(options.device)
         self._on_cuda = self.device != "cpu"
         self.num_threads = options.num_threads or usable_cores()
-        model = load_model(config, weights, options, self.device, layout, communicator)
+        model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
         self.weight_forms = model.forms
         self._native = model if isinstance(model, CPUCausalLM) else None
@@ -67,7 +67,7 @@ class Worker:
             max_num_batched_tokens=options.max_num_batched_tokens,
             budget=self._kv_cache_budget(model, options),
             kv_cache_memory=options.kv_cache_memory,
-            spec=rank_spec(config, options, self.device, layout),
+            spec=spec,
         )
         self.kv_cache_size = agree(size)
         model.set_max_model_len(self.kv_cache_size.max_model_len)
@@ -76,7 +76,7 @@ class Worker:
         num_places = self.kv_cache_size.num_blocks // len(self.kv_windows)
         room = min(num_places * options.block_size, self.kv_cache_size.max_model_len, options.max_num_batched_tokens)
         self.perplexity: Perplexity | None = None
-        if text and layout.pipeline_parallel_size == 1:
+        if text and links == NO_LINKS:
             self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows))
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1

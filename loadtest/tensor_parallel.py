@@ -21,7 +21,7 @@ from gpu.checkpoint import open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import load_library
-from gpu.model_loader import SINGLE, WorkerOptions, rank_spec
+from gpu.model_loader import WorkerOptions, rank_spec
 from gpu.parallel import Layout
 from gpu.runner import ModelInputs
 from gpu.weights import read_weights
@@ -33,14 +33,15 @@ def make_model(name: str, layout: Layout, segment: int, num_threads: int) -> CPU
     assert library is not None
     size = layout.tensor_parallel_size
     communicator = SharedMemoryCommunicator(library, segment, layout.tp_rank, size) if size > 1 else None
+    spec = rank_spec(files.config, WorkerOptions(), "cpu", layout)
     model = CPUCausalLM(
         library,
         files.config,
-        read_weights(files, rank_spec(files.config, WorkerOptions(), "cpu", layout)),
+        read_weights(files, spec),
         block_size=BLOCK_SIZE,
         max_model_len=1024,
         num_threads=num_threads,
-        layout=layout,
+        spec=spec,
         communicator=communicator,
         max_num_batched_tokens=PROMPT,
     )
@@ -69,7 +70,7 @@ def main() -> None:
     context, segment = multiprocessing.get_context("fork"), make_segment()
     layout, threads = Layout(tensor_parallel_size=options.ranks), options.ranks
     groups: list[list[Connection]] = [[], []]
-    jobs = [(0, SINGLE, threads), *((1, replace(layout, rank=rank), 1) for rank in range(options.ranks))]
+    jobs = [(0, Layout(), threads), *((1, replace(layout, rank=rank), 1) for rank in range(options.ranks))]
     for group, own, num_threads in jobs:
         ours, theirs = context.Pipe()
         arguments = (options.model, own, segment, num_threads, theirs)

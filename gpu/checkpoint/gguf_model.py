@@ -61,18 +61,18 @@ def unpermute_rows(rows: npt.NDArray[T], num_heads: int) -> npt.NDArray[T]:
 
 
 def read_tensors(
-    file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None] | None = None
+    file: GGUFFile, config: ModelConfig, ranges: Mapping[str, Ranges | None]
 ) -> Iterator[tuple[str, npt.NDArray[Any] | QuantizedRows]]:
-    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. With
-    `ranges`, only those that it names, and of these no more than it says."""
+    """Yield the tensors of an opened file as they are there, `gpu.weights.Weight`s: quantized, or in their type. Only
+    those that `ranges` names, and of these no more than it says."""
     for name, tensor, num_heads, expert in _named(file, config):
-        if ranges is not None and name not in ranges:
+        if name not in ranges:
             continue
         dtype, packed, shape = _PLAIN.get(tensor.type.name), file.packed(tensor.name), tensor.shape
         if expert is not None:
             packed, shape = packed[expert], shape[1:]
         whole = QuantizedRows(tensor.type.name, shape, packed) if dtype is None else packed.view(dtype)
-        weight = whole if ranges is None else sliced(whole, ranges[name])
+        weight = sliced(whole, ranges[name])
         if num_heads:  # of which a part has some, whole
             heads = num_heads * weight.shape[0] // shape[0]
             if isinstance(weight, QuantizedRows):

@@ -85,7 +85,7 @@ class _Check:
 
     def __init__(self, config: ModelConfig, spec: DecoderSpec | None = None) -> None:
         self._config = config
-        self._shapes = tensor_shapes(config) if spec is None else shapes_of(spec)
+        self._shapes = shapes_of(spec or spec_of(config))
         self._missing = dict(self._shapes)
         self._faults: dict[str, list[str]] = {"missing": [], "with no place": [], "given twice": [], "misshapen": []}
 

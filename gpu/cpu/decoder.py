@@ -53,15 +53,12 @@ from gpu.cpu.memory import zeros
 from gpu.cpu.sampling import draw
 from gpu.cpu.weights import PackedWeights
 from gpu.kv_layout import kv_layout
-from gpu.parallel.cuts import sharded
-from gpu.parallel.layout import Layout
 from gpu.rotary import rotations
 from gpu.runner import ModelInputs
 from gpu.weights import Weight
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
-ONE_RANK = Layout()
 _LOGITS_ROWS = 64  # that ranks put side by side at a time
 
 # What `forward` computes; a model with a part of any other kind is torch's.
@@ -87,21 +84,21 @@ class CPUCausalLM:
         max_model_len: int,
         num_threads: int,
         quantized: bool = True,
-        layout: Layout = ONE_RANK,
+        spec: DecoderSpec | None = None,
         communicator: SharedMemoryCommunicator | None = None,
         max_num_batched_tokens: int = 0,
     ) -> None:
         """Draws all weights. Raises ModelError if they are not those of `config`.
 
-        With a `layout` of several ranks it is one of them, and its weights are those of its `sharded` spec. Tensor
-        ranks of a stage need a `communicator`, through which they give each other what they compute of up to
-        `max_num_batched_tokens` tokens: then every call is a call of all.
+        `spec` is what a rank has of the model, cut by outputs (`gpu.parallel.cuts`). The tensor ranks of a stage need a
+        `communicator`, through which they give each other what they compute of up to `max_num_batched_tokens` tokens:
+        then every call is a call of all.
         """
         self.config = config
         self.block_size = block_size
         self._library = library
         self._threads = Threads(library, num_threads)
-        spec = self._spec = sharded(spec_of(config), layout, gathers=True)
+        spec = self._spec = spec or spec_of(config)
         self._layers = (LayerStruct * len(spec.layers))()
         for struct, layer in zip(self._layers, spec.layers, strict=True):
             heads = layer.attention.heads
@@ -135,8 +132,7 @@ class CPUCausalLM:
         self.draw = partial(draw, self._threads)
         self._stopped_by: BaseException | None = None
         self._max_tokens: int | None = None
-        if layout.tensor_parallel_size > 1:
-            assert communicator is not None
+        if communicator is not None:
             self._join(communicator, max_num_batched_tokens)
 
     @staticmethod

@@ -44,7 +44,8 @@ def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator
     They may share memory with the mapped file: copy them, do not write to them. Raises `ModelError` for a tensor that
     is missing, unknown, misshapen or of an unsupported type.
     """
-    total = len(shapes_of(spec or spec_of(files.config)))
+    spec = spec or spec_of(files.config)
+    total = len(shapes_of(spec))
     for done, weight in enumerate(checked(_read(files, spec), files.config, source=files.name, spec=spec), start=1):
         yield weight
         files.progress("Loading weights", done, total)
@@ -59,23 +60,22 @@ def floats(weight: Weight) -> NDArray[np.float32]:
     return weight.astype(np.float32, copy=False)
 
 
-def _read(files: ModelFiles, spec: DecoderSpec | None) -> Iterator[tuple[str, Weight]]:
-    ranges = None if spec is None else ranges_of(spec)
+def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
+    ranges = ranges_of(spec)
     if files.tensors is None:
-        weights = dummy_weights(files.config, ranges)
-        yield from weights if spec is None else cut(weights, spec)
+        yield from cut(dummy_weights(files.config, ranges), spec)
     elif isinstance(files.tensors, GGUFFile):
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
-        offsets = {part.weight_name: part.offset for part in parts_of(spec_of(files.config)) if part.offset}
+        offsets = {part.weight_name: part.offset for part in parts_of(spec) if part.offset}
         found = unstacked(_read_safetensors(files.tensors), files.config)
         wanted: Iterator[tuple[str, Weight]] = (
             (name, weight.read() if isinstance(weight, MXFP4Rows) else weight)
             for name, weight in found
-            if ranges is None or text_name(name) in ranges
+            if text_name(name) in ranges
         )
-        for name, weight in wanted if spec is None else cut(wanted, spec):
-            offset = offsets.get(text_name(name))
+        for name, weight in cut(wanted, spec):
+            offset = offsets.get(name)
             yield name, weight if offset is None else floats(weight) + np.float32(offset)
 
 

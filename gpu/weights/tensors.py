@@ -10,7 +10,8 @@ import torch
 
 from gpu.checkpoint import ModelConfig, ModelFiles, QuantizedRows
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.tensors import shapes_of, tensor_shapes
+from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.tensors import shapes_of
 from gpu.weights.dummy import STANDARD_DEVIATION, dummy_seed
 from gpu.weights.reading import Weight, read_weights
 from gpu.weights.staging import to_device
@@ -41,7 +42,7 @@ def drawn_on(config: ModelConfig, device: str, spec: DecoderSpec | None = None) 
     """As `gpu.weights.dummy.dummy_weights`, but other values, drawn on the device: for a large model that takes a
     second instead of minutes. Those of a rank are no parts of one rank's."""
     dtype = getattr(torch, config.torch_dtype)
-    for name, shape in (tensor_shapes(config) if spec is None else shapes_of(spec)).items():
+    for name, shape in shapes_of(spec or spec_of(config)).items():
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):
             tensor.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator(device).manual_seed(dummy_seed(name)))

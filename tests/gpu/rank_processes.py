@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.families import spec_of
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
-from gpu.cpu.decoder import ONE_RANK, CPUCausalLM
+from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library
 from gpu.parallel import Layout, cut, sharded
 from gpu.runner import ModelInputs
@@ -33,7 +34,7 @@ def make_model(
     library: Library,
     config: ModelConfig,
     weights: Weights,
-    layout: Layout = ONE_RANK,
+    spec: DecoderSpec | None = None,
     communicator: SharedMemoryCommunicator | None = None,
     *,
     num_threads: int = 1,
@@ -44,12 +45,12 @@ def make_model(
     model = CPUCausalLM(
         library,
         config,
-        cut(weights(), sharded(spec_of(config), layout, gathers=True)),
+        cut(weights(), spec or spec_of(config)),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         num_threads=num_threads,
         quantized=quantized,
-        layout=layout,
+        spec=spec,
         communicator=communicator,
         max_num_batched_tokens=max_num_batched_tokens,
     )
@@ -133,12 +134,12 @@ def rank_processes(
     def work(connection: Connection, own: Layout) -> None:
         for other in connections:  # so that they end where a process does
             other.close()
-        communicator = None
+        own_spec, communicator = sharded(spec_of(config), own, gathers=True), None
         if layout.tensor_parallel_size > 1:
             communicator = SharedMemoryCommunicator(
                 library, segments[own.pp_rank], own.tp_rank, layout.tensor_parallel_size, timeout
             )
-        model = make_model(library, config, weights, own, communicator, **options)
+        model = make_model(library, config, weights, own_spec, communicator, **options)
         connection.send("ready")
         while True:
             name, argument = connection.recv()

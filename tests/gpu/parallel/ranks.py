@@ -161,13 +161,13 @@ def load(
     if isinstance(model, Path):
         files = open_model(str(model))
         config = files.config
-        weights = read_weights(files, rank_spec(config, options, "cpu", layout))
+        spec = rank_spec(config, options, "cpu", layout)
+        weights = read_weights(files, spec)
     else:
-        config, weights = model, weights_of(model)
-        if (spec := rank_spec(config, options, "cpu", layout)) is not None:
-            weights = cut(weights, spec)
+        config, spec = model, rank_spec(model, options, "cpu", layout)
+        weights = cut(weights_of(model), spec)
     links = _links(left, right, config.hidden_size)
-    return Worker(config, weights, options, layout=layout, communicator=communicator, links=links)
+    return Worker(config, weights, options, spec=spec, communicator=communicator, links=links)
 
 
 def _links(left: Connection | None, right: Connection | None, hidden_size: int) -> StageLinks:

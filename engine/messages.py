@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection
+from typing import Annotated
 
 import msgspec
 
@@ -360,13 +361,16 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
     rank_lost: str | None = None
 
 
+_Size = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=False):
     """The first thing an engine says: it is loaded, and these are its engine info."""
 
-    vocab_size: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
+    vocab_size: _Size
+    num_blocks: _Size
+    block_size: _Size
+    max_model_len: _Size
     compute_form: str = ""  # as `EngineConfig` has it
     step_costs: bytes = b""  # a `StepCostTable` as JSON, if it is known what steps cost
     prompt_form_differs: bool = False  # the next three too as `EngineConfig` has them

@@ -120,8 +120,8 @@ class TenantLimits:
 
     def late(self, now: float) -> Iterator[str]:
         """Those held whose deadline has passed."""
-        for request_id, prompt in list(self._prompts.items()):
+        for prompt in {id(each): each for each in self._prompts.values()}.values():
             for choice in prompt.choices:
                 deadlines = [each for each in (choice.deadline, choice.first_token_deadline) if each is not None]
-                if choice.request_id == request_id and deadlines and min(deadlines) <= now:
-                    yield request_id
+                if deadlines and min(deadlines) <= now:
+                    yield choice.request_id

@@ -109,8 +109,7 @@ class DataParallelClient:
         async with anyio.create_task_group() as task_group:
             for replica in self.replicas:
                 task_group.start_soon(self._keep, replica)
-            if len(self.replicas) > 1:
-                task_group.start_soon(self._look)
+            task_group.start_soon(self._look)
             if len(self.replicas) > self._fleet.size:
                 task_group.start_soon(self._follow)
             try:
@@ -123,7 +122,6 @@ class DataParallelClient:
 
     def send(self, command: Command) -> None:
         """What is about certain requests goes where these run, everything else to every engine."""
-        alive = self._alive()
         match command:
             case AddRequests():
                 self._limits.hold(command)  # until an engine runs again, if none does
@@ -140,7 +138,7 @@ class DataParallelClient:
                 for index, ids in by_replica.items():
                     self.replicas[index].client.send(FinishRequests(ids, reason))
             case _:
-                for index in alive:
+                for index in self._alive():
                     self.replicas[index].client.send(command)
 
     def _start(self, tenant: str) -> None:
@@ -160,10 +158,9 @@ class DataParallelClient:
             salt=first.cache_salt,
             max_tokens=first.sampling.max_tokens,
         )
-        replica, now = self.replicas[index], time.monotonic()
+        replica, now, length = self.replicas[index], time.monotonic(), len(command.prompt_token_ids)
         for request in command.choices:
             replica.requests[request.request_id] = now
-            length = len(command.prompt_token_ids)
             self._placed[request.request_id] = Placed(replica, request, length, None if again else command)
         replica.client.send(command)
 
@@ -229,14 +226,16 @@ class DataParallelClient:
     def _receive(self, replica: Replica, events: list[Event]) -> None:
         told: list[Event] = []
         for event in events:
-            if not self._over:
+            try:
                 told += self._take(replica, event)
+            except ValueError as error:  # one that cannot be believed is as good as dead
+                told += self._take(replica, EngineDied(EngineDead(f"the engine says what makes no sense: {error}")))
         if told:
             self._deliver(told)
 
     def _take(self, replica: Replica, event: Event) -> list[Event]:
         """What the front end is told of an event."""
-        if replica.ended.is_set():
+        if self._over or replica.ended.is_set():
             return []  # of one that nobody expects anything of any more
         if isinstance(event, EngineCoreOutputs):
             replica.stats = event.stats
@@ -245,8 +244,7 @@ class DataParallelClient:
                 self._ask(replica)
             for output in event.outputs:
                 self._account(output)
-            if event.timestamp - self._shared >= SHARING_SECONDS:
-                self._share(event)
+            self._share(time.monotonic())
             return [self._merged(event.outputs, event.stats, event.timestamp)]
         if isinstance(event, EngineReady):
             replica.engine_info = event
@@ -285,13 +283,12 @@ class DataParallelClient:
         for request_id in lost:
             self._limits.end(gone[request_id].request.tenant)
             self._start(gone[request_id].request.tenant)
-        why = "the engine that ran this request has died"
         outputs = [
             EngineCoreOutput(
                 request_id=each,
                 new_token_ids=[],
                 finish_reason=FinishReason.ERROR,
-                error=why,
+                error="the engine that ran this request has died",
                 rank_lost=str(error) if isinstance(error, EngineLost) else None,
             )
             for each in lost
@@ -325,16 +322,14 @@ class DataParallelClient:
         if output.finish_reason is not None:
             self._forget(output.request_id, by_itself=output.finish_reason in WHOLE)
 
-    def _share(self, event: EngineCoreOutputs) -> None:
-        """Now and then: tell each engine what tenants were served by the others, and end what was held for too long."""
-        self._shared = event.timestamp
+    def _share(self, now: float) -> None:
+        """Now and then: tell each engine what tenants were served by the others."""
+        if now - self._shared < SHARING_SECONDS:
+            return
+        self._shared = now
         for replica, served in zip(self.replicas, self._shares.take(), strict=True):
             if served and replica.engine_info is not None:
                 replica.client.send(ChargeTenants(served))
-        for request_id in self._limits.late(time.monotonic()):
-            self._limits.drop(request_id)
-            late = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)
-            event.outputs.append(late)
 
     def _ask(self, replica: Replica) -> None:
         """Have an engine tell everything that it holds, and then what changes."""
@@ -344,14 +339,18 @@ class DataParallelClient:
             replica.client.send(PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
-        """Miss what was lost of an engine's KV events, though no other comes after it."""
-        while True:
+        """Miss what was lost of an engine's KV events, though no other follows it. End what was held for too long."""
+        while not self._over:
             await anyio.sleep(LOOKING_SECONDS)
             for index in self._alive():
                 replica = self.replicas[index]
                 if self._router.index.lacks(index, replica.kv_sequence):
                     self._ask(replica)
                 replica.kv_sequence = replica.client.kv_sequence  # what is on its way now is here at the next look
+            now = time.monotonic()
+            late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]
+            if late and not self._over:
+                self._deliver([self._merged([_timed_out(each) for each in late], NOTHING_DONE, now)])
 
     def _end(self) -> None:
         self._over = True
@@ -395,3 +394,7 @@ class DataParallelClient:
             kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
         )
         return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
+
+
+def _timed_out(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)

@@ -55,7 +55,7 @@ class Link(ABC):
         earlier would be dropped: ROUTER does not know its peer yet."""
         while self._peer is None:
             try:
-                self._peer, _ = self._down.recv_multipart(zmq.NOBLOCK)
+                self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 await anyio.wait_readable(_descriptor(self._down))
         self.send(setup)

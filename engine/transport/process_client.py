@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
 import msgspec
+import zmq
 
 from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingProgress, Question
 from engine.core.heartbeat import Heartbeat
@@ -80,7 +81,13 @@ class ProcessClient:
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
         self._is_ready = self._is_ending = False
         self._gone, self._over = anyio.Event(), anyio.Event()
-        with self._make_child() as child:
+        with ExitStack() as stack:
+            try:
+                child = stack.enter_context(self._make_child())
+            except (OSError, zmq.ZMQError) as error:  # no descriptors, memory or room for it
+                deliver([EngineDied(EngineDead(f"the engine's process cannot be started: {error}"))])
+                yield
+                return
             self._child, self._heartbeat = child, child.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -173,8 +174,9 @@ async def test_a_tenants_limit_holds_over_all_engines() -> None:
         await both.assert_nothing_left()
 
 
-async def test_what_is_held_back_ends_in_time() -> None:
-    parallel = replicas(2, step_seconds=0.02)
+async def test_what_is_held_back_ends_in_time_though_no_engine_makes_a_step(tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    parallel = replicas(2, step_seconds=0.02, hang_while=str(hang))
     async with serving(parallel) as both:
         long, late = (
             msgspec.structs.replace(make_request([i], tenant="a", max_tokens=90), tenant_max_running=1)
@@ -183,7 +185,9 @@ async def test_what_is_held_back_ends_in_time() -> None:
         late.first_token_deadline = time.monotonic() + 0.1
         async with both.llm.stream(long) as first, both.llm.stream(late) as second:
             await anext(first)
+            hang.touch()
             assert [each.finish_reason async for each in second] == [FinishReason.TIMEOUT]
+            hang.unlink()
         await both.assert_nothing_left()
 
 
@@ -238,6 +242,20 @@ async def test_one_that_dies_again_and_again_harms_nobody_and_all_of_them_are_a_
         with pytest.raises(EngineDead):
             await both.read(make_request([1]))
         await until(lambda: not engines_of_this_process())
+
+
+async def test_one_that_cannot_be_started_again_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.transport.data_parallel, "RESTART_SECONDS", 0.01)
+    parallel = replicas(2)
+    async with serving(parallel) as both:
+        with monkeypatch.context() as full:
+            full.setattr(tempfile, "tempdir", "/nowhere")  # as good as a full disk
+            os.kill(process_of(parallel, 0), signal.SIGKILL)
+            await until(lambda: parallel.replicas[0].num_deaths == 3)
+            request = make_request(range(9), max_tokens=9)
+            assert await both.read(request) == expected_tokens(request)
+        await until(lambda: len(parallel._alive()) == 2)
+        await both.assert_nothing_left()
 
 
 async def test_a_death_while_starting_is_the_end() -> None:

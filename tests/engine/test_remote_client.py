@@ -22,7 +22,9 @@ from engine.commands import EngineDied
 from engine.curve import Keys
 from engine.errors import EngineDead
 from engine.frontend.async_llm import AsyncLLM
-from engine.messages import FinishReason
+from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
+from engine.transport.data_parallel import DataParallelClient
+from engine.transport.replica import NOTHING_DONE
 from engine.transport.wire import Ends, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import Launched, is_running, remote_client, serving
@@ -152,22 +154,52 @@ async def test_strangers_are_not_heard_and_disturb_nobody() -> None:
         await engine.assert_nothing_left()
 
 
-@pytest.mark.parametrize("said", [b"\xc1", msgspec.msgpack.encode(["EngineReady", "no number"]), b"\x91" * 100_000])
+NO_BLOCKS = encoder().encode(EngineReady(vocab_size=9, num_blocks=9, block_size=0, max_model_len=9))
+
+
+class Double(Silent):
+    """Somebody else has its keys, too."""
+
+    def __init__(self, ends: Ends) -> None:
+        super().__init__(ends)
+        self.context: zmq.Context[Any] = zmq.Context()
+
+    def say(self, said: bytes) -> None:
+        keys = self.ends.keys
+        assert keys is not None
+        up = self.context.socket(zmq.PUSH)
+        up.curve_serverkey, up.curve_publickey, up.curve_secretkey = keys.server_public, keys.public, keys.secret
+        up.connect(self.ends.up)
+        up.send(said)
+
+    def kill(self) -> None:
+        super().kill()
+        self.context.destroy(linger=0)
+
+
+async def test_one_of_several_that_makes_no_sense_starts_again_and_the_others_go_on() -> None:
+    launches = Launches(Double)
+    parallel = DataParallelClient(lambda index: remote_client(launches), 2, 8)
+    async with serving(parallel) as both:
+        stats = msgspec.structs.replace(NOTHING_DONE, step_costs=b"{}")
+        [double, _] = launches.all
+        assert isinstance(double, Double)
+        double.say(encoder().encode(EngineCoreOutputs(outputs=[], stats=stats, timestamp=0.0)))
+        await until(lambda: len(launches.all) == 3)
+        assert not is_running(double.process.pid)
+        request = make_request(range(9), max_tokens=9)
+        assert await both.read(request) == expected_tokens(request)
+        await both.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "said", [b"\xc1", msgspec.msgpack.encode(["EngineReady", "no number"]), b"\x91" * 100_000, NO_BLOCKS]
+)
 async def test_what_is_no_event_ends_its_engine_and_not_the_front_end(said: bytes) -> None:
-    class Babbling(Silent):
+    class Babbling(Double):
         def __init__(self, ends: Ends) -> None:
             super().__init__(ends)
-            keys = ends.keys
-            assert keys is not None
-            self.context: zmq.Context[Any] = zmq.Context()
-            up = self.context.socket(zmq.PUSH)
-            up.curve_serverkey, up.curve_publickey, up.curve_secretkey = keys.server_public, keys.public, keys.secret
-            up.connect(ends.up)
-            up.send(said)
-
-        def kill(self) -> None:
-            super().kill()
-            self.context.destroy(linger=0)
+            self.say(said)
 
     launches = Launches(Babbling)
     llm = AsyncLLM(remote_client(launches), TOKENIZER)

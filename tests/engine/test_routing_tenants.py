@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -116,6 +118,24 @@ def test_who_asks_and_leaves_again_while_held_leaves_nothing() -> None:
     following = limits.next("a")
     assert following is not None
     assert following.choices[0].request_id == "a-10"
+
+
+def test_many_choices_of_a_prompt_are_looked_at_once_for_those_that_are_late() -> None:
+    class Counted(list[EngineCoreRequest]):
+        num_looks = 0
+
+        def __iter__(self) -> Iterator[EngineCoreRequest]:
+            self.num_looks += 1
+            return super().__iter__()
+
+    limits = TenantLimits()
+    choices = Counted(request_of("a", number) for number in range(20))
+    for number, choice in enumerate(choices):
+        choice.deadline = float(number)
+    limits.hold(AddRequests([1], choices))
+    choices.num_looks = 0
+    assert list(limits.late(9.0)) == [f"a-{number}" for number in range(10)]
+    assert choices.num_looks == 1
 
 
 def test_the_best_priority_is_next() -> None:

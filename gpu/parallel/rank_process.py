@@ -59,7 +59,7 @@ def _serve(setup: RankSetup, reader: RingReader, tell: Callable[[Up], None]) -> 
         link = StageLink(before, after, is_last=layout.is_last_stage)
     rank = Rank(layout, reader, tell, reader.count_step, link)
     try:
-        worker, cost, vocab_size = load(setup, rank, tell, _communicator)
+        worker, cost, vocab_size = load(setup, rank, tell, join_on_this_machine)
     except HeadraceError as error:
         tell(Failed(-1, ErrorInWords.of(error)))
         raise
@@ -93,7 +93,7 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
     return worker, cost, files.config.vocab_size
 
 
-def _communicator(setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
+def join_on_this_machine(setup: RankSetup, options: WorkerOptions, files: ModelFiles) -> Any:
     """Between the tensor ranks of its stage, where there are several: on a CPU they share memory, whoever computes."""
     from gpu.cpu.library import load_library
     from gpu.model_loader import library_for, resolve_device

@@ -1,7 +1,7 @@
 """Ranks on many machines: Ray places and starts them, as actors in a placement group, and tells of their death.
 
-Nothing else goes through Ray. Plans and outputs cross over ZMQ, to each rank with keys that were made for it, tensors
-over torch.distributed. What a rank does is `gpu.parallel.rank`'s, what its driver does `gpu.parallel.multiproc`'s.
+Nothing else goes through Ray. Plans and outputs cross over ZMQ, to each rank with keys that were made for it. What a
+rank does is `gpu.parallel.rank`'s, what its driver does `gpu.parallel.multiproc`'s.
 """
 
 from __future__ import annotations
@@ -37,19 +37,14 @@ LAST_WORDS_SECONDS = 0.1  # that they may be under way when Ray knows of an end
 
 
 class RayExecutor(MultiprocExecutor):
-    """Its ranks are where Ray finds room for them: near each other, a device or the cores of `num_threads` for each.
-
-    Raises ConfigError for stages: they hand on through the memory of one machine.
-    """
+    """Its ranks are where Ray finds room for them: near each other, a device or the cores of `num_threads` for each."""
 
     _ring: _Wire
+    _store: Any = None  # of torch.distributed
 
     def __init__(
         self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **sizes: int
     ) -> None:
-        if (stages := layout.pipeline_parallel_size) > 1:
-            allowed = "the stages of a pipeline are processes of one machine, and on Ray it must be 1"
-            raise ConfigError("pipeline_parallel_size", stages, allowed=allowed, hint="executor=mp works, or 1")
         progress("Waiting for room on the Ray cluster", 0, None)
         num_threads = options.num_threads or 1
         self._room = {"CPU": float(num_threads)} if options.device == "cpu" else {"CPU": 1.0, "GPU": 1.0}
@@ -71,25 +66,30 @@ class RayExecutor(MultiprocExecutor):
         return _Wire(world_size, self._lose)
 
     def _start_ranks(self, model: dict[str, Any], options: WorkerOptions) -> None:
-        wire, layout, self._store = self._ring, self._layout, None
-        if layout.tensor_parallel_size > 1:
+        wire, layout, size = self._ring, self._layout, self._layout.tensor_parallel_size
+        nodes = [self._nodes[index] for index in range(layout.world_size)]
+        are_apart = [len({*nodes[first : first + size]}) > 1 for first in range(0, len(nodes), size)]  # by stage
+        if any(are_apart):
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            host = ray.util.get_node_ip_address()
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        place = None if self._store is None else (self._store.host, self._store.port)
-        for index, node in sorted(self._nodes.items()):
-            share = options.kv_cache_share / Counter(self._nodes.values())[node]
-            own = asdict(replace(options, kv_cache_share=share))
+            self._store = TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
+        actors = [self._make_actor(index) for index in range(len(nodes))]
+        meetings = [first.meet.remote(0 if first is actors[-size] else size) for first in actors[::size]]
+        memory = options.kv_cache_memory and options.kv_cache_memory // len(nodes)
+        for index, (actor, node) in enumerate(zip(actors, nodes, strict=True)):
+            share, stage = options.kv_cache_share / Counter(nodes)[node], index // size
+            own = asdict(replace(options, kv_cache_share=share, kv_cache_memory=memory))
             setup = RankSetup(layout=replace(layout, rank=index), **model, options=own, ring=Group(0, []))
-            told = Told(setup, wire.plans_address, wire.lifeline_address, wire.server.new_keys(), place)
-            actor = ray.remote(RankActor).options(
-                num_cpus=self._room["CPU"],
-                num_gpus=self._room.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-            )
+            store = (self._store.host, self._store.port) if are_apart[stage] else None
+            told = Told(setup, wire.plans_address, wire.lifeline_address, wire.server.new_keys(), store)
             message = msgspec.msgpack.encode(told, enc_hook=int)  # sizes are ints of a kind of their own
-            self._ranks.append(_ActorRank(index, actor.remote(), message, self._lose))
+            ended = actor.run.remote(message, *meetings[max(0, stage - 1) : stage + 1]).future()
+            self._ranks.append(_ActorRank(index, actor, ended, self._lose))
+
+    def _make_actor(self, index: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        room = {"num_cpus": self._room["CPU"], "num_gpus": self._room.get("GPU", 0)}
+        return ray.remote(RankActor).options(**room, scheduling_strategy=where).remote()
 
     def _host_of(self, index: int) -> str:
         return self._hosts[self._nodes[index]]
@@ -175,10 +175,9 @@ class _ActorRank:
     pid = 0
     seconds_without_a_core = 0.0  # which another machine's kernel knows
 
-    def __init__(self, index: int, actor: Any, told: bytes, on_end: Callable[[int, str], None]) -> None:
-        self.index, self._actor, self._on_end = index, actor, on_end
-        self._ended: Future[None] = actor.run.remote(told).future()
-        self._ended.add_done_callback(self._tell)
+    def __init__(self, index: int, actor: Any, ended: Future[None], on_end: Callable[[int, str], None]) -> None:
+        self.index, self._actor, self._ended, self._on_end = index, actor, ended, on_end
+        ended.add_done_callback(self._tell)
 
     def kill(self) -> None:
         ray.kill(self._actor)

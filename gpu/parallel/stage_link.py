@@ -1,4 +1,4 @@
-"""Activations, from the ranks of a stage to those of the next, on one machine: a ring, as plans have one.
+"""Activations, from the ranks of a stage to those of the next: through a ring, as plans have one, or sockets.
 
 The first tensor rank of a stage writes, all of the next read: each rank of a stage has the whole residual stream. There
 is one message for every step that runs, also for one that came to nothing, so that no stage waits for what never comes.
@@ -11,12 +11,14 @@ ring. A rank that waited for the stage behind it would keep a long message from 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import StepAbandoned
-from gpu.parallel.ring import FRAME_BYTES, RingReader, RingWriter
+from gpu.parallel.ring import FRAME_BYTES
 from gpu.runner import StageLinks
 
 _HEAD = struct.Struct("<qB")
@@ -28,10 +30,22 @@ def link_bytes(num_steps: int, num_tokens: int, hidden_size: int) -> int:
     return num_steps * (FRAME_BYTES + _HEAD.size + num_tokens * hidden_size * np.dtype(np.float32).itemsize)
 
 
+class Reader(Protocol):
+    """The end of a rank that reads: a `RingReader`, where the stages are of one machine."""
+
+    def read(self) -> bytes: ...
+
+
+class Writer(Protocol):
+    """The end of the rank that writes: a `RingWriter`. `check` is asked where there is no room."""
+
+    def write(self, message: bytes, check: Callable[[], None]) -> None: ...
+
+
 class StageLink:
     """The two ends that a rank has. Not thread-safe."""
 
-    def __init__(self, before: RingReader | None, after: RingWriter | None, *, is_last: bool) -> None:
+    def __init__(self, before: Reader | None, after: Writer | None, *, is_last: bool) -> None:
         """`before` is None on the first stage, `after` where another rank writes for this stage, or none does."""
         self._before = before
         self._after = after

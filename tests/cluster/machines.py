@@ -1,7 +1,7 @@
-"""Two machines of a Ray cluster, as far as Ray can tell, and nothing left of them afterwards.
+"""Machines of a Ray cluster, as far as Ray can tell, and nothing left of them afterwards.
 
-`python -m tests.cluster.machines` prints the cluster's address; with the file of a configuration, as `serve run` takes
-it, Serve is on them. It ends with SIGTERM.
+`python -m tests.cluster.machines` prints the cluster's address; with numbers, there are as many machines, of so many
+cores each. With the file of a configuration, as `serve run` takes it, Serve is on them. It ends with SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_REPLICA_AUTOSCALING_ME
 from ray.cluster_utils import Cluster
 
 FAREWELL_SECONDS = 20.0
-SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
 @contextmanager
-def two_machines() -> Iterator[Cluster]:
-    """Of one core each."""
+def machines(*num_cpus: int) -> Iterator[Cluster]:
+    """Of so many cores each."""
     home = tempfile.mkdtemp(prefix="hr-ray-")
-    head = {**SMALL, "include_dashboard": False, "temp_dir": home}
+    small = {"object_store_memory": 80 * 2**20}
+    head = {**small, "num_cpus": num_cpus[0], "include_dashboard": False, "temp_dir": home}
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
-        cluster.add_node(**SMALL)
+        for cores in num_cpus[1:]:
+            cluster.add_node(**small, num_cpus=cores)
         yield cluster
     finally:
         cluster.shutdown()
         shutil.rmtree(home, ignore_errors=True)
 
 
-def main(configuration: str | None = None) -> None:
+def main(*arguments: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    with two_machines() as cluster:
+    configuration = next((each for each in arguments if not each.isdigit()), None)
+    with machines(*(map(int, arguments) if arguments and configuration is None else (1, 1))) as cluster:
         if configuration is None:
             print(cluster.address, flush=True)
             signal.pause()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.cluster import cluster
 from tests.cluster.executor_process import rank_processes
-from tests.server.harness import REPOSITORY, TIMEOUT, Server
+from tests.server.harness import Server
 from tests.server.raw_client import sse_events
-from tests.server.tiny_model import tiny_server
+from tests.server.tiny_model import tiny_server, write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -32,14 +32,8 @@ def machine_of(engine: int) -> int:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    command = [sys.executable, "-m", "tests.cluster.machines"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as machines:
-        assert machines.stdout is not None
-        while ":" not in (line := machines.stdout.readline()) or " " in line.strip():
-            assert line, "the machines have ended"
-        yield line.strip()
-        machines.send_signal(signal.SIGTERM)
-        machines.wait(TIMEOUT)
+    with cluster(1, 1) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -80,17 +74,25 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, sent: signal.S
     assert server.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_an_engine_of_several_ranks_has_them_on_several_machines(server: Server, address: str) -> None:
+def test_an_engine_of_several_ranks_has_them_on_several_machines(server: Server, address: str, tmp_path: Path) -> None:
     server.stop()
+    model = write_tiny_model(tmp_path / "layers", num_hidden_layers=2)
     body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
-    with tiny_server(device="cpu", dtype="float32") as here:
+    with tiny_server(device="cpu", model=model) as here:
         expected = here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]
-    fleet = tiny_server(executor="ray", tensor_parallel_size=2, num_threads=1, device="cpu", dtype="float32")
+    fleet = tiny_server(executor="ray", pipeline_parallel_size=2, num_threads=1, device="cpu", model=model)
     fleet.environment["RAY_ADDRESS"] = address
     with fleet:
         assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected
         assert len({machine_of(rank) for rank in rank_processes()}) == 2
-        assert len(engines()) == 1
+        fleet.poll(engines, lambda now: len(now) == 1, 0.05)
+        client = fleet.connect()
+        client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": True})
+        assert client.read_head().status_code == 200
+        events = sse_events(client.chunks())
+        next(events)
         os.kill(rank_processes()[0], signal.SIGKILL)
+        [error] = [event["error"] for event in events if isinstance(event, dict) and "error" in event]
+        assert re.search(rf"rank [01] on {os.uname().nodename} ", error["message"])
         fleet.poll(lambda: fleet.log, lambda log: "runs again" in log)
         assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected

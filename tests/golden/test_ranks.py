@@ -8,12 +8,9 @@ import pytest
 
 from app.offline import LLM
 from engine.messages import SamplingParams
-from tests.golden.prompts import PROMPTS, chat
+from tests.golden.prompts import PROMPTS
 
 pytestmark = pytest.mark.slow
-
-SUBJECTS = ["rivers", "bread", "the moon", "iron", "bees", "chess", "salt", "violins", "maps", "glass"]
-THIRTY = [*PROMPTS, *(chat(f"Tell me of {subject}.") for subject in SUBJECTS), *(f"About {each}:" for each in SUBJECTS)]
 
 
 def say(prompts: list[str], num_tokens: int, **settings: Any) -> list[list[int]]:
@@ -30,13 +27,3 @@ def test_two_stages_of_two_uneven_ranks_say_what_one_process_says(dtype: str) ->
     """By the library, and by torch."""
     whole = say(PROMPTS[:8], 6, dtype=dtype)
     assert say(PROMPTS[:8], 6, dtype=dtype, tensor_parallel_size=2, pipeline_parallel_size=2) == whole
-
-
-@pytest.mark.storm
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_thirty_prompts_have_their_tokens_in_every_layout(dtype: str) -> None:
-    assert len(THIRTY) == 30
-    whole = say(THIRTY, 16, dtype=dtype)
-    for tensor, pipeline in ((2, 1), (3, 1), (1, 2), (1, 3), (2, 2)):
-        sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
-        assert say(THIRTY, 16, dtype=dtype, **sizes) == whole, sizes

@@ -29,6 +29,7 @@ from gpu.executor import load_executor
 from gpu.model_loader import WorkerOptions
 from gpu.parallel.layout import Layout
 from gpu.parallel.ray_executor import RayExecutor
+from tests.cluster.cluster import actors
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
 from tests.gpu.test_input_batch import plan_of
@@ -44,17 +45,6 @@ LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads
 def start(model: str, options: WorkerOptions = OPTIONS, layout: Layout = ALONE) -> RayExecutor:
     files = {"model": model, "cache_dir": None, "load_format": "dummy"}
     return RayExecutor(files, options, layout, lambda phase, done, total: None, hidden_size=LAYERS["hidden_size"])
-
-
-def rank_processes(actor: str = "RankActor") -> list[int]:
-    found = []
-    for command in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if command.read_text().startswith(f"ray::{actor}"):
-                found.append(int(command.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def whereabouts(executor: RayExecutor) -> list[tuple[int, str]]:
@@ -128,7 +118,7 @@ def main() -> None:
         found["again"] = generate(executor, prompts(), chunk=6)
         executor.shutdown()
         until = time.monotonic() + 60
-        while (left := rank_processes()) and time.monotonic() < until:
+        while (left := actors(os.getpid(), "RankActor")) and time.monotonic() < until:
             time.sleep(0.05)  # Ray kills in its own time
         found["left"] = left
         ray.shutdown()

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import yaml
 
+from tests.cluster.cluster import family, name_of
 from tests.server.harness import REPOSITORY, Server
 
 SHIPPED = REPOSITORY / "deploy" / "ray" / "serve.yaml"
@@ -36,7 +37,7 @@ class ServeOnRay(Server):
         processes = self.processes()
         super().__exit__(*exc_info)
         self._home.cleanup()
-        left = [name for pid, name in processes.items() if _name(pid) == name]
+        left = [name for pid, name in processes.items() if name_of(pid) == name]
         assert not left or exc_info[0] is not None, f"left behind: {left}"
 
     def command(self) -> list[str]:
@@ -45,26 +46,8 @@ class ServeOnRay(Server):
     def processes(self) -> dict[int, str]:
         """All that were started for it, by their ids, with their names."""
         assert self._process is not None
-        parents = {int(stat.parent.name): _parent(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
-        family = {self._process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in family} - family:
-            family |= more
-        return {pid: name for pid in family if (name := _name(pid))}
+        return family(self._process.pid)
 
     def replicas(self) -> list[int]:
         """Processes of replicas."""
         return [pid for pid, name in self.processes().items() if name.startswith("ray::ServeReplica")]
-
-
-def _parent(stat: Path) -> int:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return ""

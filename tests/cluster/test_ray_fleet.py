@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import cluster
-from tests.cluster.executor_process import rank_processes
+from tests.cluster.cluster import RayCluster, cluster, parent
 from tests.server.harness import Server
 from tests.server.raw_client import sse_events
 from tests.server.tiny_model import tiny_server, write_tiny_model
@@ -21,32 +20,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 PROMPT = list(range(1000, 1020))
 
 
-def engines() -> list[int]:
-    return rank_processes("EngineActor")
-
-
-def machine_of(engine: int) -> int:
-    """The process id of its raylet, which started it."""
-    return int(Path(f"/proc/{engine}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def machines() -> Iterator[RayCluster]:
     with cluster(1, 1) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def server(address: str) -> Iterator[Server]:
+def server(machines: RayCluster) -> Iterator[Server]:
     fleet = tiny_server(executor="ray", data_parallel_size=2, num_threads=1, device="cpu")
-    fleet.environment["RAY_ADDRESS"] = address
+    fleet.environment["RAY_ADDRESS"] = machines.address
     with fleet:
         yield fleet.wait_ready()
 
 
-def test_engines_on_a_cluster_say_what_one_here_says(server: Server) -> None:
-    assert len({machine_of(engine) for engine in engines()}) == 2, "each on a machine of its own"
-    assert not rank_processes(), "one rank is its engine"
+def test_engines_on_a_cluster_say_what_one_here_says(server: Server, machines: RayCluster) -> None:
+    assert len({parent(engine) for engine in machines.engines()}) == 2, "each on a machine of its own"
+    assert not machines.ranks(), "one rank is its engine"
     body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
     there = [server.complete(PROMPT, **body)["choices"][0]["token_ids"] for _ in range(2)]
     with tiny_server(device="cpu") as here:
@@ -54,7 +44,7 @@ def test_engines_on_a_cluster_say_what_one_here_says(server: Server) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_one_that_is_lost_is_named_and_comes_back(server: Server, sent: signal.Signals) -> None:
+def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayCluster, sent: signal.Signals) -> None:
     server.wait_idle()
     clients = [server.connect() for _ in range(2)]
     for number, client in enumerate(clients):
@@ -63,9 +53,9 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, sent: signal.S
     events = [sse_events(client.chunks()) for client in clients if client.read_head().status_code == 200]
     for each in events:
         next(each)
-    before = engines()
+    before = machines.engines()
     os.kill(before[0], sent)
-    server.poll(engines, lambda now: len(now) == 2 and before[0] not in now, 0.05)
+    server.poll(machines.engines, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
     assert sorted(map(len, said)) == [0, 1], "one stream goes on"
     [[error]] = [each for each in said if each]
@@ -74,24 +64,26 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, sent: signal.S
     assert server.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
 
 
-def test_an_engine_of_several_ranks_has_them_on_several_machines(server: Server, address: str, tmp_path: Path) -> None:
+def test_an_engine_of_several_ranks_has_them_on_several_machines(
+    server: Server, machines: RayCluster, tmp_path: Path
+) -> None:
     server.stop()
     model = write_tiny_model(tmp_path / "layers", num_hidden_layers=2)
     body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
     with tiny_server(device="cpu", model=model) as here:
         expected = here.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"]
     fleet = tiny_server(executor="ray", pipeline_parallel_size=2, num_threads=1, device="cpu", model=model)
-    fleet.environment["RAY_ADDRESS"] = address
+    fleet.environment["RAY_ADDRESS"] = machines.address
     with fleet:
         assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected
-        assert len({machine_of(rank) for rank in rank_processes()}) == 2
-        fleet.poll(engines, lambda now: len(now) == 1, 0.05)
+        assert len({parent(rank) for rank in machines.ranks()}) == 2
+        fleet.poll(machines.engines, lambda now: len(now) == 1, 0.05)
         client = fleet.connect()
         client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": True})
         assert client.read_head().status_code == 200
         events = sse_events(client.chunks())
         next(events)
-        os.kill(rank_processes()[0], signal.SIGKILL)
+        os.kill(machines.ranks()[0], signal.SIGKILL)
         [error] = [event["error"] for event in events if isinstance(event, dict) and "error" in event]
         assert re.search(rf"rank [01] on {os.uname().nodename} ", error["message"])
         fleet.poll(lambda: fleet.log, lambda log: "runs again" in log)

@@ -96,5 +96,5 @@ def test_all_tokens_are_those_of_one_process(executor: str, dtype: str, layout: 
         return
     sizes = [LAYOUTS[layout].get(name, 1) for name in (TP, PP, DP)]
     each, number = (sizes[0], sizes[1] * sizes[2]) if dtype == "auto" else (1, sizes[0] * sizes[1] * sizes[2])
-    with cluster(*[each] * number) as address:
-        assert say(address, **settings) == expected
+    with cluster(*[each] * number) as machines:
+        assert say(machines.address, **settings) == expected

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from asyncio import Future
+from functools import partial
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
@@ -69,12 +71,18 @@ class HeadraceRouter(RequestRouter):
             return [candidate_replicas]
         request_id, session_id = pending_request.metadata.internal_request_id, pending_request.metadata.session_id
         self._policy.ended(request_id, by_itself=False)  # it was sent to one that has refused it
+        pending_request.future.add_done_callback(partial(self._forget_cancelled, request_id))
         prompt = hashlib.sha256((session_id or request_id).encode()).digest() * (PROMPT_TOKENS // 32)
         best = by_number[self._policy.choose([request_id], prompt, list(by_number))]
         return [[best], [each for each in candidate_replicas if each is not best]]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._policy.ended(internal_request_id, by_itself=True)
+
+    def _forget_cancelled(self, request_id: str, placed: Future[RunningReplica]) -> None:
+        """Of a client that has left before a replica was found, Serve says nothing more."""
+        if placed.cancelled():
+            self._policy.ended(request_id, by_itself=False)
 
     def _forget(self, replica_id: ReplicaID) -> None:
         number = self._numbers.pop(replica_id, None)

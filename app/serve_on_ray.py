@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from app.application import create_app
 from app.server import Server
 from app.setting_sources import Given, check_settings, load_settings
+from engine.end_when_stopped import end_when_stopped
 
 DRAIN_MARGIN = 5.0  # seconds beyond `drain_timeout` until Serve kills a replica that it has told to end
 NO_LIMIT = 100_000  # of Serve's own: `max_queued_requests` refuses, with a Retry-After
@@ -27,6 +28,7 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
+        end_when_stopped()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         application = create_app(load_settings(self._settings, spelled=_spelled))

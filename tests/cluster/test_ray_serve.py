@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import h11
@@ -82,7 +84,7 @@ def test_a_stream_says_the_same_and_a_refusal_comes_as_it_is(server: ServeOnRay)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
 
 
-def test_a_killed_replica_is_replaced(server: ServeOnRay) -> None:
+def test_a_stopped_replica_is_killed_and_replaced(server: ServeOnRay) -> None:
     """Its stream is cut, and who comes later is served."""
     server.wait_idle()
     [first] = server.replicas()
@@ -90,7 +92,7 @@ def test_a_killed_replica_is_replaced(server: ServeOnRay) -> None:
         client.post(PATH, endless(stream=True))
         assert client.read_head().status_code == 200
         next(sse_events(client.chunks()))
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, signal.SIGSTOP)
         with pytest.raises((h11.RemoteProtocolError, ConnectionError)):
             list(client.chunks())
     server.poll(server.replicas, lambda now: len(now) == 1 and now != [first], 0.1)
@@ -123,6 +125,32 @@ def test_there_are_as_many_replicas_as_the_queues_ask_for(
 
     told: Any = _Told(queued_seconds=queued, running_share=running)
     assert QueuedSeconds(max_queued_seconds=2.0)(told) == (wanted, {})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_leaves_before_a_replica_is_found_is_no_load(leaves: bool) -> None:
+    """Serve says nothing more of him."""
+    from app.ray_policies import HeadraceRouter
+
+    replica: Any = SimpleNamespace(replica_id="one", routing_stats={})
+    router: Any = object.__new__(HeadraceRouter)
+    router.initialize_state()
+    router._numbers["one"] = 0
+
+    async def ask() -> None:
+        future = asyncio.get_running_loop().create_future()
+        told = SimpleNamespace(internal_request_id="request", session_id="")
+        assert await router.choose_replicas([replica], SimpleNamespace(metadata=told, future=future)) == [[replica], []]
+        assert router._policy.loads[0] > 0
+        if leaves:
+            future.cancel()
+        else:
+            future.set_result(replica)
+        await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    assert (router._policy.loads[0] == 0) == leaves
 
 
 @pytest.mark.storm

@@ -34,7 +34,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
-from app.routing_metrics import RoutingCollector
+from app.routing_metrics import CacheConfigCollector, RoutingCollector
 from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason
 from engine.routing.stats import RoutingStats
@@ -113,10 +113,9 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
         self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
-        text = "How the KV cache is divided, told by the labels; 1 once the model is loaded."
-        division = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
-        config = Gauge(prefix + "cache_config_info", text, (*labels, *division), registry=self._registry)
-        self._cache_config = partial(config.labels, *values)
+        self._cache_config = partial(
+            CacheConfigCollector, prefix + "cache_config_info", dict(zip(labels, values, strict=True))
+        )
         # Gateways that route by adapter look for it; no adapters are served here.
         text = "LoRA adapters that requests run with or wait for, told by the labels; the value is a Unix time."
         adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
@@ -286,20 +285,18 @@ class Metrics:
         phases: Iterable[str],
         is_in: Callable[[str], bool],
         routing: Callable[[], RoutingStats | None] = lambda: None,
+        cache_config: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
         """What tells the levels, whenever somebody asks: how long the queue is, how long the engine has made no step,
-        how many choices of a tenant wait, whether the server is in one of its phases, and how several engines share the
-        requests."""
+        how many choices of a tenant wait, whether the server is in one of its phases, how several engines share the
+        requests, and how the KV cache is divided, once a model is loaded."""
         self._registry.register(RoutingCollector(routing))
+        self._registry.register(self._cache_config(cache_config))
         self._queued_seconds.set_function(queued_seconds)
         self._stalled_seconds.set_function(stalled_seconds)
         self._waiting_of = waiting
         for phase in phases:
             self._phase.labels(phase).set_function(partial(is_in, phase))
-
-    def on_ready(self, block_size: int, num_blocks: int, *, prefix_caching: bool) -> None:
-        """The model is loaded, and its KV cache has so many blocks of so many tokens."""
-        self._cache_config(block_size, num_blocks, prefix_caching).set(1)
 
     def on_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)

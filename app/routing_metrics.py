@@ -1,8 +1,8 @@
-"""What `/metrics` says of how several engines share the requests."""
+"""What `/metrics` says of how several engines share the requests, and of what they hold together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -40,3 +40,19 @@ class RoutingCollector(Collector):
         )
         text = "Memory that knowing the engines' prefix caches takes, about."
         yield GaugeMetricFamily("headrace:routing_bytes", text, stats.num_bytes)
+
+
+class CacheConfigCollector(Collector):
+    """How the KV cache is divided, read when it is asked for: engines come and go. Nothing before there is one."""
+
+    def __init__(self, name: str, labels: Mapping[str, str], read: Callable[[], Mapping[str, str] | None]) -> None:
+        self._name, self._labels, self._read = name, labels, read
+
+    def collect(self) -> Iterator[Metric]:
+        text = "How the KV cache is divided, told by the labels; 1 once the model is loaded."
+        found = self._read()
+        labels = {} if found is None else {**self._labels, **found}
+        family = GaugeMetricFamily(self._name, text, None, list(labels))
+        if labels:
+            family.add_metric(list(labels.values()), 1)
+        yield family

@@ -86,6 +86,7 @@ class Server:
             phases=Phase,
             is_in=lambda phase: self.phase == phase,
             routing=lambda: None if self._llm is None else self._llm.routing,
+            cache_config=self._cache_config,
         )
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
@@ -166,6 +167,16 @@ class Server:
         stats = None if self._llm is None else self._llm.last_stats
         slots = self.settings.max_num_seqs * self.admission.wait.count_engines()
         return 0.0 if stats is None else stats.num_running / slots
+
+    def _cache_config(self) -> dict[str, str] | None:
+        """Labels of vLLM's."""
+        if self._model is None:
+            return None
+        return {
+            "block_size": str(self._model.engine_info.block_size),
+            "num_gpu_blocks": str(self._model.llm.num_blocks),
+            "enable_prefix_caching": str(self.settings.enable_prefix_caching),
+        }
 
     def longest_stalled_connection(self) -> tuple[Connection, float] | None:
         """Of the connections on which every request waits for its client, the one that has done so for longest."""
@@ -351,11 +362,6 @@ class Server:
                     chat_parameters=chat_parameters(self.settings),
                     tokenizer_info=tokenizer_info(files),
                     fingerprint=await to_thread.run_sync(fingerprint, files, engine_info.compute_form),
-                )
-                self.metrics.on_ready(
-                    engine_info.block_size,
-                    engine_info.num_blocks,
-                    prefix_caching=self.settings.enable_prefix_caching,
                 )
                 collect_seldom()
                 self.phase = Phase.READY

@@ -37,8 +37,8 @@ BOUNDED = {
 def table() -> str:
     """All metrics of a server with the default prefix, as a table of Markdown."""
     metrics = Metrics("model")
-    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, Phase, lambda phase: False)
-    metrics.on_ready(16, 1024, prefix_caching=True)
+    cache = {"block_size": "16", "num_gpu_blocks": "1024", "enable_prefix_caching": "True"}
+    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, Phase, lambda phase: False, cache_config=lambda: cache)
     metrics.on_http_request("/v1/models", "GET", 200)
     metrics.on_expert_load([(0, 1.0)])
     lines = ["| name | type | labels | unit | series | |", "| --- | --- | --- | --- | --- | --- |"]

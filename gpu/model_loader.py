@@ -58,6 +58,11 @@ class ServedModel(LanguageModel, Protocol):
         ...
 
     @property
+    def tokens_of_experts(self) -> Sequence[Any]:
+        """Of each layer with experts an array: how many tokens each expert has had so far."""
+        ...
+
+    @property
     def element_size(self) -> int:
         """Bytes of a number in the KV cache."""
         ...

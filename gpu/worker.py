@@ -53,6 +53,7 @@ class Worker:
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
         self.weight_forms = model.forms
+        self._model: ServedModel | None = model
         self._native = model if isinstance(model, CPUCausalLM) else None
         self.prompt_form_differs = model.prompt_form_differs
 
@@ -95,8 +96,8 @@ class Worker:
         return TorchProfile()
 
     def tokens_of_experts(self) -> list[list[int]]:
-        """How many tokens each expert of each layer has had. Torch does not count."""
-        return [] if self._native is None else [counts.tolist() for counts in self._native.tokens_of_experts]
+        """How many tokens each expert of each layer has had."""
+        return [] if self._model is None else [counts.tolist() for counts in self._model.tokens_of_experts]
 
     def shutdown(self) -> None:
         """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
@@ -105,7 +106,7 @@ class Worker:
 
             synchronize(self.device)
         del self.runner
-        self._native = None
+        self._model = self._native = None
         self.kv_caches = ()
         gc.collect()
         if self._on_cuda:

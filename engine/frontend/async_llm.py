@@ -243,6 +243,12 @@ class AsyncLLM:
         return getattr(self._client, "num_engines", 1)
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks of all engines that run; 0 before any does."""
+        at_first = 0 if self.ready is None else self.ready.num_blocks
+        return getattr(self._client, "num_blocks", at_first)
+
+    @property
     def routing(self) -> RoutingStats | None:
         """How several engines share the requests; None of one engine."""
         return getattr(self._client, "routing", None)

@@ -45,6 +45,10 @@ class PrefixIndex:
         num_ints = 2 * len(self._known) + 2 * len(self._guesses)
         return sum(map(sys.getsizeof, tables)) + num_ints * _BYTES_PER_INT
 
+    def num_chunks_only_in(self, engine: int) -> int:
+        """Chunks that no other engine is known to hold."""
+        return sum(self._known[chunk] == 1 << engine for chunk in self._chunks.get(engine, ()))
+
     def apply(self, engine: int, events: KVEvents) -> bool:
         """Take in what an engine publishes. Returns False if something is missing, or makes no sense: then it has to be
         asked for everything."""

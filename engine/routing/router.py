@@ -102,6 +102,11 @@ class Router:
         running = np.minimum(self._num_choices / self._max_num_seqs, 1.0)
         return float(queued.sum()) if self._is_priced else 0.0, float(running.sum())
 
+    def seconds_lost_with(self, engine: int) -> float:
+        """Of the work that it has, and that others would have to compute what only its cache holds."""
+        only_there = self.index.num_chunks_only_in(engine) * self.chunk_size * self._prompt_price[engine]
+        return float(self._loads()[engine] + only_there)
+
     @property
     def uncached_tokens(self) -> list[int]:
         """Tokens of prompts that wait in each engine to be computed, as far as can be told."""

@@ -41,12 +41,12 @@ from engine.scheduler.step_cost import StepCostTable
 from engine.stats import SchedulerStats
 from engine.transport.channel import Deliver
 from engine.transport.process_client import ProcessClient
-from engine.transport.replica import NOTHING_DONE, Placed, Replica
+from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, timed_out
 
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 5  # of each replica, in a row and without a token between them; when all have died once more, that is all
-RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0  # between a death and the new start; twice as long with each in a row
+RESTART_SECONDS, MAX_DOUBLINGS = 0.5, 6  # between a death and the new start; twice as long with each in a row
 SHARING_SECONDS = 0.1  # between two times that engines are told what the others have served
 SIZING_SECONDS = 1.0  # between two looks at how many engines there should be
 LOOKING_SECONDS = 0.2  # between two looks at whether KV events were lost
@@ -65,7 +65,7 @@ class DataParallelClient:
         max_size: int | None = None,
     ) -> None:
         most = max_size or size
-        self.replicas = [Replica(index, make_replica) for index in range(most)]
+        self.replicas = [Replica(index, make_replica, is_wanted=index < size) for index in range(most)]
         self._fleet = FleetSize(size, most)
         self._resized = anyio.Event()
         self._router = Router(most, max_num_seqs)
@@ -97,6 +97,11 @@ class DataParallelClient:
     def num_engines(self) -> int:
         """That take requests; at least 1."""
         return len(self._open()) or 1
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of all that run."""
+        return sum(each.engine_info.num_blocks for each in self.replicas if each.engine_info is not None)
 
     @property
     def routing(self) -> RoutingStats:
@@ -190,7 +195,7 @@ class DataParallelClient:
     def _open(self) -> list[int]:
         """Those that are given requests: where only such live as are wanted no more, these."""
         alive = self._alive()
-        return [index for index in alive if index < self._fleet.size] or alive
+        return [index for index in alive if self.replicas[index].is_wanted] or alive
 
     async def _follow(self) -> None:
         """Have as many replicas as the queues ask for."""
@@ -204,24 +209,32 @@ class DataParallelClient:
         size = self._fleet.update(wanted, time.monotonic())
         if size != before:
             logger.info("There should be %d engines, not %d", size, before)
+            by_worth = sorted(self.replicas, key=self._worth, reverse=True)
+            for rank, replica in enumerate(by_worth):
+                replica.is_wanted = rank < size
             self._resized.set()
             self._resized = anyio.Event()
-        for replica in self.replicas[size:]:
-            if replica.num_starts and not replica.ended.is_set() and not replica.requests:
+        for replica in self.replicas:
+            if not replica.is_wanted and replica.num_starts and not replica.ended.is_set() and not replica.requests:
                 replica.mark_dead()
                 self._router.forget(replica.index)
+
+    def _worth(self, replica: Replica) -> tuple[bool, bool, float, int]:
+        """Who has most to do and to lose stays; of those that come, who is still there is first."""
+        is_alive, seconds = replica.engine_info is not None, self._router.seconds_lost_with(replica.index)
+        return replica.is_wanted, is_alive, seconds, -replica.index
 
     async def _keep(self, replica: Replica) -> None:
         """Run a replica, again and again, while it is wanted."""
         while True:
-            while replica.index >= self._fleet.size:
+            while not replica.is_wanted:
                 await self._resized.wait()
             replica.start()
             async with replica.client.running(lambda events: self._receive(replica, events)):
                 await replica.ended.wait()
             if self._over:
                 return
-            await anyio.sleep(min(RESTART_SECONDS * 2.0 ** (replica.num_deaths - 1), MAX_RESTART_SECONDS))
+            await anyio.sleep(RESTART_SECONDS * 2.0 ** min(replica.num_deaths - 1, MAX_DOUBLINGS))
 
     def _receive(self, replica: Replica, events: list[Event]) -> None:
         told: list[Event] = []
@@ -258,7 +271,7 @@ class DataParallelClient:
                 logger.info("Engine %d runs%s", replica.index, " again" if replica.num_starts > 1 else "")
             elif len(self._alive()) == self._fleet.size:
                 self._announced = True
-                return [self._measures()]
+                return [described_as_one([each.engine_info for each in self.replicas if each.engine_info is not None])]
         elif isinstance(event, RequestsBegun):
             for request_id in event.request_ids:
                 if request_id in self._placed:
@@ -272,7 +285,7 @@ class DataParallelClient:
         lost, error = list(replica.requests), died.error
         replica.num_deaths += 1
         replica.mark_dead()
-        in_use = self.replicas[: self._fleet.size]
+        in_use = [each for each in self.replicas if each.is_wanted]
         if not self._announced or not (self._alive() or any(each.num_deaths <= MAX_DEATHS for each in in_use)):
             self._end()
             return died
@@ -350,7 +363,7 @@ class DataParallelClient:
             now = time.monotonic()
             late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]
             if late and not self._over:
-                self._deliver([self._merged([_timed_out(each) for each in late], NOTHING_DONE, now)])
+                self._deliver([self._merged([timed_out(each) for each in late], NOTHING_DONE, now)])
 
     def _end(self) -> None:
         self._over = True
@@ -371,16 +384,6 @@ class DataParallelClient:
 
     # --- as one
 
-    def _measures(self) -> EngineReady:
-        engine_info = [replica.engine_info for replica in self.replicas if replica.engine_info is not None]
-        return msgspec.structs.replace(
-            engine_info[0],
-            vocab_size=min(each.vocab_size for each in engine_info),
-            num_blocks=sum(each.num_blocks for each in engine_info),
-            block_size=min(each.block_size for each in engine_info),
-            max_model_len=min(each.max_model_len for each in engine_info),
-        )
-
     def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:
         """One replica's step as a step of all: its counters, and everybody's levels."""
         self._step += 1
@@ -394,7 +397,3 @@ class DataParallelClient:
             kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
         )
         return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
-
-
-def _timed_out(request_id: str) -> EngineCoreOutput:
-    return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
+import msgspec
 
 from engine.commands import AddRequests
-from engine.messages import EngineCoreRequest, EngineReady
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EngineReady, FinishReason
 from engine.stats import SchedulerStats
 from engine.transport.process_client import ProcessClient
 
@@ -37,8 +38,9 @@ class Placed:
 class Replica:
     """One engine of several: its client, and what it has to do. Owned by a DataParallelClient."""
 
-    def __init__(self, index: int, make: Callable[[int], ProcessClient]) -> None:
+    def __init__(self, index: int, make: Callable[[int], ProcessClient], *, is_wanted: bool) -> None:
         self.index = index
+        self.is_wanted = is_wanted  # or else it gets nothing new, and ends when it has nothing left
         self._make = make
         self.engine_info: EngineReady | None = None  # while it lives
         self.requests: dict[str, float] = {}  # since when it has had each
@@ -78,3 +80,19 @@ class Replica:
             return self.client.last_progress
         oldest = next(iter(self.requests.values()), None)
         return None if oldest is None else max(self.client.last_progress, oldest)
+
+
+def described_as_one(engines: Sequence[EngineReady]) -> EngineReady:
+    """What may be asked of any of them, and what they hold together."""
+    return msgspec.structs.replace(
+        engines[0],
+        vocab_size=min(each.vocab_size for each in engines),
+        num_blocks=sum(each.num_blocks for each in engines),
+        block_size=min(each.block_size for each in engines),
+        max_model_len=min(each.max_model_len for each in engines),
+    )
+
+
+def timed_out(request_id: str) -> EngineCoreOutput:
+    """What is told of a request that no engine has got in time."""
+    return EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.TIMEOUT)

@@ -24,6 +24,7 @@ from gpu.layers.norm import RMSNorm
 from gpu.layers.rotary import RotaryEmbedding, Rotation
 from gpu.layers.weights import Packs, weight_slots
 from gpu.models.attention import ATTENTION
+from gpu.models.experts import MoE
 from gpu.models.feed_forward import FEED_FORWARD
 from gpu.parallel.communicator import Communicator
 from gpu.parallel.cuts import vocabulary
@@ -71,6 +72,11 @@ class CausalLM(nn.Module):
         self._others = nn.ModuleList(others)
         layers = [DecoderLayer(layer, attention, communicator, dtype=dtype, device=device) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
+        self._mixtures = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoE)]
+        counts = [mixture.num_tokens for mixture in self._mixtures]  # of one family, so each layer has as many
+        self.tokens_of_experts = torch.stack(counts) if counts else torch.zeros(0, 0, device=device)
+        for mixture, row in zip(self._mixtures, self.tokens_of_experts, strict=True):
+            mixture.num_tokens = row
         self._backends = [layer.attention.backend for layer in layers]
         self._layout = kv_layout(config, spec)
         self.norm = None if spec.norm is None else RMSNorm(spec.norm, dtype=dtype, device=device)
@@ -108,9 +114,19 @@ class CausalLM(nn.Module):
             if cancellation_check is not None:
                 cancellation_check()
             delta = layer(residual, delta, rotations[rotary], metadata[group], kv_caches[slot])
+        self._count_experts(metadata[0].slot_mapping)
         if self.norm is None:
             return residual if delta is None else residual.add_(delta)
         return self.norm(residual, delta)
+
+    def _count_experts(self, slot_mapping: torch.Tensor) -> None:
+        """For all layers at once, so that it starts a few kernels a step. Padding is no token."""
+        layers = [mixture.chosen for mixture in self._mixtures if mixture.chosen is not None]
+        if not layers:
+            return
+        chosen = torch.stack(layers).flatten(1)
+        is_token = (slot_mapping >= 0).long().repeat_interleave(chosen.shape[1] // len(slot_mapping))
+        self.tokens_of_experts.scatter_add_(1, chosen, is_token.expand_as(chosen))
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
         """The zeroed cache of every slot (`gpu.kv_layout`), in the layout of the attention backend."""

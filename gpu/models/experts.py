@@ -57,6 +57,10 @@ class MoE(nn.Module):
         self.gate_up_bias, self.down_bias = (
             empty_parameter(count, size, dtype=dtype, device=device) if part.bias else None for part, size in biases
         )
+        # int64 [experts]: tokens that each has had, of all ranks. Those chosen in a step, int64 [T, top_k], are counted
+        # by whoever has all layers, unless they are None.
+        self.num_tokens = torch.zeros(spec.router.shape[0], dtype=torch.int64, device=device)
+        self.chosen: torch.Tensor | None = None
         self._communicator = communicator
         self._is_spread = count < spec.router.shape[0]
         self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
@@ -67,6 +71,7 @@ class MoE(nn.Module):
         if ranks is not None and self._is_spread and exchanges(len(hidden), ranks.size, self.spec.top_k):
             return self._exchanged(hidden, ranks)
         shares, experts = route(self.router(hidden), self.spec.top_k, self.spec.normalized)
+        self.chosen = experts
         groups = group_rows(experts, len(self.spec.experts), self.spec.first)
         output = combine(self._experts(hidden, groups), shares)
         if ranks is not None:
@@ -89,6 +94,8 @@ class MoE(nn.Module):
         shares, experts = route(self.router(own), top_k, self.spec.normalized)
         groups = group_rows(experts, num_experts)  # so by rank, too
         counts = ranks.all_gather(groups.starts.diff(), [num_experts] * ranks.size).view(ranks.size, num_experts)
+        self.chosen = None
+        self.num_tokens += counts.sum(0)
         sizes = [[sum(of_rank[first:last]) for first, last in owned] for of_rank in counts.tolist()]
         rows = ranks.all_to_all(own[groups.order // top_k], sizes)
 

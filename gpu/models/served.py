@@ -53,6 +53,11 @@ class TorchModel:
         self.set_max_model_len = model.set_max_model_len
         self.kv_caches: list[torch.Tensor] = []
 
+    @property
+    def tokens_of_experts(self) -> list[NDArray[np.int64]]:
+        """Of each layer with experts: how many tokens each expert has had so far. Waits for the device."""
+        return list(self.model.tokens_of_experts.cpu().numpy())
+
     def allocate_kv_cache(self, num_blocks: int) -> None:
         self.kv_caches = self.model.allocate_kv_cache(num_blocks, self.dtype, self.device)
 

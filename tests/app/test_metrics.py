@@ -200,12 +200,13 @@ def test_series_of_a_tenant_go_with_it_and_its_requests() -> None:
 
 
 def test_gateways_find_how_the_kv_cache_is_divided(metrics: Metrics) -> None:
+    told: dict[str, str] | None = None
+    metrics.show(lambda: 0.0, lambda: 0.0, lambda tenant: 0, (), lambda phase: False, cache_config=lambda: told)
     assert "cache_config_info{" not in metrics.render().decode(), "not before the model is loaded"
-    metrics.on_ready(16, 1024, prefix_caching=True)
-    assert (
-        value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="1024", enable_prefix_caching="True")
-        == 1
-    )
+    for num_blocks in ("1024", "2048"):  # another engine has come
+        told = {"block_size": "16", "num_gpu_blocks": num_blocks, "enable_prefix_caching": "True"}
+        assert value(metrics, "vllm:cache_config_info", **told) == 1
+        assert metrics.render().decode().count("cache_config_info{") == 1
     labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
     assert value(metrics, "vllm:lora_requests_info", **labels) > 0
 

@@ -169,7 +169,8 @@ async def test_a_tenants_limit_holds_over_all_engines() -> None:
                     msgspec.structs.replace(make_request([1], tenant="a", max_tokens=99), tenant_max_running=2)
                 )
         assert got == {i: expected_tokens(request) for i, request in enumerate(requests)}
-        assert 2 <= max(each.num_running for each in both.observer.stats) <= 3, "two of one tenant, one of the other"
+        most = max(each.num_running for each in both.observer.stats)
+        assert 2 <= most <= 4, "two of one tenant, one of the other, and who left may run while the next begins"
         assert not parallel._limits.num_held
         await both.assert_nothing_left()
 
@@ -296,7 +297,7 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
         assert both.llm.seconds_without_progress() == 0.0
 
 
-async def test_engines_follow_the_queue_and_one_that_goes_ends_what_it_has(
+async def test_engines_follow_the_queue_and_the_one_with_least_to_do_goes_and_ends_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(engine.transport.data_parallel, "SIZING_SECONDS", 0.02)
@@ -306,26 +307,32 @@ async def test_engines_follow_the_queue_and_one_that_goes_ends_what_it_has(
     hang.touch()
     parallel = DataParallelClient(lambda index: process_client(hang_while=str(hang)), 1, 8, max_size=2)
     async with serving(parallel) as fleet, anyio.create_task_group() as tasks:
-        last = make_request(range(30, 40), max_tokens=30)
-        got: list[int] = []
+        short, long = (make_request(range(30, 40), max_tokens=max_tokens) for max_tokens in (20, 90))
+        got: dict[str, list[int]] = {}
 
-        async def run_last() -> None:
-            got.extend(await fleet.read(last))
+        async def run(request: EngineCoreRequest) -> None:
+            got[request.request_id] = await fleet.read(request)
 
         async with anyio.create_task_group() as crowd:
+            tasks.start_soon(run, short)
+            await until(lambda: parallel.replicas[0].requests)
             for i in range(12):
                 crowd.start_soon(fleet.read, make_request([i, *range(9)], max_tokens=100))
             await until(lambda: fleet.llm.num_engines == 2)
-            tasks.start_soon(run_last)
+            assert fleet.llm.num_blocks == 2 * 64
+            tasks.start_soon(run, long)
             await until(lambda: parallel.replicas[1].requests)
             crowd.cancel_scope.cancel()
         await until(lambda: fleet.llm.num_engines == 1)
         assert len(engines_of_this_process()) == 2, "it gets nothing new, and ends what it has"
         hang.unlink()
         await until(lambda: len(engines_of_this_process()) == 1)
-        assert got == expected_tokens(last)
+        assert parallel._alive() == [1]
+        await until(lambda: len(got) == 2)
+        assert got == {request.request_id: expected_tokens(request) for request in (short, long)}
         assert not any(replica.num_deaths for replica in parallel.replicas)
         assert len(await fleet.read(make_request(range(9), max_tokens=5))) == 5
+        assert fleet.llm.num_blocks == 64
 
 
 async def test_what_is_lost_of_what_is_cached_is_missed_though_nothing_comes_after_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.kv_events import MIN_CHUNK as CHUNK
+from engine.kv_events import KVEvents
 from engine.messages import EngineCoreRequest
 from engine.routing.prefix_index import PrefixIndex
 from engine.routing.router import PREFILL_WEIGHT, TOKENS_PER_ANSWER, Router
@@ -202,6 +204,17 @@ def test_an_engine_that_has_gone_is_forgotten() -> None:
     assert router.loads[first] == 0.0
     assert place(router, make_request(prompt(1)), alive=rest) in rest
     assert choose(router, prompt(1)) in rest, "its cache has gone with it"
+
+
+def test_an_engine_is_worth_what_it_has_to_do_and_what_only_its_cache_holds() -> None:
+    router = Router(3, 8)
+    router.set_costs(0, costs(0.001))
+    place(router, make_request(prompt(9)), alive=[0])
+    for engine, chunks in ((1, [1, 2, 3]), (2, [3])):
+        stored = array("Q", chunks).tobytes()
+        assert router.apply(engine, KVEvents(epoch=1, sequence=1, stored=stored, removed=b"", is_whole=True))
+    lost = [router.seconds_lost_with(engine) for engine in ALL]
+    assert lost[0] == router.loads[0] > lost[1] > lost[2] == 0.0
 
 
 def test_only_engines_that_live_are_chosen() -> None:

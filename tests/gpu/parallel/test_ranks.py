@@ -160,18 +160,22 @@ def share_tensors(layout: Layout, path: str) -> SharedTensors:
 
 def say_and_exchange(executor: RankExecutor) -> Any:
     EXCHANGED.clear()
-    return say(executor), max(EXCHANGED) > 8
+    return say(executor), executor.worker.tokens_of_experts(), max(EXCHANGED) > 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "join"), [(2, join_gloo), (3, join_gloo), (3, share_tensors)])
 def test_ranks_that_exchange_rows_say_what_one_says(size: int, join: Join, tmp_path: Path) -> None:
-    """Of 5 experts 3 + 2 or 2 + 2 + 1; in the first step of a single token, of which all but one have none."""
+    """Of 5 experts 3 + 2 or 2 + 2 + 1; in the first step of a single token, of which all but one have none. And each
+    counts the tokens of all."""
     mixtral = small_model(architecture="MixtralForCausalLM", numbers=EXPERTS)
     cases: list[Case] = [(config, OPTIONS) for config in (mixtral, *MIXTURES.values())]
-    expected = [alone(case) for case in cases]
+    expected = []
+    for case in cases:
+        one = RankExecutor(load(*case, Layout()), Layout(), [])
+        expected.append((say(one), one.worker.tokens_of_experts(), True))
     found = run(size, 1, tmp_path, cases, say_and_exchange, partial(exchange_all, join), whole_experts=True)
-    assert found == [[(tokens, True) for tokens in expected]] * size
+    assert found == [expected] * size
 
 
 def test_ranks_exchange_rows_where_that_sends_less_and_never_in_a_graph() -> None:

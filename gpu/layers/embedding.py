@@ -12,29 +12,20 @@ from gpu.checkpoint.architecture import Part
 from gpu.kernels import gather_rows
 from gpu.kernels.dispatch import on_triton
 from gpu.layers.linear import Product
-from gpu.layers.weights import WeightSlot, empty_parameter
-from gpu.parallel.communicator import Communicator
+from gpu.layers.weights import Place, WeightSlot
 
 
 class Embedding(nn.Module):
     """One row per token of the vocabulary, times a scale, which is rounded to the dtype as Hugging Face does. Each
     tensor rank has the rows of some tokens."""
 
-    def __init__(
-        self,
-        part: Part,
-        scale: float,
-        communicator: Communicator | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, part: Part, scale: float, place: Place) -> None:
         super().__init__()
         self.part = part
-        self._communicator = communicator
+        self._communicator = place.communicator
         self._first_token = 0 if part.ranges is None else part.ranges[0][0]
-        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype).item()
-        self.weight = empty_parameter(*part.shape, dtype=dtype, device=device)
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
+        self.weight = place.parameter(*part.shape)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, hidden], a new tensor"""
@@ -60,11 +51,9 @@ class LMHead(Product):
     """Scores each token of the vocabulary, or of this rank's part of it, [R, hidden] -> [R, vocab]; with its own
     matrix, or with the embedding's where it has no `part`."""
 
-    def __init__(
-        self, part: Part | None, embedding: Embedding | None, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, part: Part | None, embedding: Embedding | None, place: Place) -> None:
         if part is not None:
-            super().__init__(empty_parameter(*part.shape, dtype=dtype, device=device))
+            super().__init__(place.parameter(*part.shape))
         else:
             assert embedding is not None
             super().__init__(embedding.weight)

@@ -15,8 +15,7 @@ from gpu.checkpoint.architecture import Part
 from gpu.kernels import linear
 from gpu.kernels.product import Tile
 from gpu.layers.packed import pack, packed_linear
-from gpu.layers.weights import WeightSlot, empty_parameter
-from gpu.parallel.communicator import Communicator
+from gpu.layers.weights import Place, WeightSlot
 
 
 class Product(nn.Module):
@@ -47,11 +46,10 @@ class Linear(Product):
     three.
     """
 
-    def __init__(self, *parts: Part, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, *parts: Part, place: Place) -> None:
         out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         super().__init__(
-            empty_parameter(out_features, in_features, dtype=dtype, device=device),
-            empty_parameter(out_features, dtype=dtype, device=device) if parts[0].bias else None,
+            place.parameter(out_features, in_features), place.parameter(out_features) if parts[0].bias else None
         )
         self.parts = parts
 
@@ -67,11 +65,9 @@ class Linear(Product):
 class RowLinear(Linear):
     """A linear layer whose inputs lie on several ranks: each multiplies its own, and the products are added up."""
 
-    def __init__(
-        self, part: Part, communicator: Communicator | None, *, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__(part, dtype=dtype, device=device)
-        self._communicator = communicator
+    def __init__(self, part: Part, place: Place) -> None:
+        super().__init__(part, place=place)
+        self._communicator = place.communicator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features of this rank] -> [R, out_features]"""

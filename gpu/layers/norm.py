@@ -14,17 +14,17 @@ from torch import nn
 from gpu.checkpoint.architecture import Heads, RMSNormSpec
 from gpu.kernels import add_rms_norm
 from gpu.kernels.dispatch import on_triton
-from gpu.layers.weights import WeightSlot, empty_parameter
+from gpu.layers.weights import Place, WeightSlot
 
 
 class RMSNorm(nn.Module):
     """Normalizes the residual stream, and first adds to it what the last sublayer contributed."""
 
-    def __init__(self, spec: RMSNormSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, spec: RMSNormSpec, place: Place) -> None:
         super().__init__()
         self.spec = spec
         self.shape, self.eps = spec.weight.shape, spec.eps
-        self.weight = empty_parameter(*self.shape, dtype=_dtype(spec, dtype), device=device)
+        self.weight = place.parameter(*self.shape, dtype=_dtype(spec, place))
 
     def forward(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         """Add `delta` to `residual` in place, if given; return the normalized residual. All [T, size]."""
@@ -46,22 +46,13 @@ class QKNorm(nn.Module):
 
     head_index: torch.Tensor
 
-    def __init__(
-        self,
-        specs: tuple[RMSNormSpec, RMSNormSpec],
-        heads: Heads,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, specs: tuple[RMSNormSpec, RMSNormSpec], heads: Heads, place: Place) -> None:
         super().__init__()
         self.specs = specs
         self.shape, self.eps = specs[0].weight.shape, specs[0].eps
-        self.weight = empty_parameter(
-            2, heads.dim, dtype=_dtype(specs[0], dtype), device=device
-        )  # of the queries, of the keys
+        self.weight = place.parameter(2, heads.dim, dtype=_dtype(specs[0], place))  # of the queries, of the keys
         rows = [0] * heads.query + [1] * heads.kv
-        self.register_buffer("head_index", torch.tensor(rows, device=device), persistent=False)
+        self.register_buffer("head_index", torch.tensor(rows, device=place.device), persistent=False)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """[T, num_heads + num_kv_heads, head_dim], queries first -> the same, normalized and contiguous"""
@@ -73,6 +64,6 @@ class QKNorm(nn.Module):
             yield spec.weight.weight_name, WeightSlot.into(weight)
 
 
-def _dtype(spec: RMSNormSpec, dtype: torch.dtype) -> torch.dtype:
+def _dtype(spec: RMSNormSpec, place: Place) -> torch.dtype:
     """Weights that are sums are kept as precise as they are computed."""
-    return torch.float32 if spec.weight.offset else dtype
+    return torch.float32 if spec.weight.offset else place.dtype

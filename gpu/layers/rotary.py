@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from gpu.checkpoint import RopeScaling
+from gpu.layers.weights import Place
 from gpu.rotary import rotations
 
 
@@ -27,18 +28,12 @@ class RotaryEmbedding(nn.Module):
     table: torch.Tensor
 
     def __init__(
-        self,
-        head_dim: int,
-        max_positions: int,
-        theta: float,
-        scaling: RopeScaling | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None, place: Place
     ) -> None:
         super().__init__()
         self._angles = (head_dim, theta, scaling)
-        self.register_buffer("table", torch.empty(2, 0, head_dim, dtype=dtype, device=device), persistent=False)
+        table = torch.empty(2, 0, head_dim, dtype=place.dtype, device=place.device)
+        self.register_buffer("table", table, persistent=False)
         self.resize(max_positions)
 
     def resize(self, max_positions: int) -> None:

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from gpu.parallel.communicator import Communicator
+
 
 @dataclass(frozen=True)
 class WeightSlot:
@@ -50,6 +52,15 @@ def weight_slots(model: torch.nn.Module) -> dict[str, WeightSlot]:
     return {name: slot for layer in layers for name, slot in layer.weight_slots()}
 
 
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.nn.Parameter:
-    """An uninitialized weight: whatever loads the model writes all of it, so no time goes into random values."""
-    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+@dataclass(frozen=True)
+class Place:
+    """Where the weights of a model are: in which type, on which device, and who has the other parts of them."""
+
+    dtype: torch.dtype
+    device: torch.device | str
+    communicator: Communicator | None = None  # to the other tensor ranks; None: there are none
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """An uninitialized weight: whatever loads the model writes all of it, so no time goes into random values."""
+        data = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.nn.Parameter(data, requires_grad=False)

@@ -12,33 +12,24 @@ from gpu.checkpoint.architecture import AttentionSpec, Heads
 from gpu.layers.linear import Linear, RowLinear
 from gpu.layers.norm import QKNorm
 from gpu.layers.rotary import Rotation, rotate_
-from gpu.layers.weights import WeightSlot, empty_parameter
-from gpu.parallel.communicator import Communicator
+from gpu.layers.weights import Place, WeightSlot
 
 
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        backend: Callable[[Heads], AttentionBackend],
-        communicator: Communicator | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, backend: Callable[[Heads], AttentionBackend], place: Place) -> None:
         super().__init__()
         self.heads = heads = spec.heads
         self.num_qk_heads = heads.query + heads.kv
         self.backend = attention = backend(heads)
         self.fused = attention if isinstance(attention, FusedAttention) else None
         self.plain = None if isinstance(attention, FusedAttention) else attention
-        self.qkv = Linear(*spec.qkv, dtype=dtype, device=device)
-        self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, dtype=dtype, device=device)
-        self.out = RowLinear(spec.out, communicator, dtype=dtype, device=device)
+        self.qkv = Linear(*spec.qkv, place=place)
+        self.qk_norm = None if spec.qk_norm is None else QKNorm(spec.qk_norm, heads, place)
+        self.out = RowLinear(spec.out, place)
         self.spec = spec
-        self.sinks = None if spec.sinks is None else empty_parameter(heads.query, dtype=torch.float32, device=device)
+        self.sinks = None if spec.sinks is None else place.parameter(heads.query, dtype=torch.float32)
 
     def forward(
         self, hidden: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, kv_cache: torch.Tensor

@@ -22,7 +22,7 @@ from gpu.kv_layout import kv_layout
 from gpu.layers.embedding import Embedding, LMHead
 from gpu.layers.norm import RMSNorm
 from gpu.layers.rotary import RotaryEmbedding, Rotation
-from gpu.layers.weights import Packs, weight_slots
+from gpu.layers.weights import Packs, Place, weight_slots
 from gpu.models.attention import ATTENTION
 from gpu.models.experts import MoE
 from gpu.models.feed_forward import FEED_FORWARD
@@ -56,21 +56,20 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.spec = spec = spec or spec_of(config)
-        attention = cache(attention)
+        attention, place = cache(attention), Place(dtype, device, communicator)
         self.embed_tokens: Embedding | None = None
         if spec.embedding is not None:
-            scale = spec.embedding_scale
-            self.embed_tokens = Embedding(spec.embedding, scale, communicator, dtype=dtype, device=device)
+            self.embed_tokens = Embedding(spec.embedding, spec.embedding_scale, place)
         ropes = [layer.attention.rope for layer in spec.layers]
         rotaries = {
-            rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, dtype=dtype, device=device)
+            rope: RotaryEmbedding(config.head_dim, max_model_len, rope.theta, rope.scaling, place)
             for rope in dict.fromkeys(ropes)
         }
         self._rotaries = [*rotaries.values()]  # in the order in which layers first want them
         self._rotary_of = [list(rotaries).index(rope) for rope in ropes]  # each layer
         self.rotary, *others = self._rotaries
         self._others = nn.ModuleList(others)
-        layers = [DecoderLayer(layer, attention, communicator, dtype=dtype, device=device) for layer in spec.layers]
+        layers = [DecoderLayer(layer, attention, place) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._mixtures = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoE)]
         counts = [mixture.num_tokens for mixture in self._mixtures]  # of one family, so each layer has as many
@@ -79,12 +78,12 @@ class CausalLM(nn.Module):
             mixture.num_tokens = row
         self._backends = [layer.attention.backend for layer in layers]
         self._layout = kv_layout(config, spec)
-        self.norm = None if spec.norm is None else RMSNorm(spec.norm, dtype=dtype, device=device)
+        self.norm = None if spec.norm is None else RMSNorm(spec.norm, place)
         self._softcap = spec.softcap
         self.communicator = communicator
         self.lm_head: LMHead | None = None
         if self.norm is not None:
-            self.lm_head = LMHead(spec.head, self.embed_tokens, dtype=dtype, device=device)
+            self.lm_head = LMHead(spec.head, self.embed_tokens, place)
 
     def forward(
         self,
@@ -167,24 +166,16 @@ class CausalLM(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward network, each behind a norm."""
 
-    def __init__(
-        self,
-        spec: LayerSpec,
-        attention: Callable[[Heads], AttentionBackend],
-        communicator: Communicator | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: LayerSpec, attention: Callable[[Heads], AttentionBackend], place: Place) -> None:
         super().__init__()
         mixer, network = _implemented(ATTENTION, spec.attention), _implemented(FEED_FORWARD, spec.feed_forward)
-        self.attention_norm = RMSNorm(spec.attention_norm, dtype=dtype, device=device)
-        self.attention = mixer(spec.attention, attention, communicator, dtype=dtype, device=device)
-        self.feed_forward_norm = RMSNorm(spec.feed_forward_norm, dtype=dtype, device=device)
-        self.feed_forward = network(spec.feed_forward, communicator, dtype=dtype, device=device)
+        self.attention_norm = RMSNorm(spec.attention_norm, place)
+        self.attention = mixer(spec.attention, attention, place)
+        self.feed_forward_norm = RMSNorm(spec.feed_forward_norm, place)
+        self.feed_forward = network(spec.feed_forward, place)
         post_norms = (spec.attention_post_norm, spec.feed_forward_post_norm)
         self.attention_post_norm, self.feed_forward_post_norm = (
-            None if norm is None else RMSNorm(norm, dtype=dtype, device=device) for norm in post_norms
+            None if norm is None else RMSNorm(norm, place) for norm in post_norms
         )
 
     def forward(

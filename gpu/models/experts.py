@@ -11,7 +11,7 @@ from gpu.checkpoint.architecture import ClampedSwiGLUSpec, MoESpec
 from gpu.kernels import Groups, combine, group_rows, grouped_linear, route
 from gpu.layers.activation import clamped_swiglu, silu_and_mul
 from gpu.layers.linear import Linear
-from gpu.layers.weights import WeightSlot, empty_parameter
+from gpu.layers.weights import Place, WeightSlot
 from gpu.parallel.communicator import Communicator
 from gpu.parallel.cuts import share
 
@@ -38,30 +38,23 @@ class MoE(nn.Module):
     there could be, all rows to one rank.
     """
 
-    def __init__(
-        self,
-        spec: MoESpec,
-        communicator: Communicator | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: MoESpec, place: Place) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Linear(spec.router, dtype=dtype, device=device)
+        self.router = Linear(spec.router, place=place)
         network, count = spec.experts[0], len(spec.experts)
         inner, hidden = network.gate.shape
-        self.gate_up = empty_parameter(count, 2 * inner, hidden, dtype=dtype, device=device)
-        self.down = empty_parameter(count, hidden, inner, dtype=dtype, device=device)
+        self.gate_up = place.parameter(count, 2 * inner, hidden)
+        self.down = place.parameter(count, hidden, inner)
         biases = ((network.gate, 2 * inner), (network.down, hidden))
         self.gate_up_bias, self.down_bias = (
-            empty_parameter(count, size, dtype=dtype, device=device) if part.bias else None for part, size in biases
+            place.parameter(count, size) if part.bias else None for part, size in biases
         )
         # int64 [experts]: tokens that each has had, of all ranks. Those chosen in a step, int64 [T, top_k], are counted
         # by whoever has all layers, unless they are None.
-        self.num_tokens = torch.zeros(spec.router.shape[0], dtype=torch.int64, device=device)
+        self.num_tokens = torch.zeros(spec.router.shape[0], dtype=torch.int64, device=place.device)
         self.chosen: torch.Tensor | None = None
-        self._communicator = communicator
+        self._communicator = place.communicator
         self._is_spread = count < spec.router.shape[0]
         self._clamp = (network.alpha, network.limit) if isinstance(network, ClampedSwiGLUSpec) else None
 

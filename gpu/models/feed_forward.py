@@ -10,24 +10,17 @@ from torch import nn
 from gpu.checkpoint.architecture import GeGLUSpec, MoESpec, SwiGLUSpec
 from gpu.layers.activation import gelu_and_mul, silu_and_mul
 from gpu.layers.linear import Linear, RowLinear
+from gpu.layers.weights import Place
 from gpu.models.experts import MoE
-from gpu.parallel.communicator import Communicator
 
 
 class SwiGLU(nn.Module):
     """The gated network of Llama (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(
-        self,
-        spec: SwiGLUSpec,
-        communicator: Communicator | None = None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, spec: SwiGLUSpec, place: Place) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.gate, spec.up, dtype=dtype, device=device)
-        self.down = RowLinear(spec.down, communicator, dtype=dtype, device=device)
+        self.gate_up = Linear(spec.gate, spec.up, place=place)
+        self.down = RowLinear(spec.down, place)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""

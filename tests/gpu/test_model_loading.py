@@ -9,6 +9,7 @@ import transformers
 from gpu.checkpoint import ModelError
 from gpu.checkpoint.architecture import Part
 from gpu.layers.linear import Linear
+from gpu.layers.weights import Place
 from gpu.models import CausalLM
 from tests.gpu.oracles import ORACLES, build, model_config
 
@@ -81,7 +82,7 @@ def test_weights_are_converted_to_the_dtype_of_the_model(checkpoint):
 def test_a_packed_matrix_gives_what_the_plain_one_gives(num_rows, bias):
     generator = torch.Generator().manual_seed(num_rows)
     parts = Part("a", "a", (40, 72), bias), Part("b", "b", (93, 72), bias)
-    layer = Linear(*parts, dtype=torch.bfloat16, device="cpu")
+    layer = Linear(*parts, place=Place(torch.bfloat16, "cpu"))
     with torch.inference_mode():
         for _, slot in layer.weight_slots():
             slot.load(torch.randn(slot.shape, generator=generator))

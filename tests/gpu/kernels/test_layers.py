@@ -7,6 +7,7 @@ import torch
 
 from gpu.kernels import add_rms_norm, gather_rows, gelu_and_mul, rope_and_cache, silu_and_mul
 from gpu.layers.rotary import RotaryEmbedding
+from gpu.layers.weights import Place
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)
@@ -80,7 +81,7 @@ def test_queries_are_rotated_in_place_and_keys_and_values_stored(seed):
     block_size, dtype = rng.choice([1, 8, 16]), rng.choice(DTYPES)
     eps, with_norm = 1e-6, seed % 2 == 0
     num_tokens, max_positions = 5, 40
-    rotary = RotaryEmbedding(head_dim, max_positions, 10000.0, None, dtype=dtype, device="cpu")
+    rotary = RotaryEmbedding(head_dim, max_positions, 10000.0, None, Place(dtype, "cpu"))
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
     qk_norm = torch.randn(2, head_dim).to(dtype) if with_norm else None
     positions = torch.tensor(rng.sample(range(max_positions), num_tokens))

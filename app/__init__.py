@@ -38,7 +38,7 @@ loading            from settings to an engine: the only place that knows both th
 engine_facts       what an engine is told of the settings, and what is told of an engine
 engine_process     the main of the engine's own process
 engine_on_ray      the same in an actor on a machine of a Ray cluster
-frozen_imports     modules that stay as long as the process, kept out of the garbage collector's way
+garbage            what the garbage collector need not look at
 workers            refuses to be run by several workers
 reloading          what a running server reads again at SIGHUP
 systemd            the socket that systemd has opened, and what it is told

@@ -68,7 +68,7 @@ def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
 
 def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
-    from app.frozen_imports import frozen_imports
+    from app.garbage import frozen_imports
     from app.reloading import ignore_hangup
     from app.systemd import inherited_listener
 

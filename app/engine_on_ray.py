@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,7 +20,8 @@ from engine.core.core import EngineCore
 from engine.end_when_stopped import end_when_stopped
 from engine.errors import EngineLost, RankLost
 from engine.transport.channel import wait_done
-from engine.transport.remote import Launched, RemoteClient
+from engine.transport.process_client import ProcessClient
+from engine.transport.remote import Launched, RemoteLink
 from engine.transport.remote_core import serve_remote
 from engine.transport.wire import Ends, Report
 
@@ -43,7 +45,7 @@ class EngineActor:
         serve_remote(build, msgspec.msgpack.decode(ends, type=Ends))
 
 
-def make_ray_client(settings: Settings, index: int | None, report: Report) -> RemoteClient:
+def make_ray_client(settings: Settings, index: int | None, report: Report) -> ProcessClient:
     """An engine that Ray places, with a device or the cores of `num_threads`. This process has joined the cluster."""
     if settings.num_ranks == 1 and settings.num_threads is None:
         settings = settings.model_copy(update={"num_threads": 1})
@@ -53,7 +55,8 @@ def make_ray_client(settings: Settings, index: int | None, report: Report) -> Re
         report("Waiting for room on the Ray cluster", 0, None)
         return _Actor(settings, ends)
 
-    return RemoteClient(launch, ray.util.get_node_ip_address(), setup, on_progress=report)
+    link = partial(RemoteLink, launch, ray.util.get_node_ip_address())
+    return ProcessClient(link, setup, on_progress=report)
 
 
 class _Actor:

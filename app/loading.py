@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from app.engine_facts import describe, engine_config
-from app.frozen_imports import frozen_imports
+from app.garbage import frozen_imports
 from app.setting_sources import env_name
 from app.setting_types import is_secret
 from app.settings import Settings
@@ -200,7 +201,8 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
 
     `index` tells several engines apart in the log.
     """
-    from engine.transport.process_client import ProcessClient  # ZMQ: a twentieth of a start that does without
+    from engine.transport.child import Child  # ZMQ: a twentieth of a start that does without
+    from engine.transport.process_client import ProcessClient
 
     secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
@@ -208,9 +210,8 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
     if share.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = share.devices
     return ProcessClient(
-        [sys.executable, "-m", ENGINE_MODULE],
+        partial(Child, [sys.executable, "-m", ENGINE_MODULE], environment),
         {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
-        environment=environment,
         on_progress=progress,
     )
 

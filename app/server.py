@@ -19,7 +19,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from app.admission import Admission, Limit
-from app.frozen_imports import collect_seldom, frozen_imports
+from app.garbage import collect_seldom, frozen_imports
 from app.hypercorn_patches import Connection
 from app.metrics import Metrics
 from app.response_store import ResponseStore

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter
@@ -24,6 +23,7 @@ from app.bench.answers import read_answer
 from app.bench.connection import ConnectionPool, Exchange
 from app.bench.report import RequestRecord, statistics
 from app.bench.workloads import WorkloadRequest, text_of
+from app.garbage import no_collection
 
 LOOP_TICK = 0.01  # seconds between two looks at how late the event loop is
 MAX_SEND_LAG_MS, MAX_LOOP_LAG_MS, MAX_CPU_SHARE = 10.0, 10.0, 0.9  # of a client whose figures are the server's
@@ -85,7 +85,8 @@ class Driver:
         at_a_time = min(self._max_concurrency or len(talks), len(talks))
         closed = self._max_concurrency is not None or not workload[-1].arrival
         await self._pool.open(at_a_time if closed else 1)
-        with _no_garbage_collection():
+        gc.collect()
+        with no_collection():  # which would stop all clocks for milliseconds
             cpu, began = time.process_time(), perf_counter()
             self.figures.began = began
             for _ in range(self._max_concurrency or 0):
@@ -162,14 +163,3 @@ def _conversation(turn: Turn) -> int | str:
     """Which it belongs to; a request without one is its own."""
     request, record = turn
     return record.request_id if request.conversation is None else request.conversation
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection stops all clocks for milliseconds, and there is little of it to collect here."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.bench.report import RequestRecord, summarize
 from app.bench.workloads import WorkloadRequest
+from app.garbage import no_collection
 from app.settings import Settings, SettingsError
 from app.simulate.door import AdmissionDoor
 from app.simulate.loads import WorkloadLoad
@@ -79,7 +78,7 @@ def simulate(
         outages=outages,
     )
     began = time.perf_counter()
-    with _no_garbage_collection():
+    with no_collection():  # what a simulation keeps, it keeps to its end
         while simulation.advance(max_steps=None if watch is None else STEPS_AT_ONCE):
             if watch is not None:
                 watch(simulation)
@@ -103,15 +102,3 @@ def simulate(
         figures["uncached_tokens_max_by_mean"] = engines.imbalance
         figures["num_placed_again"] = simulation.num_placed_again
     return Outcome(load.records, list(simulation.ended), figures)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """What a simulation keeps, it keeps to its end: looking through it again and again costs a tenth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -8,10 +8,10 @@ queries         questions that are open
 wire            what crosses a process
 link            the front end's two sockets to an engine
 child           its hold on an engine process of this machine
-process_client  `EngineClient` over one process
-process_core    the child's side of it
-remote          the front end's hold on an engine process of another machine, and its client
-remote_core     that engine's side of it
+remote          its hold on an engine process of another machine
+process_client  `EngineClient` over one process, wherever it is
+process_core    the side of a process of this machine
+remote_core     the side of one on another machine
 replica         one engine of several
 data_parallel   `EngineClient` over several
 """

@@ -33,7 +33,8 @@ CUT_OFF_SECONDS = 0.05
 class Child(Link):
     """An engine process; a context manager that starts it and, at the end, kills it if it still runs.
 
-    The child gets the path of a private directory and the number of its end of the lifeline as its last arguments.
+    What `command` starts calls `engine.transport.process_core.serve_parent`, with the path of a private directory and
+    the number of its end of the lifeline as its last arguments.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -1,12 +1,12 @@
 """The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
 
 `ProcessClient` is the counterpart of `engine.transport.client.ThreadClient`. The other end is
-`engine.transport.process_core`. `engine.transport.remote` has the client of one on another machine.
+`engine.transport.process_core`, on another machine `engine.transport.remote_core`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver
-from engine.transport.child import Child
 from engine.transport.link import Link
 from engine.transport.queries import Queries
 from engine.transport.wire import Report
@@ -28,26 +27,18 @@ END_SECONDS = 2.5  # that a step in progress has to end when the engine is told 
 
 
 class ProcessClient:
-    """An engine in a child process, which `command` starts and which calls
-    `engine.transport.process_core.serve_parent`.
+    """An engine in a process of its own, of this machine (`engine.transport.child`) or another
+    (`engine.transport.remote`): `make_link` makes a hold on a new one.
 
-    `setup` is plain data for the child; it holds no secrets. `on_progress` hears on the event loop how far loading is.
-    The child's death, by whatever cause, is known at once; this process' death ends the child.
+    `setup` is plain data for the process; it holds no secrets. `on_progress` hears on the event loop how far loading
+    is. The process' death, by whatever cause, is known at once; the death of this one ends it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        setup: Any,
-        *,
-        environment: Mapping[str, str] | None = None,
-        on_progress: Report | None = None,
-    ) -> None:
-        self._command = command
+    def __init__(self, make_link: Callable[[], Link], setup: Any, *, on_progress: Report | None = None) -> None:
+        self._make_link = make_link
         self._setup = setup
-        self._environment = environment
         self._on_progress = on_progress or (lambda phase, done, total: None)
-        self._child: Link | None = None
+        self._link: Link | None = None
         self._queries = Queries(self.send)
         self._heartbeat = Heartbeat()
         self._is_ready = False
@@ -58,7 +49,7 @@ class ProcessClient:
     @property
     def pid(self) -> int | None:
         """Of the engine's process, while there is one."""
-        return self._child.pid if self._child else None
+        return self._link.pid if self._link else None
 
     @property
     def is_available(self) -> bool:
@@ -83,48 +74,45 @@ class ProcessClient:
         self._gone, self._over = anyio.Event(), anyio.Event()
         with ExitStack() as stack:
             try:
-                child = stack.enter_context(self._make_child())
+                link = stack.enter_context(self._make_link())
             except (OSError, zmq.ZMQError) as error:  # no descriptors, memory or room for it
                 deliver([EngineDied(EngineDead(f"the engine's process cannot be started: {error}"))])
                 yield
                 return
-            self._child, self._heartbeat = child, child.heartbeat
+            self._link, self._heartbeat = link, link.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:
-                    task_group.start_soon(self._attend, child, self._queries.before(deliver))
+                    task_group.start_soon(self._attend, link, self._queries.before(deliver))
                     try:
                         yield
                     finally:
-                        await self._end(child)
+                        await self._end(link)
             finally:
-                self._child = None
-
-    def _make_child(self) -> Link:
-        return Child(self._command, self._environment)
+                self._link = None
 
     def send(self, command: Command) -> None:
-        if self._child is not None:
-            self._child.send(command)
+        if self._link is not None:
+            self._link.send(command)
 
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
 
-    async def _end(self, child: Link) -> None:
+    async def _end(self, link: Link) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
         self._is_ending = True
         if self._is_ready:
-            child.send(Close())
+            link.send(Close())
             with anyio.move_on_after(END_SECONDS, shield=True):
                 await self._gone.wait()
-        child.kill()
+        link.kill()
 
-    async def _attend(self, child: Link, deliver: Deliver) -> None:
-        """Be there for the child until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
+    async def _attend(self, link: Link, deliver: Deliver) -> None:
+        """Be there for the process until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
         try:
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as task_group:
-                    task_group.start_soon(self._listen, child, deliver)
-                    ended = await child.wait_gone()
+                    task_group.start_soon(self._listen, link, deliver)
+                    ended = await link.wait_gone()
                     with anyio.move_on_after(ended.last_event_seconds):
                         await self._over.wait()
                     task_group.cancel_scope.cancel()
@@ -133,18 +121,18 @@ class ProcessClient:
                     shut_down = EngineDead("the engine has been shut down")
                     deliver([EngineDied(shut_down if self._is_ending else ended.error)])
         finally:
-            child.kill()
+            link.kill()
             self._gone.set()
 
-    async def _listen(self, child: Link, deliver: Deliver) -> None:
-        await child.connect(self._setup)
+    async def _listen(self, link: Link, deliver: Deliver) -> None:
+        await link.connect(self._setup)
         while not self._over.is_set():
             events: list[Event] = []
             try:
-                received = await child.receive()
+                received = await link.receive()
             except (msgspec.MsgspecError, RecursionError) as error:  # it is not what it was; nothing of it is believed
                 received = [EngineDied(EngineDead(f"the engine's process says what is no event: {error}"))]
-                child.kill()
+                link.kill()
             for event in received:
                 match event:
                     case LoadingProgress(phase, done, total):

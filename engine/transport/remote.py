@@ -20,8 +20,7 @@ from engine.core.heartbeat import Heartbeat
 from engine.curve import CurveServer
 from engine.errors import EngineLost
 from engine.transport.link import Ended, Link
-from engine.transport.process_client import ProcessClient
-from engine.transport.wire import Ends, Ping, Pulse, Report
+from engine.transport.wire import Ends, Ping, Pulse
 
 PING_SECONDS = 0.25  # a lost connection is seen by the next ping
 LAST_EVENT_SECONDS = 0.25  # what was said last and what tells the end come by two connections
@@ -48,20 +47,9 @@ Launch = Callable[[Ends], Launched]
 not wait for it."""
 
 
-class RemoteClient(ProcessClient):
-    """An engine that `launch` starts on a machine from which `host`, an address of this one, can be reached."""
-
-    def __init__(self, launch: Launch, host: str, setup: Any, *, on_progress: Report | None = None) -> None:
-        super().__init__((), setup, on_progress=on_progress)
-        self._launch = launch
-        self._host = host
-
-    def _make_child(self) -> Link:
-        return RemoteChild(self._launch, self._host)
-
-
-class RemoteChild(Link):
-    """A hold on an engine process on another machine."""
+class RemoteLink(Link):
+    """A hold on an engine process that `launch` starts on a machine from which `host`, an address of this one, can be
+    reached."""
 
     def __init__(self, launch: Launch, host: str) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +14,7 @@ from app import loading
 from app.loading import divide, make_client, open_files
 from app.settings import Settings
 from engine.errors import ConfigError
+from engine.transport.child import Child
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
@@ -26,6 +28,12 @@ SECRET = "sk-not-for-the-engine"
 
 def client(**settings: Any) -> object:
     return make_client(Settings(**settings), cast(ModelFiles, None), no_progress)
+
+
+def environment_of(process: object) -> dict[str, str]:
+    """What an engine's process will be started with."""
+    _, environment = cast(partial[Child], cast(ProcessClient, process)._make_link).args
+    return dict(environment)
 
 
 @pytest.fixture
@@ -45,8 +53,8 @@ def test_the_settings_choose_the_client() -> None:
 def test_no_key_reaches_the_engines_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_API_KEYS", SECRET)
     process = cast(ProcessClient, client(engine="process", api_keys=SECRET))
-    assert process._environment is not None
-    assert SECRET not in json.dumps([process._setup, dict(process._environment)])
+    assert "PATH" in environment_of(process)
+    assert SECRET not in json.dumps([process._setup, environment_of(process)])
 
 
 def test_the_engines_process_gets_the_same_settings() -> None:
@@ -97,4 +105,4 @@ def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"data_parallel_size is 4: .* and 3 can be used. data_parallel_size=3 works"):
         divide(settings.model_copy(update={"data_parallel_size": 4}))
     process = cast(DataParallelClient, make_client(settings, cast(ModelFiles, None), no_progress)).replicas[1].client
-    assert (process._environment or {})["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+    assert environment_of(process)["CUDA_VISIBLE_DEVICES"] == "GPU-abc"

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,11 @@ import msgspec
 from engine.errors import EngineLost
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest
+from engine.transport.child import Child
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
-from engine.transport.remote import RemoteClient
+from engine.transport.remote import RemoteLink
 from engine.transport.wire import Ends, Report
 from tests.engine.helpers import RecordingObserver, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
@@ -32,7 +34,8 @@ def simulation(**options: Any) -> Simulation:
 
 
 def process_client(on_progress: Report | None = None, **options: Any) -> ProcessClient:
-    return ProcessClient(COMMAND, msgspec.to_builtins(simulation(**options)), on_progress=on_progress)
+    setup = msgspec.to_builtins(simulation(**options))
+    return ProcessClient(partial(Child, COMMAND), setup, on_progress=on_progress)
 
 
 class Launched:
@@ -60,9 +63,9 @@ class Launched:
 
 def remote_client(
     launch: Callable[[Ends], Launched] = Launched, on_progress: Report | None = None, **options: Any
-) -> RemoteClient:
+) -> ProcessClient:
     setup = msgspec.to_builtins(simulation(**options))
-    return RemoteClient(launch, "127.0.0.1", setup, on_progress=on_progress)
+    return ProcessClient(partial(RemoteLink, launch, "127.0.0.1"), setup, on_progress=on_progress)
 
 
 def client(where: Where, **options: Any) -> EngineClient:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetS
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
+from engine.transport.child import Child
 from engine.transport.process_client import ProcessClient
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import make_request, until
@@ -39,7 +41,7 @@ async def test_a_process_that_ends_without_a_word_is_told_with_its_status(loadin
 
 
 async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
-    llm = AsyncLLM(ProcessClient([sys.executable, "-c", "raise SystemExit(3)"], {}), TOKENIZER)
+    llm = AsyncLLM(ProcessClient(partial(Child, [sys.executable, "-c", "raise SystemExit(3)"]), {}), TOKENIZER)
     async with llm.running():
         with pytest.raises(EngineDead, match="status 3"):
             await llm.wait_ready()

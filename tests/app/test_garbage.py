@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from app.frozen_imports import NEW_OBJECTS, collect_seldom, frozen_imports
+from app.garbage import NEW_OBJECTS, collect_seldom, frozen_imports
 
 
 @pytest.fixture(autouse=True)

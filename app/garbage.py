@@ -25,12 +25,21 @@ def frozen_imports(module: str) -> Iterator[None]:
     if module in sys.modules:
         yield
         return
+    with no_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """For a block that leaves little garbage, or keeps all that it makes."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()
 

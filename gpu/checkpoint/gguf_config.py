@@ -7,14 +7,14 @@ import math
 import numpy as np
 
 from gpu.checkpoint.architecture import Architecture
-from gpu.checkpoint.config import ModelConfig, RopeScaling, yarn_attention_factor
+from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
 from gpu.checkpoint.families.llama import LLAMA
 from gpu.checkpoint.families.mixtral import MIXTRAL
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.header_fields import FIELDS, HeaderField, Numbers, check_field, shown
-from gpu.checkpoint.hf_config import check_config
+from gpu.checkpoint.hf_config import check_config, linear_or_yarn
 
 GGUF_FAMILIES = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 
@@ -46,31 +46,23 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         return file.metadata.get(key), f"metadata {key}"
 
     numbers = Numbers(find, source=file.path.name, own=family.numbers)
-    hidden_size = numbers.integer("hidden_size")
-    heads = numbers.integer("num_attention_heads")
-    head_dim = numbers.integer("head_dim", hidden_size // heads)
+    sizes = numbers.sizes()
+    head_dim, num_layers = sizes["head_dim"], sizes["num_hidden_layers"]
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.get(f"{architecture}.{key}", int, head_dim) != head_dim:
             raise ModelError(
                 f"{file.path.name}: {architecture}.{key} other than the head's size {head_dim} is not supported."
             )
 
-    num_layers = numbers.integer("num_hidden_layers")
     rope_theta = numbers.number("rope_theta", 10000.0)
     has_window = file.get(f"{architecture}.attention.sliding_window", int, 0) != 0
     vocab_size = file.tensors["token_embd.weight"].shape[0]
     config = ModelConfig(
+        **sizes,
         architecture=family.name,
         vocab_size=check_field(
             FIELDS["vocab_size"], vocab_size, key="the number of rows of token_embd.weight", source=file.path.name
         ),
-        hidden_size=hidden_size,
-        intermediate_size=numbers.integer("intermediate_size"),
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=numbers.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        max_position_embeddings=numbers.integer("max_position_embeddings"),
         rms_norm_eps=_shortest(numbers.number("rms_norm_eps")),
         rope_theta=rope_theta,
         rope_scaling=_rope_scaling(file, numbers, rope_theta, head_dim, family),
@@ -104,19 +96,8 @@ def _rope_scaling(
     kind = file.get(f"{architecture}.rope.scaling.type", str, "none")
     if kind == "none":
         return None
-    if kind == "linear":
-        return RopeScaling(rope_type="linear", factor=numbers.number("factor"))
-    if kind == "yarn":
-        factor = numbers.number("factor")
-        return RopeScaling(
-            rope_type="yarn",
-            factor=factor,
-            original_max_position_embeddings=numbers.integer("original_max_position_embeddings"),
-            beta_fast=numbers.number("beta_fast", 32.0),
-            beta_slow=numbers.number("beta_slow", 1.0),
-            truncate=family.yarn_truncate,
-            attention_factor=yarn_attention_factor(factor),
-        )
+    if kind in ("linear", "yarn"):
+        return linear_or_yarn(kind, numbers, truncate=family.yarn_truncate)
     raise ModelError(
         f"{file.path.name}: RoPE scaling {shown(kind)} is not supported; supported are linear, yarn and Llama 3's."
     )

@@ -103,6 +103,19 @@ class Numbers:
     def number(self, name: str, default: float | None = None) -> float:
         return self._read(name, FIELDS[name], default)
 
+    def sizes(self) -> dict[str, Any]:
+        """Those that every header has, as `ModelConfig` has them."""
+        hidden_size, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        return {
+            "hidden_size": hidden_size,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_hidden_layers": self.integer("num_hidden_layers"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.integer("num_key_value_heads", heads),
+            "head_dim": self.integer("head_dim", hidden_size // heads),
+            "max_position_embeddings": self.integer("max_position_embeddings"),
+        }
+
     def own(self) -> dict[str, int | float]:
         """All those that only the family has."""
         return {name: self._read(name, field, field.default) for name, field in self._own.items()}

@@ -55,21 +55,13 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
             f"output projection too. Qwen2's biases are supported."
         )
 
-    hidden_size = fields.integer("hidden_size")
-    heads = fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", hidden_size // heads)
-    num_layers = fields.integer("num_hidden_layers")
+    sizes = fields.sizes()
+    num_layers = sizes["num_hidden_layers"]
     sliding_window, layer_types = _windows(values, fields, num_layers, family.full_layers, source)
     config = ModelConfig(
+        **sizes,
         architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope_theta=_Fields(rope, source).number("rope_theta", fields.number("rope_theta", 10000.0)),
         rope_scaling=_rope_scaling(rope, source),
@@ -177,8 +169,8 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling(rope_type="linear", factor=fields.number("factor"))
+    if kind == "linear" or (kind == "yarn" and rope.get("mscale") is None):
+        return linear_or_yarn(kind, fields, truncate=fields.flag("truncate", True))
     if kind == "llama3":
         return RopeScaling(
             rope_type="llama3",
@@ -187,20 +179,25 @@ def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
             high_freq_factor=fields.number("high_freq_factor"),
             original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         )
-    if kind == "yarn" and rope.get("mscale") is None:
-        factor = fields.number("factor")
-        return RopeScaling(
-            rope_type="yarn",
-            factor=factor,
-            original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
-            beta_fast=fields.number("beta_fast", 32.0),
-            beta_slow=fields.number("beta_slow", 1.0),
-            truncate=fields.flag("truncate", True),
-            attention_factor=fields.number("attention_factor", yarn_attention_factor(factor)),
-        )
     raise ModelError(
         f"{source}: RoPE scaling {shown(kind)} is not supported; supported are llama3, linear and yarn without mscale. "
         f"Taking it out of config.json gives the model its original context."
+    )
+
+
+def linear_or_yarn(kind: str, numbers: Numbers, *, truncate: bool) -> RopeScaling:
+    """The scaling of a header, which is either."""
+    factor = numbers.number("factor")
+    if kind == "linear":
+        return RopeScaling(rope_type="linear", factor=factor)
+    return RopeScaling(
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=numbers.integer("original_max_position_embeddings"),
+        beta_fast=numbers.number("beta_fast", 32.0),
+        beta_slow=numbers.number("beta_slow", 1.0),
+        truncate=truncate,
+        attention_factor=numbers.number("attention_factor", yarn_attention_factor(factor)),
     )
 
 

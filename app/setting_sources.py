@@ -187,7 +187,7 @@ _OF_VLLM = {
     "shutdown_timeout": "drain_timeout",
     "generation_config": "sampling_defaults",
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), ""),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "enforce_eager", "runner", "headless"), ""),
+    **dict.fromkeys(("enforce_eager", "runner", "headless"), ""),
     **dict.fromkeys(("tokenizer", "chat_template", "response_role", "tool_server", "logits_processors"), ""),
     **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format", "kv_cache_dtype"), ""),
     **dict.fromkeys(

@@ -17,9 +17,9 @@ import pytest
 from tests.cluster.serve import ServeOnRay
 from tests.server.harness import MODEL
 from tests.server.raw_client import sse_events
-from tests.server.test_client_gone import LEAVING, PHASES, SLOTS
+from tests.server.test_client_gone import LEAVING, PHASES, SLOTS, case_name, check_client_gone_behind
 from tests.server.tiny_model import write_tiny_model
-from tests.server.victims import PATH, SHORT, endless
+from tests.server.victims import PATH, endless
 
 pytestmark = pytest.mark.slow
 
@@ -41,34 +41,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOnRay]:
         yield running
 
 
-def _name(value: object) -> str:
-    return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
-
-
-@pytest.mark.parametrize(("phase", "stream", "how"), list(itertools.product(PHASES, [True, False], LEAVING)), ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "how"), itertools.product(PHASES, [True, False], LEAVING), ids=case_name)
 def test_client_gone_behind_serves_proxy_is_aborted(server: ServeOnRay, phase: str, stream: bool, how: str) -> None:
-    n = 4 if stream == (how == "fin") else 1
-    before = server.wait_idle()
-    with server.connect() as crowd:
-        if phase == "queued":
-            crowd.post(PATH, endless(stream=True, n=SLOTS))
-            server.wait_until(lambda now: now.running == SLOTS)
-        start = server.metrics()
-        victim = server.connect()
-        victim.post(PATH, endless(LONG if phase == "prefilling" else SHORT, stream=stream, n=n))
-        PHASES[phase](server, start, n)
-        LEAVING[how](victim)
-        if phase != "just_sent":
-            server.wait_until(lambda now: now.aborted > before.aborted)
-        end = server.wait_until(lambda now: now.waiting == 0 and now.running == start.running)
-        if phase == "queued":
-            assert end.computed_tokens == start.computed_tokens, "a client gone while queued is never prefilled"
-    after = server.wait_idle()
-    if phase == "prefilling":
-        assert after.computed_tokens - start.computed_tokens < LONG
-    gone = after.aborted - before.aborted - (phase == "queued")
-    assert gone == 1 or (phase == "just_sent" and gone == 0)
-    assert after.finished["error"] == 0
+    check_client_gone_behind(server.connect, server, phase, stream, how, LONG)
 
 
 def test_a_stream_says_the_same_and_a_refusal_comes_as_it_is(server: ServeOnRay) -> None:

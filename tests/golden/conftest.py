@@ -7,10 +7,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from app.offline import LLM
+from engine.frontend.llm import LLM
 from tests.embedded_model import embedded_gguf
+from tests.golden.driving import float32_llm
 from tests.golden.oracle import Oracle
 
 
@@ -23,20 +23,8 @@ def _models_go_with_their_file() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def smollm2() -> Iterator[LLM]:
-    threads = torch.get_num_threads()
-    llm = LLM(
-        str(embedded_gguf()),
-        progress=False,
-        dtype="float32",
-        device="cpu",
-        max_model_len=512,
-        max_num_seqs=20,
-        num_threads=1,  # as two files run at a time, two threads of torch would wait for each other
-        target_inter_token_latency=60.0,  # so that no plan depends on the clock
-    )
-    yield llm
-    llm.core.shutdown()
-    torch.set_num_threads(threads)
+    with float32_llm(embedded_gguf(), 512) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="package")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from app import offline
 from engine.core.core import EngineCore
 from engine.core.executor import Executor, StepHandle
 from engine.frontend.llm import LLM
@@ -41,6 +46,25 @@ def fresh_core(core: EngineCore, *, num_blocks: int | None = None, **config: Any
     assert not core.has_work
     executor = core.executor._executor if isinstance(core.executor, RecordedExecutor) else core.executor
     return EngineCore(dataclasses.replace(core.config, **config), RecordedExecutor(executor, num_blocks), core.grammars)
+
+
+@contextmanager
+def float32_llm(model: Path, max_model_len: int) -> Iterator[LLM]:
+    """The model in float32 on the CPU, as oracles have it."""
+    threads = torch.get_num_threads()
+    llm = offline.LLM(
+        str(model),
+        progress=False,
+        dtype="float32",
+        device="cpu",
+        max_model_len=max_model_len,
+        max_num_seqs=20,
+        num_threads=1,  # as two files run at a time, two threads of torch would wait for each other
+        target_inter_token_latency=60.0,  # so that no plan depends on the clock
+    )
+    yield llm
+    llm.core.shutdown()
+    torch.set_num_threads(threads)
 
 
 def fresh_llm(llm: LLM, *, num_blocks: int | None = None, **config: Any) -> LLM:

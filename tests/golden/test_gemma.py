@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
 
-from app.offline import LLM
-from engine.frontend import llm as offline
+from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
 from tests.gemma_model import CONTINUATIONS, gemma_gguf
-from tests.golden.driving import fresh_llm
+from tests.golden.driving import float32_llm, fresh_llm
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS
 
@@ -36,23 +34,11 @@ LONG = [  # beyond windows of 512 and beyond 1,500 tokens
 
 @pytest.fixture(scope="module")
 def gemma() -> Iterator[LLM]:
-    threads = torch.get_num_threads()
-    llm = LLM(
-        str(gemma_gguf()),
-        progress=False,
-        dtype="float32",
-        device="cpu",
-        max_model_len=3072,
-        max_num_seqs=20,
-        num_threads=1,
-        target_inter_token_latency=60.0,  # so that no plan depends on the clock
-    )
-    yield llm
-    llm.core.shutdown()
-    torch.set_num_threads(threads)
+    with float32_llm(gemma_gguf(), 3072) as llm:
+        yield llm
 
 
-def assert_says(llm: offline.LLM, oracle: Oracle, texts: list[str], num_tokens: int) -> None:
+def assert_says(llm: LLM, oracle: Oracle, texts: list[str], num_tokens: int) -> None:
     prompts = [llm.tokenizer.encode(text).ids for text in texts]
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     results = llm.generate(prompts, sampling)

@@ -26,7 +26,8 @@ TINY = ModelConfig(
 )
 
 _GGUF_NAMES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-_GGUF_NAMES |= {"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}
+_GGUF_NAMES |= {"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "MixtralForCausalLM": "llama"}
+_GGUF_NAMES |= {"Qwen3MoeForCausalLM": "qwen3moe", "GptOssForCausalLM": "gpt-oss"}
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -52,6 +53,7 @@ class TinyGGUF:
         self.path = path
         self.config = config
         self.name = _GGUF_NAMES[config.architecture]
+        self.architecture = getattr(gguf.MODEL_ARCH, self.name.upper().replace("-", "_"))
         self.writer = writer = gguf.GGUFWriter(str(path), self.name)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
@@ -79,8 +81,7 @@ class TinyGGUF:
         self, weights: dict[str, np.ndarray], quantization: str | Callable[[str], str] = "F32"
     ) -> "TinyGGUF":
         """Add tensors as llama.cpp's converter does: matrices quantized, by name if need be, q and k permuted."""
-        architecture = getattr(gguf.MODEL_ARCH, self.name.upper())
-        names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
+        names = gguf.get_tensor_name_map(self.architecture, self.config.num_hidden_layers)
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         for hf_name, values in weights.items():
             part = hf_name.split(".")[-2]

@@ -41,6 +41,20 @@ def compile_all(folder: Path, sources: Sequence[Path], *flags: str, compiler: st
     return objects
 
 
+def stress(program: Path, *arguments: int, seconds: float) -> int:
+    """How many rounds of a program of `NATIVE` held."""
+    run = subprocess.run(
+        [program, *map(str, arguments), str(seconds)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300 + 3 * seconds,
+        env={"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
+    return int(run.stdout.split()[0])
+
+
 def link(to: Path, objects: Sequence[Path], *flags: str, compiler: str = COMPILER) -> Path:
     subprocess.run([compiler, "-pthread", *map(str, objects), *flags, "-o", str(to)], check=True)
     return to

@@ -23,7 +23,7 @@ from gpu.rotary import inverse_frequencies
 from gpu.weights import read_weights
 from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
-from tests.gpu.checkpoint_files import TINY, permute, random_weights
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, permute, random_weights
 
 MIXTRAL: dict[str, Any] = {  # mistralai/Mixtral-8x7B-Instruct-v0.1
     "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
@@ -76,11 +76,6 @@ TINY_OSS = replace(
     ),
     numbers=OWN | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 )
-ARCHITECTURES = {
-    "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
-    "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
-    "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
-}
 
 
 def spec(values: dict[str, Any], **more: Any) -> DecoderSpec:
@@ -171,20 +166,8 @@ def test_a_configuration_that_cannot_be_run_says_why(values, message):
 
 def gguf_of(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], kind: str = "F32") -> Path:
     """As llama.cpp's converter writes it: a tensor for each matrix of all experts of a layer, of type `kind`."""
-    name, architecture = ARCHITECTURES[config.architecture]
-    writer = gguf.GGUFWriter(str(path), name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_eos_token_id(2)
-    writer.add_bos_token_id(1)
+    model = TinyGGUF(path, config)
+    writer = model.writer
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(int(config.numbers["num_experts_per_tok"]))
     if "moe_intermediate_size" in config.numbers:
@@ -195,13 +178,12 @@ def gguf_of(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], kin
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
-    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(model.architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     stacks: dict[str, list[np.ndarray]] = defaultdict(list)
     for hf_name, values in weights.items():
-        turned = (
-            permute(values, heads[part]) if name == "llama" and (part := hf_name.split(".")[-2]) in heads else values
-        )
+        part = hf_name.split(".")[-2]
+        turned = permute(values, heads[part]) if model.name == "llama" and part in heads else values
         stacks[re.sub(r"experts\.\d+\.", "experts.", hf_name)].append(turned)
     for hf_name, matrices in stacks.items():
         target = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
@@ -212,11 +194,7 @@ def gguf_of(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], kin
             writer.add_tensor(target, gguf.quants.quantize(np.stack(matrices), quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(target, np.stack(matrices) if "experts" in hf_name else matrices[0])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return model.save()
 
 
 @pytest.mark.parametrize("config", [TINY_MIXTRAL, TINY_QWEN, TINY_OSS], ids=lambda config: config.architecture)

@@ -11,26 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.native_builds import NATIVE, compile_all, link
+from tests.gpu.native_builds import NATIVE, compile_all, link, stress
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is for x86")
 
 STRESS = NATIVE / "pool_stress.cpp"
 THREADS = 4
-
-
-def stress(program: Path, seconds: float) -> int:
-    """How many loops held."""
-    run = subprocess.run(
-        [program, str(THREADS), str(seconds)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300 + 3 * seconds,
-        env={"TSAN_OPTIONS": "halt_on_error=1"},
-    )
-    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
-    return int(run.stdout.split()[0])
 
 
 @contextmanager
@@ -53,18 +39,18 @@ def plain(folder: Path) -> Path:
 
 
 def test_each_index_runs_once_however_long_anybody_takes(tmp_path: Path):
-    assert stress(dawdling(tmp_path), seconds=5) > 100
+    assert stress(dawdling(tmp_path), THREADS, seconds=5) > 100
 
 
 def test_each_index_runs_once_beside_a_busy_neighbour(tmp_path: Path):
     program = plain(tmp_path)
     with busy_neighbour():
-        assert stress(program, seconds=3) > 100
+        assert stress(program, THREADS, seconds=3) > 100
 
 
 def test_no_two_threads_race(tmp_path: Path):
     flags = ("-O1", "-g", "-fsanitize=thread")
-    assert stress(link(tmp_path / "watched", compile_all(tmp_path, [STRESS], *flags), *flags), seconds=3) > 100
+    assert stress(link(tmp_path / "watched", compile_all(tmp_path, [STRESS], *flags), *flags), THREADS, seconds=3) > 100
 
 
 def test_a_pool_that_finds_no_memory_for_a_thread_goes_on_with_fewer(tmp_path: Path):
@@ -79,4 +65,4 @@ def test_a_pool_that_finds_no_memory_for_a_thread_goes_on_with_fewer(tmp_path: P
 def test_each_index_runs_once_for_minutes(program, tmp_path: Path):
     made = program(tmp_path)
     with busy_neighbour():
-        assert stress(made, seconds=240) > 10_000
+        assert stress(made, THREADS, seconds=240) > 10_000

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.native_builds import NATIVE, compile_all, link
+from tests.gpu.native_builds import NATIVE, compile_all, link, stress
 from tests.gpu.test_pool import busy_neighbour
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is for x86")
 
 STRESS = NATIVE / "ranks_stress.cpp"
-
-
-def stress(program: Path, ranks: int, seconds: float) -> int:
-    """How many rounds held."""
-    run = subprocess.run(
-        [program, str(ranks), str(seconds)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300 + 3 * seconds,
-        env={"TSAN_OPTIONS": "halt_on_error=1"},
-    )
-    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
-    return int(run.stdout.split()[0])
 
 
 def build(folder: Path, *flags: str) -> Path:
@@ -42,12 +27,12 @@ def test_no_rank_leaves_before_all_have_come_or_waits_for_a_lost_one(tmp_path: P
 
 
 def test_no_two_ranks_race(tmp_path: Path):
-    assert stress(build(tmp_path, "-O1", "-g", "-fsanitize=thread"), ranks=3, seconds=1.5) > 20
+    assert stress(build(tmp_path, "-O1", "-g", "-fsanitize=thread"), 3, seconds=1.5) > 20
 
 
 def test_ranks_touch_no_memory_but_their_own(tmp_path: Path):
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    assert stress(build(tmp_path, *flags), ranks=3, seconds=1.5) > 20
+    assert stress(build(tmp_path, *flags), 3, seconds=1.5) > 20
 
 
 @pytest.mark.storm
@@ -55,4 +40,4 @@ def test_ranks_meet_however_long_anybody_takes_for_minutes(tmp_path: Path):
     watched = compile_all(tmp_path, [STRESS], "-O1", "-fsanitize=thread")
     dawdling = link(tmp_path / "dawdling", [*watched, *compile_all(tmp_path, [NATIVE / "dawdle.cpp"], "-O1")])
     with busy_neighbour():
-        assert stress(dawdling, ranks=3, seconds=120) > 1_000
+        assert stress(dawdling, 3, seconds=120) > 1_000

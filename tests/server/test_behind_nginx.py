@@ -12,8 +12,8 @@ import pytest
 from tests.server.harness import Server
 from tests.server.nginx import IMPATIENT_TIMEOUT, Nginx
 from tests.server.raw_client import sse_events
-from tests.server.test_client_gone import LEAVING, PHASES, SLOTS
-from tests.server.victims import LONG, PATH, SHORT, endless
+from tests.server.test_client_gone import LEAVING, PHASES, SLOTS, case_name, check_client_gone_behind
+from tests.server.victims import PATH, endless
 
 HYPERCORNS_OWN_KEEP_ALIVE = 5  # seconds, where nobody configures it; nginx keeps its pool for 60
 HYPERCORNS_OWN_MAX_REQUESTS = 1000  # on one connection
@@ -31,41 +31,11 @@ def nginx(narrow_tiny_server: Server) -> Iterator[Nginx]:
         assert "reset by peer" not in running.error_log
 
 
-def _name(value: object) -> str:
-    return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
-
-
-@pytest.mark.parametrize(("phase", "stream", "how"), _CASES, ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "how"), _CASES, ids=case_name)
 def test_client_gone_behind_the_proxy_is_aborted(
     narrow_tiny_server: Server, nginx: Nginx, phase: str, stream: bool, how: str
 ) -> None:
-    server = narrow_tiny_server
-    n = 4 if stream == (how == "fin") else 1
-    before = server.wait_idle()
-    with server.connect() as crowd:
-        if phase == "queued":
-            crowd.post(PATH, endless(stream=True, n=SLOTS))
-            server.wait_until(lambda now: now.running == SLOTS)
-        start = server.metrics()
-        victim = nginx.connect()
-        victim.post(PATH, endless(LONG if phase == "prefilling" else SHORT, stream=stream, n=n))
-        PHASES[phase](server, start, n)
-        LEAVING[how](victim)
-        if phase == "just_sent":  # the proxy may not have come to asking the server
-            with nginx.connect() as later:
-                later.get("/livez")
-                later.read_head()
-        else:
-            server.wait_until(lambda now: now.aborted > before.aborted)
-        end = server.wait_until(lambda now: now.waiting == 0 and now.running == start.running)
-        if phase == "queued":
-            assert end.computed_tokens == start.computed_tokens, "a client gone while queued is never prefilled"
-    after = server.wait_idle()
-    if phase == "prefilling":
-        assert after.computed_tokens - start.computed_tokens < LONG
-    gone = after.aborted - before.aborted - (phase == "queued")
-    assert gone == 1 or (phase == "just_sent" and gone == 0)
-    assert after.finished["error"] == 0
+    check_client_gone_behind(nginx.connect, narrow_tiny_server, phase, stream, how)
 
 
 def test_stream_says_the_same_through_the_proxy(narrow_tiny_server: Server, nginx: Nginx) -> None:

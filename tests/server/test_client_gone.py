@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.harness import Metrics, Server
 from tests.server.raw_client import RawClient, sse_events
-from tests.server.victims import SHORT
+from tests.server.victims import LONG, PATH, SHORT, endless
 
 SLOTS = 5  # of `narrow_server`
 LONG_PROMPT = 1500  # tokens: 47 steps
@@ -108,11 +108,11 @@ _CROSS_SECTION = [  # every phase streamed and not; every other value in several
 ]
 
 
-def _name(value: object) -> str:
+def case_name(value: object) -> str:
     return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
 
 
-@pytest.mark.parametrize(("phase", "stream", "how", "n"), _ALL, ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "how", "n"), _ALL, ids=case_name)
 @pytest.mark.parametrize("narrow_server", ["uvloop"], indirect=True, scope="session")
 def test_client_gone_is_aborted_and_nobody_else_notices(
     narrow_server: Server, phase: str, stream: bool, how: str, n: int
@@ -120,7 +120,7 @@ def test_client_gone_is_aborted_and_nobody_else_notices(
     check_client_gone(narrow_server, phase, stream, how, n)
 
 
-@pytest.mark.parametrize(("phase", "stream", "how", "n"), _CROSS_SECTION, ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "how", "n"), _CROSS_SECTION, ids=case_name)
 @pytest.mark.parametrize("narrow_server", ["asyncio", "trio"], indirect=True, scope="session")
 def test_client_gone_is_aborted_on_every_event_loop(
     narrow_server: Server, phase: str, stream: bool, how: str, n: int
@@ -165,6 +165,38 @@ def check_client_gone(server: Server, phase: str, stream: bool, how: str, n: int
     assert after.aborted - 1 in expected  # the neighbour's own
     assert after.finished["error"] == 0
     neighbour.check_text()
+
+
+def check_client_gone_behind(
+    connect: Callable[[], RawClient], server: Server, phase: str, stream: bool, how: str, long: int = LONG
+) -> None:
+    """The same for clients that `connect` to a proxy in front of the server; `long` is a prompt's length in tokens."""
+    n = 4 if stream == (how == "fin") else 1
+    before = server.wait_idle()
+    with server.connect() as crowd:
+        if phase == "queued":
+            crowd.post(PATH, endless(stream=True, n=SLOTS))
+            server.wait_until(lambda now: now.running == SLOTS)
+        start = server.metrics()
+        victim = connect()
+        victim.post(PATH, endless(long if phase == "prefilling" else SHORT, stream=stream, n=n))
+        PHASES[phase](server, start, n)
+        LEAVING[how](victim)
+        if phase == "just_sent":  # the proxy may not have come to asking the server
+            with connect() as later:
+                later.get("/livez")
+                later.read_head()
+        else:
+            server.wait_until(lambda now: now.aborted > before.aborted)
+        end = server.wait_until(lambda now: now.waiting == 0 and now.running == start.running)
+        if phase == "queued":
+            assert end.computed_tokens == start.computed_tokens, "a client gone while queued is never prefilled"
+    after = server.wait_idle()
+    if phase == "prefilling":
+        assert after.computed_tokens - start.computed_tokens < long
+    gone = after.aborted - before.aborted - (phase == "queued")
+    assert gone == 1 or (phase == "just_sent" and gone == 0)
+    assert after.finished["error"] == 0
 
 
 @pytest.mark.parametrize("narrow_server", ["uvloop", "asyncio", "trio"], indirect=True, scope="session")

@@ -12,7 +12,7 @@ import pytest
 from tests.server.harness import TIMEOUT, Server
 from tests.server.http2_client import Http2Client
 from tests.server.raw_client import sse_events
-from tests.server.test_client_gone import PHASES, SLOTS
+from tests.server.test_client_gone import PHASES, SLOTS, case_name
 from tests.server.tiny_model import tiny_server
 from tests.server.victims import LONG, PATH, SHORT, endless
 
@@ -48,11 +48,7 @@ def _alone(server: Server) -> str:
     return server.complete(**STORY)["choices"][0]["text"]
 
 
-def _name(value: object) -> str:
-    return {True: "stream", False: "whole"}[value] if isinstance(value, bool) else str(value)
-
-
-@pytest.mark.parametrize(("phase", "stream", "n"), _ALL, ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "n"), _ALL, ids=case_name)
 @pytest.mark.parametrize("narrow_tiny_server", ["uvloop"], indirect=True, scope="session")
 def test_stream_reset_aborts_its_request_and_no_other(
     narrow_tiny_server: Server, phase: str, stream: bool, n: int
@@ -60,7 +56,7 @@ def test_stream_reset_aborts_its_request_and_no_other(
     check_stream_reset(narrow_tiny_server, phase, stream, n)
 
 
-@pytest.mark.parametrize(("phase", "stream", "n"), _CROSS_SECTION, ids=_name)
+@pytest.mark.parametrize(("phase", "stream", "n"), _CROSS_SECTION, ids=case_name)
 @pytest.mark.parametrize("narrow_tiny_server", ["asyncio", "trio"], indirect=True, scope="session")
 def test_stream_reset_aborts_its_request_on_every_event_loop(
     narrow_tiny_server: Server, phase: str, stream: bool, n: int

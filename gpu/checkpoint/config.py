@@ -68,7 +68,3 @@ class ModelConfig:
     def alternating(num_layers: int, every: int) -> tuple[str, ...]:
         """The `layer_types` of which every so many-th is full."""
         return tuple(f"{'sliding' if (index + 1) % every else 'full'}_attention" for index in range(num_layers))
-
-    def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of KV cache that one token takes over all layers."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * element_size

@@ -30,7 +30,3 @@ class Communicator(Protocol):
         """`sizes[a][b]` is how many rows rank a has for rank b: [sum of sizes[rank], n], those for the first rank
         first, -> those that all have for this rank, in the order of the ranks."""
         ...
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        ...

@@ -42,6 +42,3 @@ class SharedTensors:
         gathered = self.all_gather(rows.flatten(), [sum(of_rank) * width for of_rank in sizes]).view(-1, width)
         parts = gathered.split([size for of_rank in sizes for size in of_rank])
         return torch.cat(parts[self.rank :: self.size])
-
-    def barrier(self) -> None:
-        self._ranks.barrier()

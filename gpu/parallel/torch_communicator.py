@@ -59,14 +59,6 @@ class TorchCommunicator:
             dist.all_to_all_single(output, rows.contiguous(), received, sent)
         return output
 
-    def barrier(self) -> None:
-        with self._deadline():
-            dist.barrier()
-
-    def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group()
-
     @contextmanager
     def _deadline(self) -> Iterator[None]:
         try:

@@ -93,3 +93,8 @@ TINY = (
 def load_shape(name: str) -> ModelConfig:
     """The configuration of a published model, or of "tiny"."""
     return config_from_hf(TINY if name == "tiny" else PUBLISHED[name], source=name)
+
+
+def kv_bytes_per_token(config: ModelConfig, element_size: int) -> int:
+    """Bytes of KV cache that one token takes over all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element_size

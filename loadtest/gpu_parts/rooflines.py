@@ -8,6 +8,7 @@ import torch
 
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
+from loadtest.gpu_parts.models import kv_bytes_per_token
 from loadtest.gpu_parts.timing import Timer
 
 ELEMENT_SIZE = 2  # bytes of bfloat16 and float16
@@ -58,7 +59,7 @@ class ModelWork:
         """Seconds of one step: matrices and attention come one after the other, so the two add up."""
         parameters = self.body + self.head
         matrices = card.seconds(parameters * ELEMENT_SIZE, 2 * parameters * batch)
-        return matrices + card.seconds(batch * context * self.config.kv_bytes_per_token(ELEMENT_SIZE))
+        return matrices + card.seconds(batch * context * kv_bytes_per_token(self.config, ELEMENT_SIZE))
 
     def prefill_flops(self, prompts: int, length: int) -> float:
         """Of whole prompts of one length: causal attention sees half of all pairs, the head one token per prompt."""
@@ -74,5 +75,5 @@ class ModelWork:
         for step in range(max(output for _, output in lengths)):
             running = [prompt + step for prompt, output in lengths if output > step]
             seconds += self.decode_floor(card, len(running), 0)
-            seconds += card.seconds(sum(running) * self.config.kv_bytes_per_token(ELEMENT_SIZE))
+            seconds += card.seconds(sum(running) * kv_bytes_per_token(self.config, ELEMENT_SIZE))
         return seconds

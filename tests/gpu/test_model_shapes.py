@@ -11,7 +11,7 @@ from gpu.attention.triton_backend import TritonAttention
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.layers.weights import weight_slots
 from gpu.models import CausalLM
-from loadtest.gpu_parts.models import PUBLISHED, load_shape
+from loadtest.gpu_parts.models import PUBLISHED, kv_bytes_per_token, load_shape
 
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
@@ -50,7 +50,7 @@ def test_a_published_model_has_the_tensors_that_transformers_gives_it(name):
     assert tensor_shapes(config) == wanted
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     caches = model.allocate_kv_cache(10, torch.bfloat16, torch.device("meta"))
-    assert sum(cache.nbytes for cache in caches) == 10 * 16 * config.kv_bytes_per_token(2)
+    assert sum(cache.nbytes for cache in caches) == 10 * 16 * kv_bytes_per_token(config, 2)
 
 
 @pytest.mark.parametrize("name", list(KNOWN))
@@ -61,4 +61,4 @@ def test_what_a_decode_step_must_read_is_as_known(name):
         num_read -= config.vocab_size * config.hidden_size  # of the embedding, one row per token
     parameters, kv_bytes = KNOWN[name]
     assert num_read == pytest.approx(parameters, rel=1e-3)
-    assert config.kv_bytes_per_token(2) == kv_bytes
+    assert kv_bytes_per_token(config, 2) == kv_bytes

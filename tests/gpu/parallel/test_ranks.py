@@ -208,7 +208,6 @@ def meet(layout: Layout, store: str, timeout: float, last: bool, told: Connectio
     assert communicator is not None
     tensor = torch.full((3,), float(layout.rank + 1))
     communicator.all_reduce_(tensor)
-    communicator.barrier()
     told.send(tensor.tolist())
     if layout.rank == 1:
         if last:

@@ -27,7 +27,7 @@ from app.bench.offline import percentiles_of, write_json
 from app.bench.report import output_file
 from app.setting_sources import env_name, shown
 from app.settings import Settings, SettingsError
-from gpu.checkpoint import open_model
+from gpu.checkpoint import open_model, weight_paths
 
 POLL_SECONDS = 0.01
 LONGEST_START = 600.0  # seconds
@@ -47,7 +47,7 @@ def run(
     settings: Settings, *, num_iters_cold: int, num_iters_warmup: int, num_iters_warm: int, output_json: Path | None
 ) -> int:
     """Fetches the model first where it is missing: that is not what is measured."""
-    weights = _weights_of(settings)
+    weights = weight_paths(open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format))
     taken: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(num_iters_cold):
         with TemporaryDirectory() as empty:
@@ -121,13 +121,6 @@ def _first_token(port: int, settings: Settings) -> None:
     if answer.status != 200:
         raise SettingsError(f"The server refused a prompt of four words: {answer.read().decode()}")
     answer.read()
-
-
-def _weights_of(settings: Settings) -> Sequence[Path]:
-    files = open_model(settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format)
-    if files.tensors is None:
-        return ()
-    return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)
 
 
 def _put_out_of_memory(files: Sequence[Path]) -> None:

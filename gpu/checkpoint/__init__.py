@@ -37,7 +37,7 @@ errors              what is wrong with a model that was asked for
 
 from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.default_sampling import SAMPLING_FIELDS
-from gpu.checkpoint.digest import model_digest
+from gpu.checkpoint.digest import model_digest, weight_paths
 from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache_dir
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.model_files import ModelFiles
@@ -61,4 +61,5 @@ __all__ = [
     "is_known_tokenizer",
     "model_digest",
     "open_model",
+    "weight_paths",
 ]

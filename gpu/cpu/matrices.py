@@ -54,12 +54,6 @@ class PackedMatrix:
             at += size
 
 
-def padded_rows(struct: MatrixStruct) -> int:
-    """The rows rounded up to whole tiles: how wide a result is."""
-    rows: int = struct.rows
-    return -(-rows // LANES) * LANES
-
-
 def pack(
     library: Library,
     buffer: WeightBuffer,

@@ -8,7 +8,7 @@ from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct, Threads, load_library, usable
-from gpu.cpu.matrices import BF16, K4, K5, K6, U4, U5, U8, PackedMatrix, pack, padded_rows
+from gpu.cpu.matrices import BF16, K4, K5, K6, LANES, U4, U5, U8, PackedMatrix, pack
 from gpu.cpu.memory import ALIGNMENT, WeightBuffer
 from tests.gpu.native_builds import needs_library
 
@@ -44,7 +44,7 @@ def rows_of(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedRows:
 def product(
     library: Library, matrix: PackedMatrix, x: torch.Tensor, num_threads: int = 1, *, prompt: bool = False
 ) -> torch.Tensor:
-    out = torch.full((len(x), padded_rows(matrix.struct)), 7.0)
+    out = torch.full((len(x), -(-matrix.struct.rows // LANES) * LANES), 7.0)
     threads = Threads(library, num_threads)
     library.functions.hr_multiply(
         threads.handle, matrix.struct, x.data_ptr(), len(x), prompt, None, out.data_ptr(), out.shape[1]

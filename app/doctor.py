@@ -26,7 +26,7 @@ from app.tenants import Tenants
 from app.tracing import open_tracer
 from engine.core.core import EngineCore
 from engine.errors import HeadraceError
-from engine.scheduler.step_cost import StepCostTable
+from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, usable
 from gpu.host import available_memory, cuda_devices, has_torch, processor_flags, processor_name, usable_cores
@@ -218,6 +218,6 @@ def _prefill_seconds(costs: StepCostTable, settings: Settings) -> float:
     total, start, chunk = 0.0, 0, settings.max_num_batched_tokens
     while start < LONG_PROMPT:
         size = min(chunk, LONG_PROMPT - start)
-        total += costs.seconds(1, size, size * start + size * (size + 1) // 2, size)
+        total += costs.cost(StepLoad(0, 0, 1, size, chunk_keys(start, size)))
         start += size
     return total

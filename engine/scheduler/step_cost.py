@@ -43,13 +43,6 @@ class StepLoad(NamedTuple):
     num_prefill_tokens: int = 0
     num_prefill_keys: int = 0
 
-    @classmethod
-    def of(cls, decodes: int, prefills: int, tokens: int, keys: int) -> StepLoad:
-        """From sums over a step: keys are divided as if all tokens attended to as many."""
-        total = decodes + tokens
-        decode_keys = keys * decodes // total if total else 0
-        return cls(decodes, decode_keys, prefills, tokens, keys - decode_keys)
-
 
 def chunk_keys(start: int, num_tokens: int) -> int:
     """The keys of a chunk of so many tokens, the first of which is at position `start`."""
@@ -199,26 +192,6 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         curve = self.prefill if self.prefill.is_known else self.mixed
         measured = [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]
         return curve.at(measured[-1]) / measured[-1] if measured else 0.0
-
-    def seconds(
-        self,
-        num_rows: int,
-        num_new_tokens: int,
-        num_context_tokens: int,
-        num_prefill_tokens: int | None = None,
-        num_prefill_context_tokens: int | None = None,
-    ) -> float:
-        """What a step costs in which `num_rows` requests compute `num_new_tokens`, each attending to some keys,
-        `num_context_tokens` all together. Of these, so many are of prompts; if that is not told, one request has all
-        tokens that are not its own decode, and all attend to as many keys."""
-        if num_prefill_tokens is None:
-            num_prefill_tokens = num_new_tokens - num_rows + 1 if num_new_tokens > num_rows else 0
-        decodes = num_new_tokens - num_prefill_tokens
-        prefills = max(num_rows - decodes, 0)
-        if num_prefill_context_tokens is None:
-            return self.cost(StepLoad.of(decodes, prefills, num_prefill_tokens, num_context_tokens))
-        keys = num_context_tokens - num_prefill_context_tokens
-        return self.cost(StepLoad(decodes, keys, prefills, num_prefill_tokens, num_prefill_context_tokens))
 
     def cost(self, load: StepLoad) -> float:
         """Seconds of a step."""

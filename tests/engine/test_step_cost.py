@@ -57,14 +57,14 @@ def test_a_table_can_be_written_by_hand() -> None:
     text = b"""{"decode": {"sizes": [1, 32], "seconds": [0.01, 0.041]}, "prefill": {"sizes": [512], "seconds": [0.1]},
                 "mixed": {"sizes": [1, 512], "seconds": [0.0, 0.0511]}, "decode_key": 1e-6}"""
     table = StepCostTable.from_json(text)
-    assert table.seconds(1, 1, 0) == 0.01
-    assert table.seconds(3, 3, 600) == pytest.approx(0.012 + 0.0006)
-    assert table.seconds(1, 512, chunk_keys(0, 512)) == 0.1
-    assert table.seconds(1, 256, 0) == 0.1, "what is smaller than the smallest measured costs as much"
-    assert table.seconds(1, 1024, 0) == pytest.approx(0.2)
-    assert table.seconds(11, 266, 0, 256, 0) == pytest.approx(0.1), "no less than the prefill alone"
-    assert table.seconds(32, 287, 0, 256, 0) == pytest.approx(0.1)
-    assert table.seconds(65, 576, 0, 512, 0) == pytest.approx(2 * 0.041 + 0.0511)
+    assert table.cost(StepLoad(1)) == 0.01
+    assert table.cost(StepLoad(3, 600)) == pytest.approx(0.012 + 0.0006)
+    assert table.cost(StepLoad(0, 0, 1, 512, chunk_keys(0, 512))) == 0.1
+    assert table.cost(StepLoad(0, 0, 1, 256)) == 0.1, "what is smaller than the smallest measured costs as much"
+    assert table.cost(StepLoad(0, 0, 1, 1024)) == pytest.approx(0.2)
+    assert table.cost(StepLoad(10, 0, 1, 256)) == pytest.approx(0.1), "no less than the prefill alone"
+    assert table.cost(StepLoad(31, 0, 1, 256)) == pytest.approx(0.1)
+    assert table.cost(StepLoad(64, 0, 1, 512)) == pytest.approx(2 * 0.041 + 0.0511)
 
 
 def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
@@ -72,10 +72,10 @@ def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
         b"""{"decode": {"sizes": [1, 8], "seconds": [1, 8]}, "prefill": {"sizes": [1], "seconds": [0.5]},
              "mixed": {"sizes": [1], "seconds": [0.1]}, "decode_key": 0.001, "prefill_key": 0.0001}"""
     )
-    assert table.seconds(4, 4, 100) == 4 + 0.1
-    assert table.seconds(1, 10, 55) == 5 + 55e-4
-    assert table.seconds(4, 13, 1300) == pytest.approx(max(3 + 300e-3 + 1.0, 5.0) + 1000e-4)
-    assert table.seconds(4, 13, 1300, 10, 55) == pytest.approx(max(3 + 1245e-3 + 1.0, 5.0) + 55e-4)
+    assert table.cost(StepLoad(4, 100)) == 4 + 0.1
+    assert table.cost(StepLoad(0, 0, 1, 10, 55)) == 5 + 55e-4
+    assert table.cost(StepLoad(3, 300, 1, 10, 1000)) == pytest.approx(max(3 + 300e-3 + 1.0, 5.0) + 1000e-4)
+    assert table.cost(StepLoad(3, 1245, 1, 10, 55)) == pytest.approx(max(3 + 1245e-3 + 1.0, 5.0) + 55e-4)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_of_an_engine_that_has_made_no_step_nothing_is_known() -> None:
     assert not table.is_known
     assert table.decode.sizes == [1, 2, 4, 8, 16, 32]
     assert table.prefill.sizes[-1] == MAX_TOKENS
-    assert table.seconds(32, 544, 10**6) == 0.0
+    assert table.cost(StepLoad(31, 10**6, 1, 513, 10**6)) == 0.0
 
 
 def test_a_token_of_a_prompt_costs_its_part_of_the_largest_step_that_was_measured() -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from app.settings import Settings
@@ -14,7 +15,6 @@ from app.simulate.door import AdmissionDoor
 from app.simulate.loads import LoadShape, OpenLoad
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.scheduler.step_cost import StepCostTable, StepLoad
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 from engine.simulation.engines import Engines
@@ -29,7 +29,7 @@ KEPT = 10_000  # ended requests, for percentiles
 class Parameters(LoadShape):
     """What a person may set."""
 
-    step_seconds: float | None = Field(default=0.015, ge=0.0001, le=10)  # None: as the table has it
+    step_seconds: float = Field(default=0.015, ge=0.0001, le=10)
     max_num_seqs: int = Field(default=8, ge=1, le=256)
     max_num_batched_tokens: int = Field(default=512, ge=256, le=16384)
     admission: bool = False  # refuse as the server would; else the queue may grow for ever
@@ -53,43 +53,29 @@ a dozen others, and p99 is what hurts."""
 class Session:
     """`advance` is bounded by its steps; a step takes about 0.1 to 0.5 ms of the caller's thread."""
 
-    def __init__(
-        self, parameters: Parameters, table: StepCostTable | None = None, settings: Settings | None = None
-    ) -> None:
-        """Without a `table`, `step_seconds` has to be given. Raises ValueError."""
-        self._table = table
-        self._settings = settings or Settings()
-        self.parameters = self._checked(parameters)
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
         self._longest = min(MAX_MODEL_LEN, parameters.num_blocks * BLOCK_SIZE)
         self.load = OpenLoad(lambda: self.parameters, self._longest, parameters.seed)
-        told = self._settings.model_copy(update={"max_num_seqs": parameters.max_num_seqs})
-        door = (lambda clock: AdmissionDoor(told, clock, self._table)) if parameters.admission else None
+        settings = Settings().model_copy(update={"max_num_seqs": parameters.max_num_seqs})
+        door = (lambda clock: AdmissionDoor(settings, clock)) if parameters.admission else None
         self.simulation = Simulation(Engines(self._make_core), self.load, door, keep=KEPT)
         self._begin_account()
 
-    def _checked(self, parameters: Parameters) -> Parameters:
-        if parameters.step_seconds is None and self._table is None:
-            raise ValueError("step_seconds: no table was measured here; a number of seconds works, for example 0.015")
-        return parameters
-
     def _make_core(self, clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
         self._executor = CountingExecutor(
-            self.parameters.num_blocks, BLOCK_SIZE, self._cost, clock=clock, sleep=clock.sleep
+            self.parameters.num_blocks,
+            BLOCK_SIZE,
+            lambda load: self.parameters.step_seconds,
+            clock=clock,
+            sleep=clock.sleep,
         )
-        return EngineCore(self._config(), self._executor, clock=clock), self._executor
-
-    def _cost(self, load: StepLoad) -> float:
-        fixed = self.parameters.step_seconds
-        return self._table.cost(load) if fixed is None and self._table is not None else fixed or 0.0
-
-    def _config(self) -> EngineConfig:
-        return EngineConfig(
+        config = EngineConfig(
             max_model_len=self._longest,
             max_num_seqs=self.parameters.max_num_seqs,
             max_num_batched_tokens=self.parameters.max_num_batched_tokens,
-            target_inter_token_latency=self._settings.target_inter_token_latency,
-            enable_prefix_caching=self._settings.enable_prefix_caching,
         )
+        return EngineCore(config, self._executor, clock=clock), self._executor
 
     @property
     def core(self) -> EngineCore:
@@ -104,7 +90,7 @@ class Session:
         """Go on with other parameters. Averages begin anew. Raises ValueError, of which pydantic's is one."""
         if fixed := [name for name in changes if name in FIXED]:
             raise ValueError(f"{fixed[0]}: cannot change while it runs; allowed: a new simulation")
-        parameters = self._checked(Parameters.model_validate(self.parameters.model_dump() | changes))
+        parameters = Parameters.model_validate(self.parameters.model_dump() | changes)
         self.load.change(self.now, lambda: setattr(self, "parameters", parameters))
         self.core.scheduler.reconfigure(
             max_num_seqs=parameters.max_num_seqs, max_num_batched_tokens=parameters.max_num_batched_tokens
@@ -126,7 +112,6 @@ class Session:
         simulation = self.simulation
         self._began = simulation.now
         self._at_begin = (simulation.request_seconds, self._executor.row_seconds, simulation.num_ended)
-        self._ended_before = simulation.num_ended
 
     def kpis(self) -> Mapping[str, float]:
         """Since the beginning or the latest change. `little` is λW, which in the long run is `num_in_system`, L."""
@@ -136,7 +121,8 @@ class Session:
         count = simulation.num_ended - num_ended
         recent: list[SimulatedRequest] = list(simulation.ended)[-count:] if count else []
         served = [each for each in recent if each.token_times]
-        first = sorted(each.token_times[0] - each.start_time for each in served)
+        first = [each.token_times[0] - each.start_time for each in served]
+        p50, p99 = np.percentile(first or [0.0], (50, 99)).tolist()
         num_tokens = sum(len(each.token_times) for each in served)
         whole = [each.end_time - each.start_time for each in recent if each.end_time is not None]
         arrival_rate, mean_seconds = count / seconds, sum(whole) / max(len(whole), 1)
@@ -154,15 +140,6 @@ class Session:
             "mean_seconds": mean_seconds,
             "little": arrival_rate * mean_seconds,
             "output_tokens_per_second": num_tokens / seconds * (count / max(len(recent), 1)),
-            "ttft_p50": percentile(first, 0.5),
-            "ttft_p99": percentile(first, 0.99),
+            "ttft_p50": p50,
+            "ttft_p99": p99,
         }
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Of sorted values, linear between neighbours; 0 of none."""
-    if not values:
-        return 0.0
-    place = share * (len(values) - 1)
-    below = int(place)
-    return values[below] + (values[min(below + 1, len(values) - 1)] - values[below]) * (place - below)

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from app.simulate.session import PRESETS, Parameters, Session
-from engine.scheduler.step_cost import Curve, StepCostTable
 from engine.snapshot import EngineSnapshot
 
 
@@ -80,22 +79,6 @@ def test_advance_is_bounded_by_its_steps() -> None:
     session = Session(PRESETS["overloaded"])
     session.advance(10**9, max_steps=100)
     assert session.simulation.num_steps == 100
-
-
-def test_a_table_gives_the_seconds() -> None:
-    session = Session(
-        Parameters(step_seconds=None, length_spread="fixed", rate=1.0),
-        table=StepCostTable(
-            decode=Curve([1], [1e-3]), prefill=Curve([1], [1e-4]), mixed=Curve([1], [1e-4]), prefill_key=1e-6
-        ),
-    )
-    session.advance(20.0)
-    first = session.snapshot().steps[0]
-    assert first.num_requests == 1
-    assert first.num_prefill_tokens == 64 or first.num_decode_tokens == 1
-    expected = {64e-4 + 64 * 65 // 2 * 1e-6}
-    prefills = [step.seconds for step in session.snapshot().steps if step.num_prefill_tokens]
-    assert {round(seconds, 9) for seconds in prefills} <= {round(seconds, 9) for seconds in expected}
 
 
 @pytest.mark.parametrize(

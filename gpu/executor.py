@@ -74,10 +74,9 @@ class UniProcExecutor:
         self.pipeline_depth = worker.pipeline_depth  # what suits the device
         self.kv_windows = worker.kv_windows
         self.prompt_form_differs = worker.prompt_form_differs
-        self.compute_form = f"{worker.device.partition(':')[0]}, {worker.weight_forms}"
-        computes = f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads"
-        self.machine = f"{computes}, {device_name(worker.device)}"  # what steps cost depends on it
-        self.summary = f"{computes}. {worker.kv_cache_size}"
+        self.compute_form = worker.compute_form
+        self.machine = f"{worker.computes}, {device_name(worker.device)}"  # what steps cost depends on it
+        self.summary = f"{worker.computes}. {worker.kv_cache_size}"
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
         self._profile: WorkerProfile | None = None

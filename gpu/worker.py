@@ -49,10 +49,10 @@ class Worker:
         """
         self.device = resolve_device(options.device)
         self._on_cuda = self.device != "cpu"
-        self.num_threads = options.num_threads or usable_cores()
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
-        self.weight_forms = model.forms
+        self.compute_form = f"{self.device.partition(':')[0]}, {model.forms}"
+        self.computes = f"{self.device}, {model.forms}, {options.num_threads or usable_cores()} threads"  # in words
         self._model: ServedModel | None = model
         self._native = model if isinstance(model, CPUCausalLM) else None
         self.prompt_form_differs = model.prompt_form_differs

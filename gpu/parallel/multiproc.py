@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, Self
 
 from engine.core.executor import StepHandle
@@ -332,23 +332,17 @@ class MultiprocExecutor:
             raise self._error
 
 
+@dataclass(frozen=True)
 class _RemoteStep:
     """A `StepHandle`."""
 
-    def __init__(
-        self,
-        executor: MultiprocExecutor,
-        number: int,
-        plan: SchedulerOutput,
-        abandoned: Callable[[], bool] | None,
-    ) -> None:
-        self._executor = executor
-        self._number = number
-        self._plan = plan
-        self._abandoned = abandoned
+    executor: MultiprocExecutor
+    number: int
+    plan: SchedulerOutput
+    abandoned: Callable[[], bool] | None
 
     def result(self) -> ModelRunnerOutput:
-        return self._executor.result(self._number, self._plan, self._abandoned)
+        return self.executor.result(self.number, self.plan, self.abandoned)
 
 
 class Shared:

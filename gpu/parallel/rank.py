@@ -97,8 +97,8 @@ class Rank:
                 pipeline_depth=worker.pipeline_depth,
                 kv_windows=worker.kv_windows,
                 prompt_form_differs=worker.prompt_form_differs,
-                compute_form=f"{worker.device.partition(':')[0]}, {worker.weight_forms}",
-                computes=f"{worker.device}, {worker.weight_forms}, {worker.num_threads} threads",
+                compute_form=worker.compute_form,
+                computes=worker.computes,
                 device_name=device_name(worker.device),
                 kv_cache=f"{size}{cost}",
             )

@@ -264,7 +264,7 @@ class EngineCore:
         self.num_steps += 1
         self._goes_on = bool(self.scheduler.running)
         self.heartbeat.beat()
-        return self._told(outputs)
+        return self.tell(outputs)
 
     @property
     def has_news(self) -> bool:
@@ -275,11 +275,8 @@ class EngineCore:
         has_left = len(self.scheduler.waiting) != self._num_waiting_told
         return has_left or has_stored or self.scheduler.kv.has_events or self._costs.are_news(self.num_steps)
 
-    def tell(self) -> EngineCoreOutputs:
-        """The stats, outside of a step."""
-        return self._told([])
-
-    def _told(self, outputs: list[EngineCoreOutput]) -> EngineCoreOutputs:
+    def tell(self, outputs: Sequence[EngineCoreOutput] = ()) -> EngineCoreOutputs:
+        """The stats, with what a step gave or outside of one."""
         stats = self.scheduler.take_stats()
         self._num_waiting_told = stats.num_waiting
         if self._costs.are_news(self.num_steps):
@@ -288,7 +285,7 @@ class EngineCore:
         events, now = self.scheduler.kv.take_events(), self.heartbeat.last_progress
         if events is not None:
             self.heartbeat.count_kv_events(events.sequence)
-        return EngineCoreOutputs(outputs=outputs, stats=stats, timestamp=now, kv_events=events)
+        return EngineCoreOutputs(outputs=list(outputs), stats=stats, timestamp=now, kv_events=events)
 
     def prepare(self) -> bool:
         """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there

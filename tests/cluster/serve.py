@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +22,9 @@ class ServeOnRay(Server):
 
     def __init__(self, scaling: dict[str, Any], **settings: object) -> None:
         super().__init__("uvloop", **settings)
+        self.port = _port_that_ray_does_not_take()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.client.base_url = self.base_url
         self._home = tempfile.TemporaryDirectory(prefix="headrace-serve-")
         self._scaling = scaling
         self._seen: set[int] = set()
@@ -51,3 +57,12 @@ class ServeOnRay(Server):
     def replicas(self) -> list[int]:
         """Processes of replicas."""
         return [pid for pid, name in self.processes().items() if name.startswith("ray::ServeReplica")]
+
+
+def _port_that_ray_does_not_take() -> int:
+    """Until Serve's proxy binds it, Ray's other processes look for ports of their own, one of which says 200 to all."""
+    for port in random.sample(range(20_000, 32_000), 100):  # beyond its workers' and below the system's
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")

@@ -6,11 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cluster.cluster import RayCluster, cluster, parent
+from tests.cluster.streams import keep_busy, num_streamed
 from tests.server.harness import Server
 from tests.server.raw_client import sse_events
 from tests.server.tiny_model import tiny_server, write_tiny_model
@@ -18,6 +21,12 @@ from tests.server.tiny_model import tiny_server, write_tiny_model
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROMPT = list(range(1000, 1020))
+NUM_TOKENS = 8000  # of a stream that outlives the fleet's size
+
+
+class HurriedServer(Server):
+    def command(self) -> list[str]:
+        return [*super().command()[:-1], "tests.cluster.hurried:main"]
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +97,32 @@ def test_an_engine_of_several_ranks_has_them_on_several_machines(
         assert re.search(rf"rank [01] on {os.uname().nodename} ", error["message"])
         fleet.poll(lambda: fleet.log, lambda log: "runs again" in log)
         assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected
+
+
+@pytest.mark.storm
+def test_engines_follow_the_queue_and_no_stream_is_cut(machines: RayCluster, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", vocab_size=4096, max_position_embeddings=16384)
+    sizes = {"data_parallel_size": 1, "max_data_parallel_size": 2, "max_num_seqs": 8, "max_queue_time": 0}
+    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": 16384, "kv_cache_memory": "96MiB", **sizes}
+    fleet = HurriedServer(model=model, executor="ray", device="cpu", **settings)
+    fleet.environment["RAY_ADDRESS"] = machines.address
+    with fleet, ThreadPoolExecutor(4) as readers:
+        fleet.wait_ready()
+        assert len(machines.engines()) == 1
+        alone = _num_blocks(fleet)
+        with keep_busy(fleet, 16):
+            fleet.poll(fleet.metrics, lambda now: now.samples["headrace:engines"] == 2, 0.1)
+            assert _num_blocks(fleet) == 2 * alone
+            assert len(machines.engines()) == 2
+            streams = [readers.submit(num_streamed, fleet, number, NUM_TOKENS) for number in range(4)]
+        fleet.poll(lambda: fleet.log, lambda log: "There should be 1 engines, not 2" in log, 0.1)
+        assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
+        fleet.poll(machines.engines, lambda now: len(now) == 1, 0.1)
+        assert fleet.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
+        assert _num_blocks(fleet) == alone
+        assert fleet.metrics().finished["error"] == 0
+
+
+def _num_blocks(server: Server) -> int:
+    [labels] = [name for name in server.metrics().samples if name.startswith("vllm:cache_config_info")]
+    return int(labels.partition("num_gpu_blocks=")[2].rstrip("}").partition(",")[0])

@@ -8,6 +8,8 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ import h11
 import pytest
 
 from tests.cluster.serve import ServeOnRay
-from tests.server.harness import MODEL
+from tests.cluster.streams import keep_busy, num_streamed
 from tests.server.raw_client import sse_events
 from tests.server.test_client_gone import LEAVING, PHASES, SLOTS, case_name, check_client_gone_behind
 from tests.server.tiny_model import write_tiny_model
@@ -23,6 +25,7 @@ from tests.server.victims import PATH, endless
 
 pytestmark = pytest.mark.slow
 
+NUM_TOKENS = 20_000  # of a stream that outlives a replica's being wanted
 LONG = 56_000  # tokens of a prompt: an abort comes here by way of a proxy that may have to wait for a processor
 NARROW: dict[str, Any] = {
     "load_format": "dummy",
@@ -129,7 +132,8 @@ def test_who_leaves_before_a_replica_is_found_is_no_load(leaves: bool) -> None:
 
 
 @pytest.mark.storm
-def test_replicas_follow_the_queue_and_one_that_goes_finishes_its_streams() -> None:
+def test_replicas_follow_the_queue_and_one_that_goes_finishes_its_streams(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", max_position_embeddings=65536)
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
@@ -137,15 +141,49 @@ def test_replicas_follow_the_queue_and_one_that_goes_finishes_its_streams() -> N
         "upscale_delay_s": 0,
         "downscale_delay_s": 1,
     }
-    settings: dict[str, Any] = {"model": MODEL, "max_num_seqs": 2, "drain_timeout": 300, "max_queue_time": 0}
-    with ServeOnRay(scaling, **settings) as server, ThreadPoolExecutor(8) as clients:
+    settings: dict[str, Any] = {**NARROW, "max_num_seqs": 8, "drain_timeout": 900, "max_queue_time": 0}
+    with ServeOnRay(scaling, model=model, **settings) as server, ThreadPoolExecutor(4) as readers:
         server.wait_ready()
-
-        def talk(number: int) -> str:
-            return server.complete([number] * 20, max_tokens=400, ignore_eos=True)["choices"][0]["finish_reason"]
-
-        answers = [clients.submit(talk, number) for number in range(8)]
-        server.poll(server.replicas, lambda now: len(now) == 2, 0.1)
-        answers += [clients.submit(talk, number) for number in range(8)]
+        with keep_busy(server, 16):
+            server.poll(partial(_served_by_replica, server), lambda now: len(now) == 2, 0.1)
+            streams = [readers.submit(num_streamed, server, number, NUM_TOKENS) for number in range(4)]
+        assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
         server.poll(server.replicas, lambda now: len(now) == 1, 0.1)
-        assert [answer.result() for answer in answers] == ["length"] * 16
+        assert server.complete("A headrace is", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.storm
+def test_a_session_stays_with_its_replica_and_one_that_has_gone_is_chosen_no_more(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", max_position_embeddings=65536)
+    with ServeOnRay({"min_replicas": 2, "max_replicas": 2}, model=model, **NARROW) as server:
+        server.wait_ready()
+        finds: Any = partial(_finds, server)
+        served = partial(_served_by_replica, server)
+        server.poll(served, lambda replicas: len(replicas) == 2, 0.1)
+        assert not any(map(finds, range(8)))
+        for _ in range(3):
+            assert all(map(finds, range(8)))
+        assert min(served().values()) >= 2 * 4, "sessions are shared out"
+
+        gone = server.replicas()[0]
+        os.kill(gone, signal.SIGKILL)
+        server.poll(server.replicas, lambda now: gone not in now, 0.01)
+        assert 1 <= sum(map(finds, range(8))) <= 7, "who was there before is, and others are served by it, too"
+        server.poll(served, lambda replicas: len(replicas) == 2, 0.1)
+        for _ in range(2):
+            list(map(finds, range(8)))
+        assert all(map(finds, range(8)))
+
+
+def _finds(server: ServeOnRay, session: int) -> bool:
+    """Whether a turn of this session finds its beginning in a cache."""
+    body = {"prompt": [session] * 100, "max_tokens": 2, "ignore_eos": True}
+    answer = server.post(PATH, body, **{"x-session-id": f"session-{session}"})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def _served_by_replica(server: ServeOnRay) -> dict[float, int]:
+    """How many requests those that are ready have ended, by when they started: one of them answers each time."""
+    pages = [server.metrics() for _ in range(12)]
+    return {page.samples["process_start_time_seconds"]: sum(page.finished.values()) for page in pages}

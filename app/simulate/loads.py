@@ -52,13 +52,12 @@ class OpenLoad:
     changed and not by chance.
     """
 
-    def __init__(self, shape: Callable[[], LoadShape], longest: int, seed: int, now: float = 0.0) -> None:
+    def __init__(self, shape: Callable[[], LoadShape], longest: int, seed: int) -> None:
         """Lengths are cut so that prompt and answer have `longest` tokens at most."""
         self._shape = shape
         self._longest = longest
         self._gaps, self._lengths = Random(f"{seed} gaps"), Random(f"{seed} lengths")
-        self._burstiness = 0.0
-        self._since = now  # when `_gap` was last looked at
+        self._since = 0.0  # when `_gap` was last looked at
         self._gap = self._draw_gap()  # until the next request, in mean gaps
         self._number = 0
         self._num_open = 0

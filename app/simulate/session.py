@@ -19,7 +19,6 @@ from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 from engine.simulation.engines import Engines
 from engine.simulation.simulation import SimulatedRequest, Simulation
-from engine.snapshot import EngineSnapshot
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2**15
@@ -101,10 +100,6 @@ class Session:
         """Go on to this virtual time, but make no more than so many steps. Raises ValueError where more has come than
         is kept in memory; then it cannot go on."""
         self.simulation.advance(until, max_steps)
-
-    def snapshot(self) -> EngineSnapshot:
-        """Of the engine, with the steps since."""
-        return self.core.snapshot()
 
     # --- figures
 

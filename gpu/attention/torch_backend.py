@@ -253,8 +253,6 @@ def _plan_chunks(
             oldest = 0 if window is None else max(0, computed + start + 1 - window)
             behind = computed + start - oldest  # tokens before the tile that its first query sees
             mask = band[: stop - start, reach - behind : reach + stop - start]
-            if device.type == "cuda":
-                mask = mask.clone()  # its kernels want 16-byte alignment, which a slice need not have
             keys = slice(oldest - first, computed + stop - first)
             tiles.append(_Tile(slice(row + start, row + stop), keys, mask))
         yield _Chunk(slots, tiles)

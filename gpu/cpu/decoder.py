@@ -12,6 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -240,15 +241,7 @@ class CPUCausalLM:
             self._logits = np.empty(rows * width, dtype=np.float32)
         logits = self._logits[: rows * width].reshape(rows, width)
         for part in self._parts(rows):
-            self._library.functions.hr_logits(
-                self._threads.handle,
-                self._head,
-                hidden[part].ctypes.data,
-                len(hidden[part]),
-                self._model.vocabulary_begin,
-                logits[part].ctypes.data,
-                width,
-            )
+            self._of_head(self._library.functions.hr_logits, hidden[part], logits[part].ctypes.data, width)
         if self._softcap is not None:
             logits[:] = np.tanh(logits / np.float32(self._softcap)) * np.float32(self._softcap)
         return logits[:, : self.config.vocab_size]
@@ -258,16 +251,14 @@ class CPUCausalLM:
         token_ids = np.empty(len(hidden), dtype=np.int64)
         finite = np.empty(len(hidden), dtype=np.bool_)
         for part in self._parts(len(hidden)):
-            self._library.functions.hr_largest_product(
-                self._threads.handle,
-                self._head,
-                hidden[part].ctypes.data,
-                len(hidden[part]),
-                self._model.vocabulary_begin,
-                token_ids[part].ctypes.data,
-                finite[part].ctypes.data,
-            )
+            outputs = token_ids[part].ctypes.data, finite[part].ctypes.data
+            self._of_head(self._library.functions.hr_largest_product, hidden[part], *outputs)
         return token_ids, finite
+
+    def _of_head(self, function: Callable[..., Any], hidden: NDArray[np.float32], *outputs: int) -> None:
+        """Have the library multiply the head by these rows."""
+        rows, begin = len(hidden), self._model.vocabulary_begin
+        function(self._threads.handle, self._head, hidden.ctypes.data, rows, begin, *outputs)
 
     def _join(self, communicator: SharedMemoryCommunicator, max_tokens: int) -> None:
         """Share what ranks put side by side."""

@@ -15,7 +15,7 @@ def run(session: Session, until: float) -> list[EngineSnapshot]:
     snapshots = []
     while session.now < until:
         session.advance(until, max_steps=60)
-        snapshots.append(session.snapshot())
+        snapshots.append(session.core.snapshot())
     return snapshots
 
 

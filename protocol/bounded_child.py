@@ -91,7 +91,7 @@ def to_text(received: bytearray) -> str:
 
 
 def _ignore_signals() -> None:
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
     # The parent has blocked them for this process, so that none could end it before it had come to here.

@@ -81,7 +81,7 @@ class ChildProcess:
         watched, self._lifeline = os.pipe()
         # Signals to the whole group are for the server. The child will ignore them, but not before Python has started;
         # until then it inherits that they are blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own words
                 [sys.executable, "-I", "-S", "-B", "-c", _MAIN.format(main), str(timeout), *_paths(packages)],

@@ -100,7 +100,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> z
 def _start(arguments: list[str], environment: Mapping[str, str] | None, lifeline: int) -> subprocess.Popen[bytes]:
     # Signals to the whole group are for the front end. The child will ignore them, but not before Python has started;
     # until then it inherits that they are blocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     try:
         return subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, pass_fds=(lifeline,))  # noqa: S603
     finally:

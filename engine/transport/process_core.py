@@ -4,8 +4,8 @@
     main thread     `engine.transport.client.run_loop`      loads the model and makes every step
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
-The process belongs to its parent and ends only by its word: it ignores SIGINT and SIGTERM, which reach a whole group at
-once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had.
+The process belongs to its parent and ends only by its word: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole
+group at once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def vital(work: Callable[[], None]) -> None:
 
 
 def _ignore_signals() -> None:
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
         signal.signal(number, signal.SIG_IGN)
     # The parent has blocked them for this process, so that none could end it before it had come to here.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def main() -> NoReturn:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
     up = Connection(int(sys.argv[1]))
     setup = msgspec.msgpack.decode(up.recv_bytes(), type=RankSetup)

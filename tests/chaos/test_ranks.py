@@ -70,6 +70,15 @@ def test_a_rank_that_goes_while_it_decodes_is_named_in_every_stream(
     assert server.text_alone("alone", 20) == expected
 
 
+def test_a_signal_to_the_whole_group_is_for_the_server_alone(server: ChaosServer) -> None:
+    processes = [*engines(server), *ranks(server)]
+    with server.faults.during("slow", seconds=0.01):
+        stream = server.stream("deaf", max_tokens=100).read_some()
+        os.killpg(server.pid, signal.SIGHUP)
+    assert stream.read().error is None
+    assert processes == [*engines(server), *ranks(server)]
+
+
 def test_a_rank_that_goes_while_nothing_runs_is_missed_at_once(server: ChaosServer) -> None:
     server.wait_idle()
     strike(server, signal.SIGKILL)

@@ -65,7 +65,7 @@ async def test_signals_to_the_whole_group_are_for_the_front_end() -> None:
     async with serving("process", step_seconds=0.002) as engine:
         async with engine.llm.stream(make_request(range(9), max_tokens=50)) as stream:
             await anext(stream)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 os.kill(engine.client.pid, number)
             outputs = await collect(stream)
         assert outputs[-1].finish_reason is FinishReason.LENGTH

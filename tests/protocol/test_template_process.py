@@ -183,7 +183,7 @@ def test_a_process_is_deaf_to_signals_for_the_group_and_knows_nothing(monkeypatc
     monkeypatch.setenv("HEADRACE_API_KEYS", "a-secret")
     with processes_of(CHATML) as processes:
         (pid,) = children()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
         assert processes.render({"messages": [{"role": "user", "content": "a"}]})
         assert {pid} == children()

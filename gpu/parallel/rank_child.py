@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,18 +37,16 @@ class RankChild:
         self.index = index
         self._on_end = on_end
         ours, theirs = socket.socketpair()
+        started: Future[subprocess.Popen[bytes]] = Future()
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", RANK_MODULE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
-                pass_fds=(theirs.fileno(), *setup.descriptors),
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
+            passed = (theirs.fileno(), *setup.descriptors)
+            self._watcher = threading.Thread(
+                target=self._live, args=(passed, started), name=f"rank-{index}", daemon=True
             )
+            self._watcher.start()
+            self._process = started.result()
         self.connection = Connection(ours.detach())
         self.connection.send_bytes(msgspec.msgpack.encode(setup, enc_hook=int))  # sizes are ints of a kind of their own
-        self._watcher = threading.Thread(target=self._watch, name=f"rank-{index}", daemon=True)
-        self._watcher.start()
 
     @property
     def pid(self) -> int:
@@ -83,9 +82,16 @@ class RankChild:
         self._process.wait()
         self.connection.close()
 
-    def _watch(self) -> None:
+    def _live(self, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
+        # It is started here, because the kernel ends it with the thread that has started it.
+        try:
+            process = _start(passed)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
         # Left to be waited for, so that its number is not another's before all who know it are done with it.
-        what = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        what = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
         assert what is not None
         if what.si_code == os.CLD_EXITED:
             self._on_end(self.index, f"has ended with status {what.si_status}")
@@ -93,6 +99,16 @@ class RankChild:
             self._on_end(self.index, f"was stopped by {_name(what.si_status)}")
         else:
             self._on_end(self.index, f"was killed by {_name(what.si_status)}")
+
+
+def _start(passed: Sequence[int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", RANK_MODULE, str(passed[0])],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
+        pass_fds=passed,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
+    )
 
 
 def _end_with_parent() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +179,13 @@ def test_worker_does_not_outlive_a_parent_that_is_killed(worker_class: str, how:
 
 
 def children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return []
+    """Of any of its threads."""
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
 
 
 def is_running(pid: int) -> bool:

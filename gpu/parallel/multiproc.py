@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from engine.core.executor import StepHandle
 from engine.errors import EngineDead, HeadraceError, RankLost
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import Progress as ReportProgress
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
@@ -114,6 +114,7 @@ class MultiprocExecutor:
         self._on_lost: OnLost = lambda error: None
         self._ring = self._make_ring(world_size)
         self._steps: deque[int] = deque()  # submitted and not waited for, oldest first
+        self._masks: dict[int, MasksHandle] = {}  # of steps, that the ranks have not been told
         self._ended: dict[int, tuple[RankProcess, Output | Failed]] = {}
         self._failed: deque[int] = deque(maxlen=16)  # steps of late
         self._sampled: dict[int, list[list[int]] | None] = {}  # what earlier stages have not been told
@@ -165,7 +166,9 @@ class MultiprocExecutor:
         sampled, self._sampled = self._sampled, {}
         self._write(Step(self._num_submitted, plan, sampled))
         self._steps.append(self._num_submitted)
-        return _RemoteStep(self, self._num_submitted, plan, abandoned)
+        if plan.masks is not None:
+            self._masks[self._num_submitted] = plan.masks
+        return _RemoteStep(self, self._num_submitted, abandoned)
 
     def prepare(self) -> bool:
         if not self._is_prepared:
@@ -192,10 +195,9 @@ class MultiprocExecutor:
 
     # --- steps
 
-    def result(self, number: int, plan: SchedulerOutput, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
+    def result(self, number: int, abandoned: Callable[[], bool] | None) -> ModelRunnerOutput:
         """Wait for the oldest step."""
-        if plan.masks is not None:
-            self._write(Masks.of(number, plan.masks))
+        self._write_masks(number)
         timeout = None if abandoned is None else ABANDONED_SECONDS
         while number not in self._ended:
             self._receive(timeout)
@@ -225,6 +227,10 @@ class MultiprocExecutor:
     def _write(self, message: Down) -> None:
         """Give it to all ranks. Takes what they say while there is no room: they may read no more before."""
         self._ring.write(encode(message), lambda: self._receive(0.0))
+
+    def _write_masks(self, number: int) -> None:
+        if (masks := self._masks.pop(number, None)) is not None:
+            self._write(Masks.of(number, masks))
 
     def _receive(self, timeout: float | None) -> None:
         """Take what has come; wait for it, so long at most. Raises RankLost."""
@@ -264,6 +270,8 @@ class MultiprocExecutor:
         """Have every rank do something, between steps, and return what each says."""
         if self._is_closed:
             return [None] * len(self._ranks)
+        for number in [*self._masks]:  # which ranks wait for before they look what else there is
+            self._write_masks(number)
         self._write(Call(name))
         answers = self._from_each(Answer, self._take)
         for answer in answers:
@@ -338,11 +346,10 @@ class _RemoteStep:
 
     executor: MultiprocExecutor
     number: int
-    plan: SchedulerOutput
     abandoned: Callable[[], bool] | None
 
     def result(self) -> ModelRunnerOutput:
-        return self.executor.result(self.number, self.plan, self.abandoned)
+        return self.executor.result(self.number, self.abandoned)
 
 
 class Shared:

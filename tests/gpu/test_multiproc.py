@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def start(
 
 @pytest.fixture(scope="module")
 def ranks(model: str) -> Iterator[MultiprocExecutor]:
-    executor = start(model)
+    """They live as long as their process, and not as the thread that has started them."""
+    with ThreadPoolExecutor(1) as thread:
+        executor = thread.submit(start, model).result()
     yield executor
     executor.shutdown()
 
@@ -109,6 +112,17 @@ def test_masks_follow_their_plan_and_may_fail(ranks: MultiprocExecutor) -> None:
     second.masks = Masks(99)
     assert ranks.submit(second).result().sampled_token_ids == [[99]]
     ranks.submit(plan_of({}, removed=["b"])).result()
+
+
+def test_a_profile_begins_and_ends_beside_steps_that_wait_for_their_masks(ranks: MultiprocExecutor) -> None:
+    first = plan_of({"a": 2}, new=[new_request("a", [5, 6], block_ids=[0, 1], temperature=0.0)])
+    second = plan_of({"b": 2}, new=[new_request("b", [7, 8], block_ids=[2, 3], temperature=0.0)])
+    first.masks, second.masks = Masks(77), Masks(99)
+    steps = [ranks.submit(first), ranks.submit(second)]
+    ranks.start_profile()
+    assert ranks.stop_profile()
+    assert [step.result().sampled_token_ids for step in steps] == [[[77]], [[99]]]
+    ranks.submit(plan_of({}, removed=["a", "b"])).result()
 
 
 def test_a_step_that_fails_on_all_ranks_fails_alone(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:

@@ -4,3 +4,10 @@ from app.offline import LLM
 from engine.messages import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
+
+if __name__ == "__main__":
+    import sys
+
+    from app.cli import main
+
+    sys.exit(main())

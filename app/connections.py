@@ -271,7 +271,7 @@ def connection_limits(settings: Settings) -> Limits:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     engines = (
         PER_ENGINE_PROCESS * (settings.max_data_parallel_size or settings.data_parallel_size)
-        if settings.engine == "process" or settings.has_rank_processes
+        if settings.has_engine_processes
         else 0
     )
     spare = max(32, limit // 8)

@@ -47,12 +47,15 @@ class EngineActor:
 
 def make_ray_client(settings: Settings, index: int | None, report: Report) -> ProcessClient:
     """An engine that Ray places, with a device or the cores of `num_threads`. This process has joined the cluster."""
+    if settings.device == "auto":
+        device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+        settings = settings.model_copy(update={"device": device})
     if settings.num_ranks == 1 and settings.num_threads is None:
         settings = settings.model_copy(update={"num_threads": 1})
     setup = {"settings": settings.without_secrets(), "index": index}
 
     def launch(ends: Ends) -> Launched:
-        report("Waiting for room on the Ray cluster", 0, None)
+        report("Waiting for the Ray cluster to start an engine", 0, None)
         return _Actor(settings, ends)
 
     link = partial(RemoteLink, launch, ray.util.get_node_ip_address())

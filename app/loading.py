@@ -132,11 +132,10 @@ def make_client(
     An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
     Where `executor` is ray, `join_ray` goes before.
     """
-    if not settings.has_rank_processes:
-        if settings.engine == "thread":
-            return ThreadClient(core_factory(settings, files, grammars=grammars))
-        if settings.data_parallel_size == 1:
-            return make_process_client(Share(settings), progress)
+    if not settings.has_engine_processes:
+        return ThreadClient(core_factory(settings, files, grammars=grammars))
+    if settings.data_parallel_size == 1 and not settings.has_rank_processes:
+        return make_process_client(Share(settings), progress)
     if settings.executor == "ray":
         from app.engine_on_ray import make_ray_client
 

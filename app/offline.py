@@ -19,6 +19,7 @@ import engine.frontend.llm
 from app.loading import core_factory, default_sampling, open_files
 from app.progress import generating, loading
 from app.setting_sources import load_settings
+from app.settings import SettingsError
 from engine.frontend.llm import Generation, OnStep
 from engine.messages import SamplingParams
 
@@ -34,6 +35,8 @@ class LLM(engine.frontend.llm.LLM):
         """
         given = settings if model is None else settings | {"model": model}
         chosen = load_settings(given, spelled=str)
+        if chosen.data_parallel_size > 1:
+            raise SettingsError(f"data_parallel_size: got {chosen.data_parallel_size}; an LLM is one engine. 1 works")
         with loading() if progress else nullcontext() as report:
             files = open_files(chosen, report)
             core = core_factory(chosen, files)()

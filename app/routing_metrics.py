@@ -33,6 +33,8 @@ class RoutingCollector(Collector):
         text = "Requests given to another engine because theirs had died while they waited."
         yield CounterMetricFamily("headrace:requests_placed_again", text, stats.num_placed_again)
         yield GaugeMetricFamily("headrace:engines", "Engines that run.", stats.num_engines)
+        text = "Times that an engine has died; it is started again."
+        yield CounterMetricFamily("headrace:engine_deaths", text, stats.num_deaths)
         text = "Engines that do not publish what their prefix cache holds, so that it is guessed."
         yield GaugeMetricFamily("headrace:engines_with_guessed_cache", text, stats.num_guessed)
         yield CounterMetricFamily(

@@ -17,11 +17,6 @@ def check_together(settings: Settings) -> None:
             f"max_num_batched_tokens = {max(512, settings.max_num_seqs)}"
         )
     _check_tiers(settings)
-    if settings.data_parallel_size > 1 and settings.engine == "thread" and not settings.has_rank_processes:
-        raise ValueError(
-            f"data_parallel_size ({settings.data_parallel_size}) needs engines that are processes, and engine is "
-            f"{settings.engine}. What works: engine = process, or data_parallel_size = 1"
-        )
     _check_ranks(settings)
 
 

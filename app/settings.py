@@ -93,20 +93,26 @@ class Settings(BaseSettings):
 
     # The engine.
     engine: Literal["thread", "process"] = Field(
-        "thread", description="Where the engine runs: in a thread of the server, or in a process of its own."
+        "thread",
+        description="Where the engine runs: in a thread of the server, or in a process of its own, as several engines "
+        "or ranks always do.",
     )
     data_parallel_size: int = Field(
-        1, description="Engines that share the requests, each with all weights; needs engine = process.", ge=1, le=64
+        1, description="Engines that share the requests, each with all weights and a KV cache of its own.", ge=1, le=64
     )
     max_data_parallel_size: int | None = Field(
-        None, description="On Ray: engines while much waits. Default: data_parallel_size.", ge=1, le=64, examples=[1]
+        None,
+        description="On Ray: most engines, which there are while much waits. Default: data_parallel_size.",
+        ge=1,
+        le=64,
+        examples=[1],
     )
     tensor_parallel_size: int = Field(
-        1, description="Processes that share each layer of one engine; on CUDA each has a device.", ge=1, le=64
+        1, description="Ranks (processes; on CUDA devices) that share each layer of an engine.", ge=1, le=64
     )
     pipeline_parallel_size: int = Field(
         1,
-        description="Groups of such processes, one after the other, that share the layers of one engine.",
+        description="Stages, each of tensor_parallel_size ranks, that share the layers of an engine.",
         ge=1,
         le=64,
     )
@@ -381,6 +387,11 @@ class Settings(BaseSettings):
     def has_rank_processes(self) -> bool:
         """Whether an engine computes in others: then it is one itself, which can be started again."""
         return self.num_ranks > 1 or self.executor in ("mp", "ray")
+
+    @property
+    def has_engine_processes(self) -> bool:
+        """Whether its engines run outside of the server's process."""
+        return self.engine == "process" or self.data_parallel_size > 1 or self.has_rank_processes
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:

@@ -33,5 +33,5 @@ def check_workers() -> None:
     raise SettingsError(
         f"workers: got {workers}, but one process serves one model: each worker would load the model again, and know "
         "nothing of the others' responses and limits. A value that works: hypercorn --workers 1 app:main. For more "
-        "engines in one server, set engine = process and data_parallel_size"
+        "engines in one server, set data_parallel_size"
     )

@@ -18,8 +18,8 @@ def wanted_engines(queued_seconds: float, running: float, max_queued_seconds: fl
 
 
 class FleetSize:
-    """So many engines as were wanted all the time of late: it grows to the fewest of `UPSCALE_SECONDS`, and shrinks to
-    the most of `DOWNSCALE_SECONDS`."""
+    """How many engines there should be: raised to the fewest that were wanted at any time in the last
+    `UPSCALE_SECONDS`, lowered to the most in the last `DOWNSCALE_SECONDS`."""
 
     def __init__(self, least: int, most: int) -> None:
         self.size = self._least = least

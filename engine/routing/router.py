@@ -37,7 +37,7 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)  # of answers that tell how lon
 
 
 class Work(msgspec.Struct, gc=False):
-    """What a choice still has to have computed, as far as can be told, in tokens."""
+    """What of a choice an engine has still to compute, as far as can be told, in tokens."""
 
     engine: int
     prompt_tokens: int  # that no cache is thought to hold
@@ -113,13 +113,14 @@ class Router:
         tokens: list[int] = self._prompt_tokens.tolist()
         return tokens
 
-    def stats(self, alive: Sequence[int], num_placed_again: int = 0) -> RoutingStats:
+    def stats(self, alive: Sequence[int], num_placed_again: int = 0, num_deaths: int = 0) -> RoutingStats:
         """How the engines, of which these live, share the requests."""
         return RoutingStats(
             loads=self.loads,
             num_by_prefix=self.num_by_prefix,
             num_by_load=self.num_by_load,
             num_placed_again=num_placed_again,
+            num_deaths=num_deaths,
             num_engines=len(alive),
             num_guessed=sum(not self.index.publishes(engine) for engine in alive),
             num_gaps=self.index.num_gaps,
@@ -127,7 +128,7 @@ class Router:
         )
 
     def describe(self, block_size: int, kv_windows: Sequence[int | None]) -> None:
-        """The KV cache of the engines."""
+        """Take in how the engines' KV caches are divided."""
         self.chunk_size = chunk_size(block_size)
         widest = max((window - 1 for window in kv_windows if window is not None), default=0)
         self.index.window_chunks = -(-widest // self.chunk_size)
@@ -154,7 +155,7 @@ class Router:
         salt: str = "",
         max_tokens: int | None = None,
     ) -> int:
-        """The engine, one of `alive`, for all choices of one prompt. Its work until they have `ended`.
+        """Choose the engine, one of `alive`, for all choices of one prompt: they count as its work until they `ended`.
 
         `prompt` may be any numbers that tell prompts apart, such as bytes, where no engine publishes.
         """
@@ -214,8 +215,7 @@ class Router:
         return chosen
 
     def advanced(self, request_id: str, num_tokens: int) -> None:
-        """A choice got so many tokens. With the first, its prompt has been computed; its answer has as many less to
-        come."""
+        """A choice got so many tokens: its prompt has been computed, and as many fewer are left of its answer."""
         work = self._work.get(request_id)
         if work is not None and num_tokens:
             work.num_output_tokens += num_tokens
@@ -242,7 +242,7 @@ class Router:
         self._set_prices()
 
     def _leave(self, work: Work, answer_tokens: int) -> None:
-        """Nothing of the prompt and so much of the answer."""
+        """Nothing of the prompt, and so much of the answer, is left to do."""
         if work.prompt_tokens:
             self._prompt_tokens[work.engine] -= work.prompt_tokens
         if work.guessed:

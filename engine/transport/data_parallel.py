@@ -70,7 +70,7 @@ class DataParallelClient:
         self._resized = anyio.Event()
         self._router = Router(most, max_num_seqs)
         self._placed: dict[str, Placed] = {}  # requests that have not ended
-        self.num_placed_again = 0
+        self.num_placed_again = self._num_deaths = 0
         self._limits = TenantLimits()
         self._shares = FleetShares(most)
         self._shared = 0.0  # when the engines were told
@@ -106,7 +106,7 @@ class DataParallelClient:
     @property
     def routing(self) -> RoutingStats:
         """How the engines share the requests."""
-        return self._router.stats(self._alive(), self.num_placed_again)
+        return self._router.stats(self._alive(), self.num_placed_again, self._num_deaths)
 
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
@@ -284,12 +284,15 @@ class DataParallelClient:
         """A replica has died: its requests end here, or everything does."""
         lost, error = list(replica.requests), died.error
         replica.num_deaths += 1
+        self._num_deaths += 1
         replica.mark_dead()
         in_use = [each for each in self.replicas if each.is_wanted]
         if not self._announced or not (self._alive() or any(each.num_deaths <= MAX_DEATHS for each in in_use)):
             self._end()
             return died
-        logger.error("Engine %d has died with %d requests: %s", replica.index, len(lost), error, exc_info=error)
+        logger.error(
+            "Engine %d has died (requests that it had: %d): %s", replica.index, len(lost), error, exc_info=error
+        )
         self._router.forget(replica.index)
         gone = {request_id: self._placed.pop(request_id) for request_id in lost}
         lost = self._place_again(gone)

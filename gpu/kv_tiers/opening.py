@@ -44,7 +44,7 @@ def check_tiers(options: WorkerOptions, device: str) -> None:
     if options.kv_cache_ram and device == "cpu":
         raise ConfigError(
             "kv_cache_ram",
-            options.kv_cache_ram,
+            size_text(options.kv_cache_ram),
             allowed="it is for devices with memory of their own, and this one computes in the host's",
             hint="kv_cache_memory makes the KV cache itself larger",
         )

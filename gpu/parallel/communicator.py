@@ -1,4 +1,4 @@
-"""What the tensor ranks of one stage tell each other within a layer. Torch-free."""
+"""Collectives among the tensor ranks of one stage. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """[..., sizes[rank]] of each -> [..., sum of sizes], in the order of the ranks"""
+        """[..., sizes[rank]] of each rank -> [..., sum of sizes], in the order of the ranks."""
         ...
 
     def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """`sizes[a][b]` is how many rows rank a has for rank b: [sum of sizes[rank], n], those for the first rank
-        first, -> those that all have for this rank, in the order of the ranks."""
+        """Rank a sends rank b `sizes[a][b]` rows: [sum of sizes[rank], n], in the order of their destinations ->
+        [sum of sizes[a][rank] over a, n], in the order of their sources."""
         ...

@@ -4,9 +4,10 @@ A stage of the pipeline has some of the layers; of each, a tensor rank has some 
 of the vocabulary at both ends. Heads are cut by KV group, so that no key is computed twice; where there are fewer KV
 heads than ranks, several ranks have the same one and share its queries. Nothing has to divide evenly.
 
-What follows heads and inner features is cut in one of two ways. By its inputs (Megatron-LM, arXiv:1909.08053): then
-every rank has a part of each sum, and they are added up. Or by its outputs, like all else: then the ranks put their
-inputs together first, and each output is the same sum in the same order whatever the number of ranks.
+What follows heads and inner features is cut in one of two ways. By its inputs (row parallel, Megatron-LM,
+arXiv:1909.08053): then every rank has a part of each sum, and an all-reduce adds them up. Or by its outputs (column
+parallel), like all else: then an all-gather of the inputs goes before, and each output is the same sum in the same
+order whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ STEP_TOKENS = 8  # of the steps for which stages are balanced
 
 
 def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
-    """What this rank has of a model: its parts with their own shapes and their ranges. `gathers`: every matrix is cut
-    by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
+    """This rank's part of a model: the shapes of its tensors, and their ranges in the checkpoint's. `gathers`: every
+    matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
     if layout.world_size == 1:
         return spec
     cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
@@ -62,7 +63,14 @@ def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
 
 
 def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
-    """Raise the ConfigError that any rank would find."""
+    """Raise the ConfigError that any rank would find, and one for experts that a model has not."""
+    if layout.enable_expert_parallel and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
+        raise ConfigError(
+            "enable_expert_parallel",
+            True,
+            allowed="this model has no experts",
+            hint="enable_expert_parallel=false works",
+        )
     stages(spec, layout.pipeline_parallel_size)
     sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
 
@@ -106,8 +114,8 @@ def stages(spec: DecoderSpec, count: int) -> list[Range]:
 
 
 def weights_read(layer: LayerSpec) -> int:
-    """How many weights of a layer a step of `STEP_TOKENS` reads, of experts those to which one of them goes, wherever
-    each goes."""
+    """How many weights of a layer a step of `STEP_TOKENS` tokens reads: of its experts' as many as are to be expected
+    when each token goes to any `top_k` of them."""
     network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in parts_of(layer))
     if not isinstance(network, MoESpec):
         return weights
@@ -160,7 +168,7 @@ class _Cutter:
         if self.size <= kv:
             first, last = share(kv, self.size, self.rank)
             return (first * group, last * group), (first, last)
-        # Some ranks have one group together: as many as evenly come upon each.
+        # Several ranks share a KV head and divide its queries; no head has two ranks more than another.
         of_group = [share(self.size, kv, index) for index in range(kv)]
         index, (begin, end) = next((i, bounds) for i, bounds in enumerate(of_group) if self.rank < bounds[1])
         first, last = share(group, end - begin, self.rank - begin)
@@ -187,7 +195,7 @@ class _Cutter:
         return replace(spec, experts=spec.experts[first:last], first=first)
 
     def after(self, part: Part, columns: Range) -> Part:
-        """A matrix whose inputs are computed by all ranks, these by this one."""
+        """A matrix behind heads or inner features, of whose inputs this rank computes `columns`."""
         if self.gathers:
             return outputs(part, self.features(part.shape[0]))
         # Partial sums are added up, and the bias is in one of them.

@@ -1,4 +1,4 @@
-"""How a model lies on its ranks: all that a layer knows of there being several."""
+"""How a model is divided among ranks: all that its layers know of that."""
 
 from __future__ import annotations
 

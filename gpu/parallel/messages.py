@@ -54,6 +54,7 @@ class CacheSize(msgspec.Struct, tag=True, array_like=True):
 
     num_blocks: int
     max_model_len: int
+    bytes_per_block: int  # up, the rank's; down, those of all ranks together
 
 
 class Step(msgspec.Struct, tag=True, array_like=True):

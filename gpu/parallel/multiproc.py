@@ -1,8 +1,8 @@
 """Ranks on this machine: one plan a step to all of them through shared memory, outputs from one.
 
 Every rank is a process (`gpu.parallel.rank_process`) with its part of the model, and applies every plan to a row table
-of its own. One that ends, or is stopped, ends all the others at once, and the executor with them: whoever made it makes
-another. The kernel tells of it, and no time has to pass to find it out.
+of its own. One that ends, or is stopped, ends all the others at once, and the executor with them; its engine is started
+again. The kernel tells of an end: no timeout has to pass.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ from gpu.parallel.stage_link import link_bytes
 from gpu.runner import FinishedStep
 
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
-# A step that has failed on one rank fails on all, for the same reason; where another waits for that one instead, their
-# states have parted. Far more than ranks that compute side by side are apart; what a busy machine keeps from them does
-# not count.
+# In which a step that has failed on one rank has to fail on all: else some are waiting for that one, and what ranks
+# know of the batch differs. Time for which a busy machine gives a rank no core does not count.
 FAILURE_SECONDS = 0.5
 
 OnLost = Callable[[HeadraceError], None]
 
 
 class Wire(Protocol):
-    """How messages come to all ranks: a `RingWriter`, where they are of this machine."""
+    """Broadcasts to all ranks: a `RingWriter`, where they are on this machine."""
 
     abandoned: int
 
@@ -70,7 +69,7 @@ class Wire(Protocol):
 
 
 class RankProcess(Protocol):
-    """A hold on one: a `RankChild`, where it is of this machine."""
+    """The handle of a rank's process: a `RankChild`, where it is on this machine."""
 
     index: int
 
@@ -291,10 +290,10 @@ class MultiprocExecutor:
 
         sizes = self._from_each(CacheSize, report)
         num_blocks, max_model_len = min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes)
-        self._write(CacheSize(num_blocks, max_model_len))
+        self._write(CacheSize(num_blocks, max_model_len, sum(each.bytes_per_block for each in sizes)))
         return self._from_each(Loaded, report)[-1]
 
-    # What is another's where ranks are elsewhere.
+    # What a subclass does otherwise whose ranks are on other machines.
 
     def _make_ring(self, world_size: int) -> Wire:
         return RingWriter(world_size)

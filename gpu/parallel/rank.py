@@ -79,14 +79,20 @@ class Rank:
         self._step = 0
 
     def agree(self, size: KVCacheSize) -> KVCacheSize:
-        """The KV cache that all ranks can have."""
-        self._tell(CacheSize(size.num_blocks, size.max_model_len))
+        """The KV cache that all ranks can have, of `bytes_per_block` on all of them together."""
+        self._tell(CacheSize(size.num_blocks, size.max_model_len, size.bytes_per_block))
         agreed = self._next()
         assert isinstance(agreed, CacheSize)
-        return replace(size, num_blocks=agreed.num_blocks, max_model_len=agreed.max_model_len)
+        return replace(
+            size,
+            num_blocks=agreed.num_blocks,
+            max_model_len=agreed.max_model_len,
+            bytes_per_block=agreed.bytes_per_block,
+            num_tokens=size.num_tokens // size.block_size * agreed.num_blocks // size.num_blocks * size.block_size,
+        )
 
     def serve(self, worker: Worker, cost: str, vocab_size: int, abandoned: Abandoned) -> None:
-        """Say what it has become, and carry out what it is told for as long as it lives."""
+        """Say `Loaded`, then carry out what the driver says until the process ends."""
         size = worker.kv_cache_size
         self._tell(
             Loaded(

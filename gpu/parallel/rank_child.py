@@ -1,4 +1,4 @@
-"""The driver's hold on one rank's process: its start, what it says, and what it ended of.
+"""The driver's handle of one rank's process: starts it, receives from it, and tells why it ended.
 
 A thread waits for its end, and for a signal that stops it, which is as good as an end: the kernel tells both at once.
 """
@@ -85,7 +85,7 @@ class RankChild:
     def _live(self, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
         # It is started here, because the kernel ends it with the thread that has started it.
         try:
-            process = _start(passed)
+            process = _start(passed, self.index)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -101,9 +101,9 @@ class RankChild:
             self._on_end(self.index, f"was killed by {_name(what.si_status)}")
 
 
-def _start(passed: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(passed: Sequence[int], index: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", RANK_MODULE, str(passed[0])],
+        [sys.executable, "-m", RANK_MODULE, str(passed[0]), f"rank={index}"],  # the last for ps
         stdin=subprocess.DEVNULL,
         preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
         pass_fds=passed,

@@ -45,9 +45,9 @@ class RayExecutor(MultiprocExecutor):
     def __init__(
         self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **sizes: int
     ) -> None:
-        progress("Waiting for room on the Ray cluster", 0, None)
         num_threads = options.num_threads or 1
         self._room = {"CPU": float(num_threads)} if options.device == "cpu" else {"CPU": 1.0, "GPU": 1.0}
+        progress(f"Waiting for {layout.world_size} x {self._room} on the Ray cluster", 0, None)
         self._group: PlacementGroup = placement_group([self._room] * layout.world_size, strategy="PACK")
         try:
             ray.get(self._group.ready())

@@ -67,7 +67,8 @@ class _Shared:
 
     @property
     def stopped(self) -> int:
-        """The last of these looks at which the step was broken off: by all ranks of the stage, each at its own."""
+        """The latest of these checks at which the first rank broke a step off: the others of its stage do so at theirs
+        of the same number."""
         return self._words[_STOPPED]
 
     @stopped.setter
@@ -76,7 +77,7 @@ class _Shared:
 
     @property
     def checked(self) -> int:
-        """How often the first rank has looked whether its step is still wanted, in all."""
+        """How many times the first rank has checked whether a step is still wanted."""
         return self._words[_CHECKED]
 
     @checked.setter

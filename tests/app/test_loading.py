@@ -45,7 +45,7 @@ def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_settings_choose_the_client() -> None:
     assert type(client()) is ThreadClient
     assert type(client(engine="process")) is ProcessClient
-    parallel = client(engine="process", data_parallel_size=3)
+    parallel = client(data_parallel_size=3)
     assert type(parallel) is DataParallelClient
     assert len(parallel.replicas) == 3
 

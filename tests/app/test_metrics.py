@@ -232,13 +232,14 @@ def test_how_engines_share_requests_is_told(metrics: Metrics) -> None:
     router = Router(2, 8)
     router.choose(["a"], list(range(1000)), [0, 1])
     metrics.show(
-        lambda: 0.0, lambda: 0.0, lambda tenant: 0, (), lambda phase: False, routing=lambda: router.stats([0, 1], 3)
+        lambda: 0.0, lambda: 0.0, lambda tenant: 0, (), lambda phase: False, routing=lambda: router.stats([0, 1], 3, 2)
     )
     assert value(metrics, "headrace:engine_load_seconds", engine="0") == router.loads[0] > 0
     assert value(metrics, "headrace:engine_load_seconds", engine="1") == 0
     assert value(metrics, "headrace:routed_prompts_total", reason="load") == 1
     assert value(metrics, "headrace:engines_with_guessed_cache") == 2
     assert value(metrics, "headrace:requests_placed_again_total") == 3
+    assert value(metrics, "headrace:engine_deaths_total") == 2
     assert value(metrics, "headrace:routing_bytes") > 100
 
 

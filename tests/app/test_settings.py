@@ -129,12 +129,6 @@ def test_what_must_be_above_a_number_says_so() -> None:
         load_settings({"gpu_memory_utilization": "0"})
 
 
-def test_several_engines_need_processes() -> None:
-    with pytest.raises(SettingsError, match=r"data_parallel_size \(2\) needs .* What works: engine = process"):
-        load_settings({"data_parallel_size": "2"})
-    assert load_settings({"data_parallel_size": "2", "engine": "process"}).data_parallel_size == 2
-
-
 @pytest.mark.parametrize("given", [{"executor": "ray", "data_parallel_size": "3"}, {"engine": "process"}])
 def test_more_engines_than_at_first_need_a_cluster(given: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match=r"max_data_parallel_size \(2\) must be .* max_data_parallel_size = [13]$"):
@@ -217,6 +211,8 @@ def test_no_setting_is_a_dead_knob() -> None:
         }
     if "model_names" in read:
         read |= {"model", "served_model_name"}
+    if "has_engine_processes" in read:
+        read.add("engine")
     dead = set(Settings.model_fields) - read
     assert not dead, f"nothing in app/ reads {sorted(dead)}"
 

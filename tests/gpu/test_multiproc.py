@@ -70,6 +70,19 @@ def test_ranks_say_what_one_worker_says(ranks: MultiprocExecutor, alone: UniProc
     assert generate(ranks, prompts(), chunk=6) == generate(alone, prompts(), chunk=6)
 
 
+def test_what_is_told_of_the_kv_cache_is_of_all_ranks(tmp_path: Path) -> None:
+    model = write_tiny_model(
+        tmp_path / "uneven", num_attention_heads=6, num_key_value_heads=3, head_dim=8
+    )  # two and one
+    executor = start(str(model), replace(OPTIONS, kv_cache_memory=2**20), tensor_parallel_size=2)
+    try:
+        tokens = executor.num_blocks * executor.block_size
+        told = f"KV cache: 768.0 KiB, {executor.num_blocks:,} blocks of 4 tokens: room for {tokens:,} tokens"
+        assert told in executor.summary, "the rank with two KV heads has its half full, the other the same blocks"
+    finally:
+        executor.shutdown()
+
+
 def test_prompt_log_probabilities_and_embeddings_come_back(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:
     requests = [
         new_request("a", [5, 6, 7, 8], block_ids=[0, 1], prompt_logprobs=2, logprobs=1),

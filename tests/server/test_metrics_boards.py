@@ -50,7 +50,9 @@ HELLO = [{"role": "user", "content": "Hello"}]
 LONG = {"max_tokens": 300, "ignore_eos": True}
 # What only a fault counts: no load does.
 FAULTS = {"headrace:kv_tier_failed_loads_total", "headrace:lost_traces_total"}
-OF_SEVERAL_ENGINES = {f"headrace:{name}_total" for name in ("routed_prompts", "requests_placed_again", "kv_event_gaps")}
+OF_SEVERAL_ENGINES = {
+    f"headrace:{name}_total" for name in ("routed_prompts", "requests_placed_again", "engine_deaths", "kv_event_gaps")
+}
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -71,9 +71,9 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"max_model_len": 10**6, "engine": "process"},
         ["max_model_len", "1000000", "1 to 8,192", "max_model_len=8192 works"],
     ),
-    "several engines in one thread": (
-        {"data_parallel_size": 2, "engine": "thread"},
-        ["data_parallel_size (2)", "engine is thread", "engine = process"],
+    "experts of a model that has none, over ranks": (
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        ["enable_expert_parallel is True", "has no experts", "enable_expert_parallel=false works"],
     ),
     "more KV memory than there is": (
         {"kv_cache_memory": "900000GiB"},

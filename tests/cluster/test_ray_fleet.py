@@ -37,7 +37,7 @@ def machines() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def server(machines: RayCluster) -> Iterator[Server]:
-    fleet = tiny_server(executor="ray", data_parallel_size=2, num_threads=1, device="cpu")
+    fleet = tiny_server(executor="ray", data_parallel_size=2, num_threads=1)  # device=auto: none has a GPU
     fleet.environment["RAY_ADDRESS"] = machines.address
     with fleet:
         yield fleet.wait_ready()

@@ -35,6 +35,8 @@ NARROW: dict[str, Any] = {
     "max_num_batched_tokens": 16,
 }
 
+_CASES = list(itertools.product(PHASES, [True, False], LEAVING))
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOnRay]:
@@ -44,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOnRay]:
         yield running
 
 
-@pytest.mark.parametrize(("phase", "stream", "how"), itertools.product(PHASES, [True, False], LEAVING), ids=case_name)
+@pytest.mark.parametrize(("phase", "stream", "how"), _CASES, ids=case_name)
 def test_client_gone_behind_serves_proxy_is_aborted(server: ServeOnRay, phase: str, stream: bool, how: str) -> None:
     check_client_gone_behind(server.connect, server, phase, stream, how, LONG)
 

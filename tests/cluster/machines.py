@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # Before it is imported, which reads it.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5"}
@@ -28,15 +29,26 @@ def machines(*num_cpus: int) -> Iterator[Cluster]:
     """Of so many cores each."""
     home = tempfile.mkdtemp(prefix="hr-ray-")
     small = {"object_store_memory": 80 * 2**20}
-    head = {**small, "num_cpus": num_cpus[0], "include_dashboard": False, "temp_dir": home}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+    cluster = Cluster(shutdown_at_exit=False)
     try:
+        cluster.add_node(**small, num_cpus=num_cpus[0], include_dashboard=False, temp_dir=home)
         for cores in num_cpus[1:]:
             cluster.add_node(**small, num_cpus=cores)
         yield cluster
     finally:
-        cluster.shutdown()
-        shutil.rmtree(home, ignore_errors=True)
+        try:
+            cluster.shutdown()
+        finally:
+            _kill_all(home)
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _kill_all(home: str) -> None:
+    """What Ray has left: of a machine that did not come up, or was told to end meanwhile, it knows nothing."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if home in command.read_text():
+                os.kill(int(command.parent.name), signal.SIGKILL)
 
 
 def main(*arguments: str) -> None:

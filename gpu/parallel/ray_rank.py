@@ -84,8 +84,8 @@ class RankActor:
     def _serve(self, told: Told, meetings: list[Meeting]) -> None:
         layout, link = told.setup.layout, None
         if layout.pipeline_parallel_size > 1:
-            before = None if layout.is_first_stage else _Before(layout.rank, *meetings[0].links[layout.tp_rank])
-            after = _Behind(self._behind) if layout.tp_rank == 0 and not layout.is_last_stage else None
+            before = None if layout.is_first_stage else StageReader(layout.rank, *meetings[0].links[layout.tp_rank])
+            after = StageWriter(self._behind) if layout.tp_rank == 0 and not layout.is_last_stage else None
             link = StageLink(before, after, is_last=layout.is_last_stage)
         rank = Rank(layout, self, self._tell, self.count_step, link)
         try:
@@ -113,7 +113,7 @@ class RankActor:
         self._plans.send_multipart([kind, data])
 
 
-class _Before:
+class StageReader:
     """From the stage before. What it sends waits here for as long as this stage is behind."""
 
     def __init__(self, rank: int, address: str, keys: Keys) -> None:
@@ -138,7 +138,7 @@ class _Before:
         return RankLost(self._rank, os.uname().nodename, why)
 
 
-class _Behind:
+class StageWriter:
     """To all ranks of the stage behind."""
 
     def __init__(self, sockets: list[Socket]) -> None:

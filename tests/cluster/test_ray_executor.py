@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.curve import SILENCE_SECONDS
 from tests.server.harness import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,7 @@ def test_a_rank_that_is_killed_is_named_with_its_machine(found: dict[str, Any]) 
     killed = found["killed"]
     assert killed["kind"] == killed["later"] == "RankLost"
     assert killed["said"].startswith(f"rank {killed['victim']} on {killed['host']} has ended")
+    assert killed["seconds"] < SILENCE_SECONDS, "it was its silence that told"
 
 
 def test_what_a_rank_cannot_load_is_told_as_it_is(found: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ library computes, each stage."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,18 @@ from safetensors.torch import save_file
 
 from gpu.checkpoint import open_model
 from gpu.weights import floats, read_weights
-from tests.cluster.cluster import cluster
+from tests.cluster.cluster import RayCluster, cluster
 from tests.embedded_model import embedded_gguf
 from tests.golden.prompts import PROMPTS, chat
 from tests.golden.test_experts_of_a_dense_model import COPIES, upcycled
+from tests.server import harness
 from tests.server.harness import MODEL, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.storm]
 
 SUBJECTS = ["rivers", "bread", "the moon", "iron", "bees", "chess", "salt", "violins", "maps", "glass"]
 THIRTY = [*PROMPTS, *(chat(f"Tell me of {subject}.") for subject in SUBJECTS), *(f"About {each}:" for each in SUBJECTS)]
-LONGEST = 600.0  # seconds that an answer may take where four ranks share a busy machine
+PATIENCE = 600.0  # seconds for a start, or for an answer, of four ranks that share a busy machine
 
 TP, PP, DP, EP = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -67,12 +70,10 @@ def say(ray: str | None = None, **settings: Any) -> list[list[int]]:
     server = Server(**(room | settings))
     if ray is not None:
         server.environment |= {"RAY_ADDRESS": ray}
-    body = {"prompt": THIRTY, "temperature": 0, "max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
+    body = {"max_tokens": 16, "ignore_eos": True, "return_token_ids": True}
     with server:
-        answer = server.wait_ready().client.post("/v1/completions", json=body, timeout=LONGEST)
-        assert answer.is_success, answer.text
-        choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        return [choice["token_ids"] for choice in choices]
+        choices = server.wait_ready().complete(THIRTY, **body)["choices"]
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
 @cache
@@ -83,18 +84,33 @@ def whole(model: Path | str, dtype: str) -> list[list[int]]:
     return said
 
 
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Callable[..., RayCluster]]:
+    """By the cores of their machines."""
+    with ExitStack() as stack:
+        yield cache(lambda *cores: stack.enter_context(cluster(*cores)))
+
+
+def machines_for(dtype: str, layout: str) -> tuple[int, ...]:
+    """The library's tensor ranks have to be on one machine."""
+    tensor, stages = LAYOUTS[layout].get(TP, 1), LAYOUTS[layout].get(PP, 1)
+    return (tensor,) * stages if dtype == "auto" and tensor > 1 else (1, 1, 1, 1)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["auto", "float32"])  # the library, torch
 @pytest.mark.parametrize("executor", ["mp", "ray"])
-def test_all_tokens_are_those_of_one_process(executor: str, dtype: str, layout: str, mixture: Path) -> None:
+def test_all_tokens_are_those_of_one_process(
+    executor: str,
+    dtype: str,
+    layout: str,
+    mixture: Path,
+    clusters: Callable[..., RayCluster],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(harness, "TIMEOUT", PATIENCE)
     settings: dict[str, Any] = {"model": mixture if layout.startswith("EP") else MODEL, "dtype": dtype}
     expected = whole(**settings)
-    settings |= {"executor": executor, **LAYOUTS[layout]}
-    if executor == "mp":
-        assert say(**settings) == expected
-        return
-    sizes = [LAYOUTS[layout].get(name, 1) for name in (TP, PP, DP)]
-    each, number = (sizes[0], sizes[1] * sizes[2]) if dtype == "auto" else (1, sizes[0] * sizes[1] * sizes[2])
-    with cluster(*[each] * number) as machines:
-        assert say(machines.address, **settings) == expected
+    ray = clusters(*machines_for(dtype, layout)).address if executor == "ray" else None
+    assert say(ray, executor=executor, **settings, **LAYOUTS[layout]) == expected

@@ -28,12 +28,16 @@ def make_segment() -> int:
 class SharedMemoryCommunicator:
     """One of `size` ranks, for one thread at a time. All make the same calls in the same order.
 
-    Each raises RankLost if a rank does not come within `timeout` seconds, or is said to be lost: for good.
+    Each raises RankLost if a rank does not come within `timeout` seconds, or is said to be lost: for good. It is
+    named as the world counts, where this group's first rank is number `first`. A process is in one group.
     """
 
-    def __init__(self, library: Library, descriptor: int, rank: int, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, library: Library, descriptor: int, rank: int, size: int, timeout: float = TIMEOUT, first: int = 0
+    ) -> None:
         self.rank = rank
         self.size = size
+        library.first_rank = first
         self._functions = library.functions
         self._descriptor = os.dup(descriptor)
         self._header = _pages(segment_bytes(library, size))

@@ -202,29 +202,30 @@ class Library:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.path = path
+        self.first_rank = 0  # of those that this process shares memory with, as the world counts
         self.functions = ctypes.CDLL(str(path))
         for function, (result, arguments) in _SIGNATURES.items():
             entry = getattr(self.functions, function)
             entry.restype, entry.argtypes = result, arguments
             if result is c_int32:
-                entry.errcheck = _raise_what_failed
+                entry.errcheck = self._raise_what_failed
 
-
-def _raise_what_failed(outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
-    if outcome == _NO_SUCH_FORM:
-        raise ValueError(f"{function.__name__} knows no such form or type")
-    if outcome == _OUT_OF_MEMORY:
-        raise MemoryError(f"{function.__name__} found no memory to work in")
-    if outcome == _FAILED:
-        raise RuntimeError(f"{function.__name__} failed")
-    if outcome == _OTHER_PROCESS:
-        raise RuntimeError(
-            f"{function.__name__} was called with threads of another process: "
-            "threads do not come along where a process forks"
-        )
-    if outcome >= _RANK_LOST:
-        raise RankLost(outcome - _RANK_LOST, socket.gethostname(), "did not come to where the others wait for it")
-    return outcome
+    def _raise_what_failed(self, outcome: int, function: ctypes._NamedFuncPointer, _: object) -> int:
+        if outcome == _NO_SUCH_FORM:
+            raise ValueError(f"{function.__name__} knows no such form or type")
+        if outcome == _OUT_OF_MEMORY:
+            raise MemoryError(f"{function.__name__} found no memory to work in")
+        if outcome == _FAILED:
+            raise RuntimeError(f"{function.__name__} failed")
+        if outcome == _OTHER_PROCESS:
+            raise RuntimeError(
+                f"{function.__name__} was called with threads of another process: "
+                "threads do not come along where a process forks"
+            )
+        if outcome >= _RANK_LOST:
+            rank = self.first_rank + outcome - _RANK_LOST
+            raise RankLost(rank, socket.gethostname(), "did not come to where the others wait for it")
+        return outcome
 
 
 class Threads:

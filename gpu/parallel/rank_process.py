@@ -105,7 +105,8 @@ def join_on_this_machine(setup: RankSetup, options: WorkerOptions, files: ModelF
         from gpu.cpu.communicator import SharedMemoryCommunicator
 
         assert setup.segment is not None
-        ranks = SharedMemoryCommunicator(library, setup.segment, layout.tp_rank, layout.tensor_parallel_size)
+        own, size, first = layout.tp_rank, layout.tensor_parallel_size, layout.rank - layout.tp_rank
+        ranks = SharedMemoryCommunicator(library, setup.segment, own, size, first=first)
         if library_for(files.config, options, device) is not None:
             return ranks
         from gpu.parallel.shared_tensors import SharedTensors

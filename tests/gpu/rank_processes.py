@@ -137,7 +137,12 @@ def rank_processes(
         own_spec, communicator = sharded(spec_of(config), own, gathers=True), None
         if layout.tensor_parallel_size > 1:
             communicator = SharedMemoryCommunicator(
-                library, segments[own.pp_rank], own.tp_rank, layout.tensor_parallel_size, timeout
+                library,
+                segments[own.pp_rank],
+                own.tp_rank,
+                layout.tensor_parallel_size,
+                timeout,
+                own.rank - own.tp_rank,
             )
         model = make_model(library, config, weights, own_spec, communicator, **options)
         connection.send("ready")

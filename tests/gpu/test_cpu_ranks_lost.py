@@ -133,6 +133,16 @@ def test_a_rank_that_left_out_a_call_is_not_taken_for_one_that_made_it(
                 ranks.answer(rank)
 
 
+def test_a_lost_rank_of_a_later_stage_is_named_as_the_world_counts(library: Library):
+    segment = make_segment()
+    communicator = SharedMemoryCommunicator(Library(library.name, library.path), segment, 0, 2, LONG, first=2)
+    communicator.lose(1)
+    with pytest.raises(RankLost, match=rf"^rank 3 on {os.uname().nodename} ") as lost:
+        communicator.barrier()
+    assert lost.value.rank == 3
+    os.close(segment)
+
+
 def test_a_step_of_more_tokens_than_there_is_room_for_is_refused(library: Library, small: tuple[ModelConfig, Weights]):
     config, weights = small
     with rank_processes(library, config, weights, LAYOUTS["tp2"], max_num_batched_tokens=8) as ranks:

@@ -1,10 +1,12 @@
-"""C++ compiled by the tests: with the compiler that `make test` installs, for the processor that they run on."""
+"""C++ that the tests compile and run: by the compiler that `make test` installs, for the processor they run on."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,20 +43,6 @@ def compile_all(folder: Path, sources: Sequence[Path], *flags: str, compiler: st
     return objects
 
 
-def stress(program: Path, *arguments: int, seconds: float) -> int:
-    """How many rounds of a program of `NATIVE` held."""
-    run = subprocess.run(
-        [program, *map(str, arguments), str(seconds)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300 + 3 * seconds,
-        env={"TSAN_OPTIONS": "halt_on_error=1"},
-    )
-    assert run.returncode == 0, (run.returncode, run.stdout + run.stderr)
-    return int(run.stdout.split()[0])
-
-
 def link(to: Path, objects: Sequence[Path], *flags: str, compiler: str = COMPILER) -> Path:
     subprocess.run([compiler, "-pthread", *map(str, objects), *flags, "-o", str(to)], check=True)
     return to
@@ -64,3 +52,43 @@ def runtime(name: str) -> str:
     """Where the compiler keeps a sanitizer's library."""
     answer = subprocess.run([COMPILER, f"-print-file-name={name}"], check=True, capture_output=True, text=True)
     return answer.stdout.strip()
+
+
+def build(folder: Path, source: Path, *flags: str) -> Path:
+    """The program of one source."""
+    return link(folder / f"{source.stem}-built", compile_all(folder, [source], *flags), *flags)
+
+
+def dawdling(folder: Path, source: Path) -> Path:
+    """The same with a chance of delay before every access to memory."""
+    watched = compile_all(folder, [source], "-O1", "-fsanitize=thread")
+    delays = compile_all(folder, [NATIVE / "dawdle.cpp"], "-O1")
+    return link(folder / f"{source.stem}-dawdling", [*watched, *delays])
+
+
+def run(program: Path, *arguments: float, timeout: float = 300) -> int:
+    """The number that a program prints first. It has to end well, under sanitizers too."""
+    done = subprocess.run(
+        [program, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={"TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    assert done.returncode == 0, (done.returncode, (done.stdout + done.stderr)[-8000:])
+    return int(done.stdout.split()[0])
+
+
+def stress(program: Path, threads: int, seconds: float) -> int:
+    """How many rounds of so many threads held."""
+    return run(program, threads, seconds, timeout=300 + 3 * seconds)
+
+
+@contextmanager
+def busy_neighbour() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()

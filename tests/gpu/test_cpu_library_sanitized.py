@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import usable
-from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library, runtime
+from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library, run, runtime
 
 pytestmark = needs_library
 
@@ -38,7 +39,9 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
     flags = ("-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all")
     objects = compile_library(tmp_path, build, "-O1", "-g1", *flags)
     link(tmp_path / f"{build}{EXTENSION_SUFFIXES[0]}", objects, "-shared", *flags)
-    run = subprocess.run(
+    with_ranks = compile_all(tmp_path, [NATIVE / "library_ranks.cpp"], *BUILDS[build].options, "-O1", "-g1", *flags)
+    assert run(link(tmp_path / "library_ranks", [*objects, *with_ranks], *flags)) == 0
+    tests = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path), *MODEL_TESTS],
         check=False,
         capture_output=True,
@@ -50,16 +53,15 @@ def test_the_model_tests_touch_no_memory_but_their_own_and_mean_something(tmp_pa
             "ASAN_OPTIONS": "detect_leaks=0",  # of the interpreter and of torch
         },
     )
-    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[:4000]
-    assert " passed" in run.stdout
+    assert tests.returncode == 0, tests.stdout[-1000:] + tests.stderr[:4000]
+    assert " passed" in tests.stdout
 
 
-@pytest.mark.storm  # the pool alone is watched in every run: test_pool.py
+@pytest.mark.storm  # pool and barrier alone are watched in every run: test_pool.py, test_ranks.py
 @pytest.mark.timeout(1000)
-def test_threads_that_share_an_engine_take_turns(tmp_path: Path):
+def test_threads_that_share_an_engine_take_turns_and_ranks_that_share_memory_wait_for_each_other(tmp_path: Path):
     flags = ("-O1", "-g1", "-fsanitize=thread")
     objects = compile_library(tmp_path, RUNNABLE[0], *flags)
-    objects += compile_all(tmp_path, [NATIVE / "library_threads.cpp"], *flags)
-    program = link(tmp_path / "library_threads", objects, *flags)
-    run = subprocess.run([program], check=False, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-8000:]
+    for source in (NATIVE / "library_threads.cpp", NATIVE / "library_ranks.cpp"):
+        callers = compile_all(tmp_path, [source], *BUILDS[RUNNABLE[0]].options, *flags)
+        assert run(link(tmp_path / source.stem, [*objects, *callers], *flags)) == 0

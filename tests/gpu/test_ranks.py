@@ -7,37 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.native_builds import NATIVE, compile_all, link, stress
-from tests.gpu.test_pool import busy_neighbour
+from tests.gpu.native_builds import NATIVE, build, busy_neighbour, dawdling, stress
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the library is for x86")
 
 STRESS = NATIVE / "ranks_stress.cpp"
 
 
-def build(folder: Path, *flags: str) -> Path:
-    return link(folder / "stress", compile_all(folder, [STRESS], *flags), *flags)
-
-
 def test_no_rank_leaves_before_all_have_come_or_waits_for_a_lost_one(tmp_path: Path):
-    program = build(tmp_path, "-O2")
+    program = build(tmp_path, STRESS, "-O2")
     with busy_neighbour():
         for ranks in (2, 5):
             assert stress(program, ranks, seconds=1.5) > 20
 
 
 def test_no_two_ranks_race(tmp_path: Path):
-    assert stress(build(tmp_path, "-O1", "-g", "-fsanitize=thread"), 3, seconds=1.5) > 20
+    assert stress(build(tmp_path, STRESS, "-O1", "-g", "-fsanitize=thread"), 3, seconds=1.5) > 20
 
 
 def test_ranks_touch_no_memory_but_their_own(tmp_path: Path):
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    assert stress(build(tmp_path, *flags), 3, seconds=1.5) > 20
+    assert stress(build(tmp_path, STRESS, *flags), 3, seconds=1.5) > 20
 
 
 @pytest.mark.storm
 def test_ranks_meet_however_long_anybody_takes_for_minutes(tmp_path: Path):
-    watched = compile_all(tmp_path, [STRESS], "-O1", "-fsanitize=thread")
-    dawdling = link(tmp_path / "dawdling", [*watched, *compile_all(tmp_path, [NATIVE / "dawdle.cpp"], "-O1")])
+    program = dawdling(tmp_path, STRESS)
     with busy_neighbour():
-        assert stress(dawdling, 3, seconds=120) > 1_000
+        assert stress(program, 3, seconds=120) > 1_000

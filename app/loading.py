@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.engine_facts import describe, engine_config
 from app.garbage import frozen_imports
+from app.logs import bound
 from app.setting_sources import env_name
 from app.setting_types import is_secret
 from app.settings import Settings
@@ -68,7 +69,7 @@ def _check_layout(settings: Settings, files: ModelFiles) -> None:
     from gpu.model_loader import WorkerOptions, library_for
     from gpu.parallel import Layout, check_cuts
 
-    computes_here = settings.executor != "ray"  # on Ray, tensor ranks compute with torch
+    computes_here = settings.executor != "ray"  # who computes on machines of Ray, its ranks find out
     device = "cuda" if settings.device != "cpu" and cuda_devices() else "cpu"
     library = library_for(files.config, WorkerOptions(dtype=settings.dtype), device) if computes_here else None
     layout = Layout(**{name: getattr(settings, name) for name in LAYOUT_SETTINGS})
@@ -271,6 +272,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     if settings.num_ranks > 1 or settings.executor == "mp":  # one rank on Ray is an engine's own process
+        from app.rank_process import RankLog
         from gpu.parallel.layout import Layout
         from gpu.parallel.multiproc import MultiprocExecutor
 
@@ -283,8 +285,16 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
             from gpu.parallel.ray_executor import RayExecutor
 
             executor = RayExecutor
-        model, hidden_size = {**opened, "cache_dir": cache_dir}, files.config.hidden_size
-        return executor(model, options, Layout(**sizes), files.progress, hidden_size=hidden_size)
+        log = RankLog(settings.log_level, settings.log_format, bound())
+        return executor(
+            {**opened, "cache_dir": cache_dir},
+            options,
+            Layout(**sizes),
+            files.progress,
+            hidden_size=files.config.hidden_size,
+            module=RankLog.__module__,
+            log=asdict(log),
+        )
     with frozen_imports("torch"):
         import_what_computes(files.config, options)
     return load_executor(files, options)

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
-
-from app.settings import Settings
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 # structlog imports rich, where it finds it, for tracebacks that are not wanted here (they print local variables, and
 # those hold prompts): a tenth of the time until the server answers.
@@ -33,7 +31,17 @@ if TYPE_CHECKING:
 request_logger = structlog.stdlib.get_logger("headrace.request")
 
 
-def configure_logging(settings: Settings, stream: TextIO | None = None) -> None:
+class LogSettings(Protocol):
+    """As `app.settings` has them."""
+
+    @property
+    def log_level(self) -> str: ...
+
+    @property
+    def log_format(self) -> str: ...
+
+
+def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
     """Send every log line of this process to `stream` (standard error) in the form that the settings ask for.
 
     May be called again: the last call counts.
@@ -92,6 +100,11 @@ def change_level(level: str) -> None:
 def bind(**fields: object) -> None:
     """Every line of this task, and of those that it starts, has these fields from now on."""
     structlog.contextvars.bind_contextvars(**fields)
+
+
+def bound() -> dict[str, Any]:
+    """What was bound here."""
+    return structlog.contextvars.get_contextvars()
 
 
 def log_request(record: RequestRecord) -> None:

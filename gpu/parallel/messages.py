@@ -37,6 +37,7 @@ class RankSetup(msgspec.Struct, kw_only=True):
     after: Group | None = None  # activations to the stage behind
     segment: int | None = None  # memory of the tensor ranks of its stage
     store: int | None = None  # a file in which all ranks find each other
+    log: dict[str, Any] = {}  # for whoever configures it
 
     @property
     def descriptors(self) -> list[int]:

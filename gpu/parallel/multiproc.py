@@ -51,6 +51,8 @@ ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # know of the batch differs. Time for which a busy machine gives a rank no core does not count.
 FAILURE_SECONDS = 0.5
 
+RANK_MODULE = "gpu.parallel.rank_process"
+
 OnLost = Callable[[HeadraceError], None]
 
 
@@ -100,11 +102,14 @@ class MultiprocExecutor:
         progress: ReportProgress,
         *,
         hidden_size: int,
+        module: str = RANK_MODULE,
+        log: dict[str, Any] | None = None,
     ) -> None:
         """`model` are the arguments of `gpu.checkpoint.open_model`, `layout` is rank 0's; `hidden_size` is the
-        model's, or more."""
+        model's, or more. `module` calls the main of a rank, `log` says how it is to configure its log."""
         world_size = layout.world_size
         self._layout = layout
+        self._module, self._log = module, log or {}
         # As many steps are in flight as there are stages.
         self._link_bytes = link_bytes(layout.pipeline_parallel_size, options.max_num_batched_tokens, hidden_size)
         self._lock = threading.Lock()
@@ -303,7 +308,8 @@ class MultiprocExecutor:
         with Shared(self._layout, self._link_bytes) as shared:
             for index in range(self._layout.world_size):
                 setup = _setup(model, options, replace(self._layout, rank=index), shared, self._ring)
-                rank = RankChild(index, setup, self._lose)
+                setup.log = self._log
+                rank = RankChild(index, self._module, setup, self._lose)
                 self._ranks.append(rank)
                 self._ranks_by_descriptor[rank.connection.fileno()] = rank
                 self._poll.register(rank.connection, select.POLLIN)

@@ -27,13 +27,11 @@ LONGEST_MESSAGE = 2**30  # bytes
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
-RANK_MODULE = "gpu.parallel.rank_process"  # tests put one with faults in its place
-
 
 class RankChild:
-    """A process of one rank. `on_end(index, why)` is called once, on a thread of its own."""
+    """A process of one rank, whose main is `module`. `on_end(index, why)` is called once, on a thread of its own."""
 
-    def __init__(self, index: int, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
+    def __init__(self, index: int, module: str, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
         self.index = index
         self._on_end = on_end
         ours, theirs = socket.socketpair()
@@ -41,7 +39,7 @@ class RankChild:
         with theirs:
             passed = (theirs.fileno(), *setup.descriptors)
             self._watcher = threading.Thread(
-                target=self._live, args=(passed, started), name=f"rank-{index}", daemon=True
+                target=self._live, args=(module, passed, started), name=f"rank-{index}", daemon=True
             )
             self._watcher.start()
             self._process = started.result()
@@ -54,11 +52,8 @@ class RankChild:
 
     @property
     def seconds_without_a_core(self) -> float:
-        """For how long its main thread, all in all, could have run and was not let."""
-        try:
-            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[1]) / 1e9
-        except OSError:  # it has ended, or this kernel does not say
-            return 0.0
+        """As the function, of this process."""
+        return seconds_without_a_core(self.pid)
 
     def receive(self) -> Up:
         """The next thing that it says. Waits for it; raises EOFError when it has ended."""
@@ -82,10 +77,10 @@ class RankChild:
         self._process.wait()
         self.connection.close()
 
-    def _live(self, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
+    def _live(self, module: str, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
         # It is started here, because the kernel ends it with the thread that has started it.
         try:
-            process = _start(passed, self.index)
+            process = _start(module, passed, self.index)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -101,14 +96,27 @@ class RankChild:
             self._on_end(self.index, f"was killed by {_name(what.si_status)}")
 
 
-def _start(passed: Sequence[int], index: int) -> subprocess.Popen[bytes]:
+def _start(module: str, passed: Sequence[int], index: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", RANK_MODULE, str(passed[0]), f"rank={index}"],  # the last for ps
+        [sys.executable, "-m", module, str(passed[0]), f"rank={index}"],  # the last for ps
         stdin=subprocess.DEVNULL,
         preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
         pass_fds=passed,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
     )
+
+
+def seconds_without_a_core(pid: int) -> float:
+    """For how long a process' threads, all in all, could have run and were not let; 0 where the kernel does not say.
+
+    Of all threads: while one waits for a core, the main thread may be waiting for it.
+    """
+    nanoseconds = 0
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # this one has
+                nanoseconds += int((thread / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def _end_with_parent() -> None:

@@ -6,11 +6,11 @@ with its parent, also when it has been stopped.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -35,19 +35,25 @@ if TYPE_CHECKING:
     from gpu.worker import Worker
 
 
-def main() -> NoReturn:
+logger = logging.getLogger(__name__)
+
+
+def main(configure: Callable[[RankSetup], None] = lambda setup: None) -> NoReturn:
+    """`configure` is called first, with what the driver has sent."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
     up = Connection(int(sys.argv[1]))
     setup = msgspec.msgpack.decode(up.recv_bytes(), type=RankSetup)
+    configure(setup)
     threading.Thread(target=_end_with_parent, args=(up,), name="lifeline", daemon=True).start()
     reader = _reader(setup.ring, setup.layout.rank)
     try:
         _serve(setup, reader, lambda message: up.send_bytes(encode(message)))
     except BaseException as error:
         reader.leave_words(in_few_words(error))
-        traceback.print_exc()
-        sys.stderr.flush()
+        if not isinstance(error, HeadraceError):  # which tells everything, and is told
+            logger.critical("this rank ends", exc_info=True)
+            logging.shutdown()
     os._exit(1)  # neither a library's thread nor its exit handler may hold up the end
 
 

@@ -43,7 +43,7 @@ class RayExecutor(MultiprocExecutor):
     _store: Any = None  # of torch.distributed
 
     def __init__(
-        self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **sizes: int
+        self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **local: Any
     ) -> None:
         num_threads = options.num_threads or 1
         self._room = {"CPU": float(num_threads)} if options.device == "cpu" else {"CPU": 1.0, "GPU": 1.0}
@@ -53,7 +53,7 @@ class RayExecutor(MultiprocExecutor):
             ray.get(self._group.ready())
             self._nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
             self._hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-            super().__init__(model, replace(options, num_threads=num_threads), layout, progress, **sizes)
+            super().__init__(model, replace(options, num_threads=num_threads), layout, progress, **local)
         except BaseException:
             remove_placement_group(self._group)
             raise

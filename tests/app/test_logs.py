@@ -6,8 +6,10 @@ import io
 import json
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import hpack
@@ -15,9 +17,12 @@ import pytest
 import structlog
 from hypercorn.config import Config
 
-from app.logs import configure_logging, log_request
+from app.loading import make_executor, open_files
+from app.logs import bind, configure_logging, log_request
 from app.request_record import RequestRecord
 from app.settings import Settings
+from gpu.parallel.multiproc import MultiprocExecutor
+from tests.server.tiny_model import write_tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +137,24 @@ def test_configuring_twice_logs_once() -> None:
     a_request()
     logging.getLogger("hypercorn.error").warning("hello")
     assert len(stream.getvalue().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_what_a_rank_logs_looks_like_what_the_server_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    settings = Settings(model=model, load_format="dummy", executor="mp", device="cpu", log_format="json")
+    bind(engine=3)
+    try:
+        executor = make_executor(settings, open_files(settings, None), 1.0)
+    finally:
+        structlog.contextvars.clear_contextvars()
+    assert isinstance(executor, MultiprocExecutor)
+    ended = threading.Event()
+    executor.watch(lambda error: ended.set())
+    executor._ring.write(b"no message of ours", lambda: None)
+    assert ended.wait(60)
+    executor.shutdown()
+    [line] = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (line["event"], line["level"]) == ("this rank ends", "critical")
+    assert (line["engine"], line["rank"]) == (3, 0)
+    assert "ValidationError" in line["exception"]

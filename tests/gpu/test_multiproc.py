@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions
 from gpu.parallel.layout import Layout
 from gpu.parallel.multiproc import MultiprocExecutor
+from gpu.parallel.rank_child import seconds_without_a_core
 from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts
@@ -294,6 +297,28 @@ def test_stages_work_on_several_steps_and_forget_one_that_fails(
     assert len(steps[1].result().sampled_token_ids[0]) == 1
     ranks.submit(plan_of({}, removed=["a", "b"])).result()
     assert generate(ranks, prompts(), chunk=1000) == expected
+
+
+TWO_THREADS_ON_ONE_CORE = """
+import hashlib, os, threading
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for _ in range(2):
+    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 10**9), daemon=True).start()
+print(flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_thread_that_waits_for_a_core_counts_like_the_main_thread_that_waits_for_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", TWO_THREADS_ON_ONE_CORE], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        before, deadline = seconds_without_a_core(process.pid), time.monotonic() + 60
+        while seconds_without_a_core(process.pid) < before + 0.2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    assert seconds_without_a_core(process.pid) == 0.0
 
 
 class WideMasks(Masks):

@@ -25,9 +25,14 @@ needs_library = pytest.mark.skipif(
 )
 
 
-def compile_library(folder: Path, build: str, *flags: str) -> list[Path]:
-    """The objects of one build of the library."""
-    return compile_all(folder, sorted(SOURCES.glob("*.cpp")), *BUILDS[build].options, *flags)
+def compile_library(
+    folder: Path, build: str, *flags: str, without: Sequence[str] = (), compiler: str = COMPILER
+) -> list[Path]:
+    """The object of one build of the library, in one unit: half of what its files take are the headers they share."""
+    names = sorted(source.name for source in SOURCES.glob("*.cpp") if source.name not in without)
+    whole = folder / "library.cpp"
+    whole.write_text("".join(f'#include "{name}"\n' for name in names))
+    return compile_all(folder, [whole], *BUILDS[build].options, *flags, compiler=compiler)
 
 
 def compile_all(folder: Path, sources: Sequence[Path], *flags: str, compiler: str = COMPILER) -> list[Path]:

@@ -12,7 +12,7 @@ import pytest
 
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, usable
-from tests.gpu.native_builds import NATIVE, SOURCES, compile_all, link, needs_library
+from tests.gpu.native_builds import NATIVE, compile_all, compile_library, link, needs_library
 
 pytestmark = needs_library
 
@@ -39,8 +39,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("build", ARM)
 def test_what_is_computed_on_arm_is_what_is_computed_here(tmp_path: Path, expected: list[list[str]], build: str):
-    sources = [PROGRAM, *(source for source in SOURCES.glob("*.cpp") if source.name != "decoder.cpp")]
-    objects = compile_all(tmp_path, sources, "-O1", *BUILDS[build].options, compiler=COMPILER)
+    objects = compile_library(tmp_path, build, "-O1", without=["decoder.cpp"], compiler=COMPILER)
+    objects += compile_all(tmp_path, [PROGRAM], "-O1", *BUILDS[build].options, compiler=COMPILER)
     seen = lines(*EMULATOR, link(tmp_path / "program", objects, "-static", compiler=COMPILER))
     assert len(seen) > 40
     assert [line[0] for line in seen] == [line[0] for line in expected]

@@ -11,7 +11,7 @@ namespace headrace {
 namespace {
 
 constexpr int kTogether = 4;  // blocks whose sums are added while they are near
-constexpr int kPrefetched = 16;
+constexpr int kPrefetchedBlocks = 16;
 
 struct alignas(64) PairTile {
     u32x16 pairs[16];
@@ -80,7 +80,7 @@ void scaled_sums(const uint8_t* tile, const Activations& x, int begin, int count
         Scales scales[kTogether];
         for (int i = 0; i < together; i++) {
             const uint8_t* block = tile + (int64_t)(b + i) * B::kBytes;
-            for (int at = 0; at < B::kBytes; at += 64) __builtin_prefetch(block + kPrefetched * B::kBytes + at);
+            for (int at = 0; at < B::kBytes; at += 64) __builtin_prefetch(block + kPrefetchedBlocks * B::kBytes + at);
             widen<form>(block, wide + i * kEach);
             scales[i] = B::scales(tile, x.blocks, b + i);
         }

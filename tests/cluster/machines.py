@@ -53,6 +53,8 @@ def _kill_all(home: str) -> None:
 
 def main(*arguments: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    # Whoever is started in the background ignores it, and so would Serve.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     configuration = next((each for each in arguments if not each.isdigit()), None)
     with machines(*(map(int, arguments) if arguments and configuration is None else (1, 1))) as cluster:
         if configuration is None:
@@ -67,7 +69,7 @@ def main(*arguments: str) -> None:
             serve.send_signal(signal.SIGINT)
             try:
                 serve.wait(FAREWELL_SECONDS)
-            except subprocess.TimeoutExpired:  # it has been seen not to hear; the machines go in any case
+            except subprocess.TimeoutExpired:  # the machines go in any case
                 serve.kill()
                 serve.wait()
 

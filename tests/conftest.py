@@ -1,7 +1,10 @@
 """Before any test module loads torch or Triton."""
 
+import ctypes
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 import gpu  # noqa: F401  (sets how OpenMP's threads wait, which is read when torch is loaded)
@@ -15,3 +18,10 @@ _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeated", _patient, derandomize=True, database=None)
 settings.register_profile("explored", _patient, print_blob=True)
 settings.load_profile("repeated")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    """The C library keeps what a file's models lay in, and a worker would grow by gigabytes until the end."""
+    yield
+    ctypes.CDLL(None).malloc_trim(0)

@@ -3,7 +3,6 @@
 Two times half a gigabyte, kept while tests of this package run: for that scope the folder has an `__init__.py`.
 """
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +11,6 @@ from engine.frontend.llm import LLM
 from tests.embedded_model import embedded_gguf
 from tests.golden.driving import float32_llm
 from tests.golden.oracle import Oracle
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _models_go_with_their_file() -> Iterator[None]:
-    """Models are parts of cycles, and the collector would leave gigabytes of them lying for the rest of the run."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(scope="package")

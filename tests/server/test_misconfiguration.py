@@ -5,6 +5,7 @@ Every case is a real process. They are started side by side, because nearly all 
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.server.harness import MODEL, Server
-from tests.server.tiny_model import tiny_server, write_tiny_model
+from tests.server.tiny_model import tiny_server, tiny_settings, write_tiny_model
 
 AT_ONCE = 3
 
@@ -196,14 +197,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[
     directory = tmp_path_factory.mktemp("misconfigured")
     _write_files(directory)
 
-    def run(case: tuple[dict[str, Any], list[str]]) -> tuple[int, list[str]]:
-        settings, _ = case
+    def run(kind: type[Server], settings: dict[str, Any]) -> tuple[int, list[str]]:
         filled: dict[str, Any] = {name: str(value).replace("{}", str(directory)) for name, value in settings.items()}
-        with tiny_server(**{"model": directory / "tiny", **filled}) as server:
+        with kind("uvloop", **tiny_settings(**{"model": directory / "tiny", **filled})) as server:
             return server.wait_exit(), server.log.strip().splitlines()
 
+    kinds = itertools.cycle([Server, HeadraceServe])  # the second starts in half the time
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield dict(zip(CASES, pool.map(run, CASES.values()), strict=True))
+        yield dict(zip(CASES, pool.map(run, kinds, [settings for settings, _ in CASES.values()]), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

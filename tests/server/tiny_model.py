@@ -52,6 +52,11 @@ def write_tiny_model(directory: Path, **changes: object) -> Path:
 
 def tiny_server(worker_class: str = "uvloop", **settings: object) -> Server:
     """A server of the tiny model, not started yet."""
+    return Server(worker_class, **tiny_settings(**settings))
+
+
+def tiny_settings(**settings: object) -> dict[str, object]:
+    """What such a server is started with."""
     usual = {
         "model": settings["model"] if "model" in settings else write_tiny_model(Path(_home().name) / NAME),
         "load_format": "dummy",
@@ -59,7 +64,7 @@ def tiny_server(worker_class: str = "uvloop", **settings: object) -> Server:
         "kv_cache_memory": "16MiB",
         "max_num_seqs": 16,
     }
-    return Server(worker_class, **(usual | settings))
+    return usual | settings
 
 
 def deployed_tiny_server(worker_class: str = "uvloop", **settings: object) -> Server:

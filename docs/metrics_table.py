@@ -28,8 +28,8 @@ UNNAMED = {
     "headrace:expert_imbalance": "times the mean",
 }
 BOUNDED = {
-    "headrace:expert_tokens": "layers with experts, where the C++ library computes",
-    "headrace:expert_imbalance": "layers with experts, where the C++ library computes",
+    "headrace:expert_tokens": "layers with experts",
+    "headrace:expert_imbalance": "layers with experts",
     "http_requests": "routes × 8 × 4",  # methods and others; 2xx to 5xx
 }
 

@@ -171,9 +171,10 @@ class Engines:
         if replica.outputs is None:
             self._ready.add(replica.index)
 
-    def lose(self, lost: Collection[int]) -> list[EngineCoreRequest]:
-        """These end, of several, with all that they hold. Returns the requests that they had."""
+    def lose(self, lost: Collection[int]) -> list[tuple[EngineCoreRequest, bool]]:
+        """These end, of several, with all that they hold. Returns the requests that they had, and which had begun."""
         requests = [request for replica, request in self._owners.values() if replica.index in lost]
+        begun = {request_id for index in lost for request_id in self.replicas[index].core.scheduler.running}
         for request in requests:
             self._forget(request.request_id)
         self._alive = [index for index in self._alive if index not in lost]
@@ -188,7 +189,7 @@ class Engines:
             replica.core.carry_out(ResetPrefixCache())
             if self._router is not None:
                 self._router.forget(index)
-        return requests
+        return [(request, request.request_id in begun) for request in requests]
 
     def restore(self, lost: Collection[int]) -> None:
         """They begin again, with empty caches."""

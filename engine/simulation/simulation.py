@@ -33,8 +33,8 @@ class SimulatedRequest(msgspec.Struct, kw_only=True):
 
 
 class Outage(msgspec.Struct, frozen=True):
-    """Some of several engines are not there from `start` to `end`. Who had no token yet is served by the others; all
-    others' answers are broken off."""
+    """Some of several engines are not there from `start` to `end`. What has not begun there is given to the others;
+    the rest fails."""
 
     start: float
     end: float
@@ -176,9 +176,9 @@ class Simulation:
         self.engines.begin(self._next_request)
 
     def _lose(self, engines: range) -> None:
-        for request in self.engines.lose(engines):
+        for request, has_begun in self.engines.lose(engines):
             record = self.open[request.request_id]
-            if record.token_times:
+            if has_begun or record.token_times:
                 record.error = "its engine was lost"
                 self._end(record, self.now + self._outbound)
             else:

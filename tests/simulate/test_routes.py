@@ -81,20 +81,17 @@ def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
 
 
 def test_who_is_lost_with_a_part_of_the_fleet() -> None:
-    """Those that had begun to answer. All others are answered by who is left, and by those that come back."""
+    """Those that had begun. All others are answered by who is left, and by those that come back."""
     outage = Outage(30.0, 35.0, range(3))
-    outcome = run("prefix", 12.0, outage=outage)
-    whole = figures_of("prefix", 12.0)
-    figures = outcome.result()
-    assert figures["num_placed_again"] > 0
+    outcome = run("prefix", 14.0, outage=outage)
+    whole, figures = figures_of("prefix", 14.0), outcome.result()
     lost = [record for record in outcome.records if record.error]
     assert lost
+    assert figures["num_placed_again"] > 0
     for record in lost:
-        assert 0 < record.ttft <= outage.start - record.start_time <= record.end_time - record.start_time
+        assert record.start_time + record.ttft <= outage.start <= record.end_time < outage.start + 0.1
     assert figures["completed"] == whole["completed"] - len(lost)
     assert figures["p99_ttft_ms"] > 1.5 * whole["p99_ttft_ms"], "what was cached there is computed again"
-    late = [record.ttft for record in outcome.records if record.start_time > 42.0]
-    assert max(late) < figures["p99_ttft_ms"] / 1000
 
 
 def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,5 +46,6 @@ def describe(engine: Any, settings: Settings) -> dict[str, Any]:
             name: getattr(engine, name) for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
         },
         "pipeline_depth": engine.pipeline_depth,
-        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS},
+        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS}
+        | {"engine": "process" if settings.has_engine_processes else "thread"},
     }

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
-import msgspec
 
 from engine.commands import (
     AddRequests,
@@ -41,7 +40,7 @@ from engine.scheduler.step_cost import StepCostTable
 from engine.stats import SchedulerStats
 from engine.transport.channel import Deliver
 from engine.transport.process_client import ProcessClient
-from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, timed_out
+from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, merged, timed_out
 
 logger = logging.getLogger(__name__)
 
@@ -385,18 +384,6 @@ class DataParallelClient:
         if costs:
             self._router.set_costs(replica.index, StepCostTable.from_json(costs))
 
-    # --- as one
-
     def _merged(self, outputs: list[EngineCoreOutput], stats: SchedulerStats, timestamp: float) -> EngineCoreOutputs:
-        """One replica's step as a step of all: its counters, and everybody's levels."""
         self._step += 1
-        alive = [(each.engine_info.num_blocks, each.stats) for each in self.replicas if each.engine_info is not None]
-        num_blocks = sum(blocks for blocks, _ in alive) or 1
-        merged = msgspec.structs.replace(
-            stats,
-            step=self._step,
-            num_running=sum(levels.num_running for _, levels in alive),
-            num_waiting=sum(levels.num_waiting for _, levels in alive) + self._limits.num_held,
-            kv_cache_usage=sum(blocks * levels.kv_cache_usage for blocks, levels in alive) / num_blocks,
-        )
-        return EngineCoreOutputs(outputs=outputs, stats=merged, timestamp=timestamp)
+        return merged(self.replicas, outputs, stats, timestamp, step=self._step, num_held=self._limits.num_held)

@@ -9,7 +9,7 @@ import anyio
 import msgspec
 
 from engine.commands import AddRequests
-from engine.messages import EngineCoreOutput, EngineCoreRequest, EngineReady, FinishReason
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason
 from engine.stats import SchedulerStats
 from engine.transport.process_client import ProcessClient
 
@@ -91,6 +91,29 @@ def described_as_one(engines: Sequence[EngineReady]) -> EngineReady:
         block_size=min(each.block_size for each in engines),
         max_model_len=min(each.max_model_len for each in engines),
     )
+
+
+def merged(
+    replicas: Sequence[Replica],
+    outputs: list[EngineCoreOutput],
+    stats: SchedulerStats,
+    timestamp: float,
+    *,
+    step: int,
+    num_held: int,
+) -> EngineCoreOutputs:
+    """One replica's step as a step of all: its counters, and everybody's levels. `num_held`: requests that no engine
+    has got yet."""
+    alive = [(each.engine_info.num_blocks, each.stats) for each in replicas if each.engine_info is not None]
+    num_blocks = sum(blocks for blocks, _ in alive) or 1
+    levels = msgspec.structs.replace(
+        stats,
+        step=step,
+        num_running=sum(each.num_running for _, each in alive),
+        num_waiting=sum(each.num_waiting for _, each in alive) + num_held,
+        kv_cache_usage=sum(blocks * each.kv_cache_usage for blocks, each in alive) / num_blocks,
+    )
+    return EngineCoreOutputs(outputs=outputs, stats=levels, timestamp=timestamp)
 
 
 def timed_out(request_id: str) -> EngineCoreOutput:

@@ -30,7 +30,7 @@ def _well(server: Server) -> Iterator[Server]:
 def narrow_servers() -> Iterator[Callable[[str], Server]]:
     """Each is started once: a parameter's server would end wherever the next test asks for another."""
     with ExitStack() as stack:
-        settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32}
+        settings = {"max_num_seqs": 5, "max_num_batched_tokens": 32, "max_queue_time": 0}
         yield cache(lambda name: stack.enter_context(_well(Server(name, **settings))))
 
 

@@ -75,14 +75,14 @@ def test_what_the_last_engine_measured_is_the_table(tmp_path: Path, capsys: pyte
     flags = f"simulate --cache-dir {tmp_path} --num-prompts 20 --output-len 20 --json {tmp_path / 'out.json'}".split()
     assert main(flags) == 1
     assert "--table: no engine of smollm2-135m-instruct has measured here" in capsys.readouterr().err
-    settings = Settings(max_num_seqs=3)
+    settings = Settings(max_num_seqs=3, executor="mp")
     description = describe(Machine(table=TABLE, num_blocks=77, max_model_len=1234), settings)
     StepCostFile(tmp_path / FOLDER / "a.json", description).write(TABLE)
     assert main(flags) == 0
     assert "a.json, of 20" in capsys.readouterr().out
     told, known = read_machine(tmp_path / FOLDER / "a.json", Settings())
     assert told == Machine(table=TABLE, num_blocks=77, max_model_len=1234)
-    assert known.max_num_seqs == 3
+    assert (known.max_num_seqs, known.engine) == (3, "process")
 
 
 def test_refusals_are_counted_by_the_same_words_as_a_servers(table: Path, tmp_path: Path) -> None:

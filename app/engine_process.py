@@ -27,8 +27,8 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
 
 def build_here(setup: dict[str, Any], report: Report) -> EngineCore:
     """The same on the server's machine."""
-    if setup["index"] is not None:
-        end_when_stopped()  # the others go on, and it starts again
+    if Settings(**setup["settings"]).engines_start_again:
+        end_when_stopped()
     return build(setup, report)
 
 

@@ -135,7 +135,7 @@ def make_client(
     """
     if not settings.has_engine_processes:
         return ThreadClient(core_factory(settings, files, grammars=grammars))
-    if settings.data_parallel_size == 1 and not settings.has_rank_processes:
+    if not settings.engines_start_again:
         return make_process_client(Share(settings), progress)
     if settings.executor == "ray":
         from app.engine_on_ray import make_ray_client

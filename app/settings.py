@@ -385,13 +385,18 @@ class Settings(BaseSettings):
 
     @property
     def has_rank_processes(self) -> bool:
-        """Whether an engine computes in others: then it is one itself, which can be started again."""
+        """Whether an engine computes in processes of its own, which may be lost."""
         return self.num_ranks > 1 or self.executor in ("mp", "ray")
+
+    @property
+    def engines_start_again(self) -> bool:
+        """Whether an engine that ends is followed by another. Else the server ends with it."""
+        return self.data_parallel_size > 1 or self.has_rank_processes
 
     @property
     def has_engine_processes(self) -> bool:
         """Whether its engines run outside of the server's process."""
-        return self.engine == "process" or self.data_parallel_size > 1 or self.has_rank_processes
+        return self.engine == "process" or self.engines_start_again
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:

@@ -39,11 +39,10 @@ def server() -> Iterator[ChaosServer]:
         yield started.wait_ready()
 
 
-def strike(server: ChaosServer, number: signal.Signals) -> None:
-    """A rank goes. Within the time that a client would wait anyway, another engine serves."""
+def strike(server: ChaosServer, number: signal.Signals, victim: int | None = None) -> None:
+    """A rank goes, or the engine. Within the time that a client would wait anyway, another engine serves."""
     before = [*engines(server), *ranks(server)]
-    victim = ranks(server)[-1]
-    os.kill(victim, number)
+    os.kill(victim or ranks(server)[-1], number)
     server.poll(lambda: server.client.get("/livez").status_code, lambda status: status == 503)
     assert server.client.get("/readyz").status_code == 503
     wait_gone(before)
@@ -82,6 +81,15 @@ def test_a_signal_to_the_whole_group_is_for_the_server_alone(server: ChaosServer
 def test_a_rank_that_goes_while_nothing_runs_is_missed_at_once(server: ChaosServer) -> None:
     server.wait_idle()
     strike(server, signal.SIGKILL)
+    assert server.complete([5, 6, 7], max_tokens=4)["choices"][0]["text"]
+
+
+def test_an_engine_that_is_stopped_goes_with_its_ranks_and_another_serves(server: ChaosServer) -> None:
+    with server.faults.during("slow", seconds=0.01):
+        stream = server.stream("cut", max_tokens=4000).read_some()
+        strike(server, signal.SIGSTOP, engines(server)[0])
+    assert stream.read().error is not None
+    assert stream.done
     assert server.complete([5, 6, 7], max_tokens=4)["choices"][0]["text"]
 
 

@@ -9,6 +9,7 @@ for result in llm.generate(["The sea is", "The sky is"], SamplingParams(max_toke
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -42,6 +43,7 @@ class LLM(engine.frontend.llm.LLM):
             core = core_factory(chosen, files)()
             sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
         super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
+        weakref.finalize(self, core.shutdown)  # processes that compute for it are not freed as memory is
 
     def generate(
         self,

@@ -28,10 +28,7 @@ def test_what_is_handed_out_is_the_offline_engine() -> None:
     assert (headrace.LLM, headrace.SamplingParams) == (LLM, SamplingParams)
 
 
-def test_what_is_left_open_is_sampled_as_the_models_authors_recommend(
-    smollm2: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.offline.core_factory", lambda settings, files: lambda: smollm2.core)
+def test_what_is_left_open_is_sampled_as_the_models_authors_recommend() -> None:
     authors = LLM("smollm2-135m-instruct", progress=False).get_default_sampling_params()
     assert authors == SamplingParams(temperature=0.2, top_p=0.9)
     neutral = LLM("smollm2-135m-instruct", progress=False, sampling_defaults="openai").get_default_sampling_params()

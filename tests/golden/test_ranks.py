@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.offline import LLM
 from engine.messages import SamplingParams
+from tests.chaos.test_drain import children
 from tests.golden.prompts import PROMPTS
 
 pytestmark = pytest.mark.slow
@@ -15,11 +18,16 @@ pytestmark = pytest.mark.slow
 
 def say(prompts: list[str], num_tokens: int, **settings: Any) -> list[list[int]]:
     llm = LLM(progress=False, device="cpu", max_model_len=512, max_num_seqs=32, num_threads=2, **settings)
-    try:
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        return [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
-    finally:
-        llm.core.shutdown()
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    said = [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
+    assert len(ranks()) == settings.get("tensor_parallel_size", 0) * settings.get("pipeline_parallel_size", 0)
+    del llm
+    assert not ranks(), "what computes for a model goes with it"
+    return said
+
+
+def ranks() -> list[int]:
+    return [pid for pid in children(os.getpid()) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

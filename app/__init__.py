@@ -37,7 +37,8 @@ server_state       what it is at a moment: its phase, how far loading is, what i
 loading            from settings to an engine: the only place that knows both the gpu room and the engine room
 engine_facts       what an engine is told of the settings, and what is told of an engine
 engine_process     the main of the engine's own process
-engine_on_ray      the same in an actor on a machine of a Ray cluster
+rank_process       that of one of several ranks of an engine
+engine_on_ray      the main of an engine in an actor on a machine of a Ray cluster
 garbage            what the garbage collector need not look at
 workers            refuses to be run by several workers
 reloading          what a running server reads again at SIGHUP

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -39,8 +40,10 @@ from engine.scheduler.fairness import OUTPUT_TOKEN_COST
 from engine.scheduler.step_cost import StepCostTable
 from engine.stats import SchedulerStats
 from engine.transport.channel import Deliver
-from engine.transport.process_client import ProcessClient
 from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, merged, timed_out
+
+if TYPE_CHECKING:  # it brings ZMQ
+    from engine.transport.process_client import ProcessClient
 
 logger = logging.getLogger(__name__)
 

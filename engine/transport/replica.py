@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -11,7 +12,9 @@ import msgspec
 from engine.commands import AddRequests
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason
 from engine.stats import SchedulerStats
-from engine.transport.process_client import ProcessClient
+
+if TYPE_CHECKING:  # it brings ZMQ
+    from engine.transport.process_client import ProcessClient
 
 NOTHING_DONE = SchedulerStats(
     step=0,

@@ -37,7 +37,8 @@ chat: $(VENV)/.runtime
 
 test: chromium compiler emulator lint nginx npm prometheus systemd
 	$(BIN)/headrace pull
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+	@# For two cores: who waits for a server leaves a core to a third.
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
 
 UNITS := tests/engine tests/protocol tests/app tests/test_tables_of_contents.py \
   $(addprefix tests/gpu/test_,host.py input_batch.py kv_cache_size.py sampler_masks.py checkpoint_gguf_file.py)

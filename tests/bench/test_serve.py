@@ -59,7 +59,7 @@ async def answer_of_one_token(_body: dict[str, Any]) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_totals_are_the_servers_own(server: Server, tmp_path: Path, backend: str) -> None:
     before = server.metrics()
-    flags = ("--num-prompts", "20", "--max-concurrency", "4", "--input-len", "30", "--output-len", "6")
+    flags = ("--num-prompts", "20", "--max-concurrency", "4", "--input-len", "30", "--output-len", "60")
     result = bench(server, tmp_path, *flags, "--backend", backend, "--random-range-ratio", "0.3")
     after = server.wait_idle()
     assert result.keys() >= set(VLLM_KEYS.split())

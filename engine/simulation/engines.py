@@ -192,7 +192,8 @@ class Engines:
         return [(request, request.request_id in begun) for request in requests]
 
     def restore(self, lost: Collection[int]) -> None:
-        """They begin again, with empty caches."""
+        """They begin again, with empty caches; who is there already stays."""
+        lost = [index for index in lost if index not in self._alive]
         self._alive += lost
         if self._router is not None:
             for index in lost:

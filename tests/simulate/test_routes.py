@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from app.cli import main
 from app.settings import Settings
 from app.simulate.machine import Machine
 from app.simulate.run import Outcome, simulate
-from engine.routing.router import Route
+from engine.routing.router import Route, Router
 from engine.scheduler.step_cost import Curve, StepCostTable
 from engine.simulation.simulation import Outage
 
@@ -33,7 +34,9 @@ MACHINE = Machine(
 )
 
 
-def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0, outage: Outage | None = None) -> Outcome:
+def run(
+    route: Route, rate: float, *, count: int = 600, popular: float = 0.0, outages: Sequence[Outage] = ()
+) -> Outcome:
     """The second half of the requests, to caches that are warm. One prefix may be that popular."""
     draw, now, requests = Random(1), 0.0, []
     first = list(range(PREFIXES))
@@ -50,7 +53,6 @@ def run(route: Route, rate: float, *, count: int = 600, popular: float = 0.0, ou
         max_queued_requests=10_000,
         max_queued_tokens=10**8,
     )
-    outages = [] if outage is None else [outage]
     outcome = simulate(requests, MACHINE, settings, replicas=REPLICAS, route=route, outages=outages)
     assert outcome.result()["refused"] == 0, "nobody is refused to look fast"
     return replace(outcome, records=outcome.records[count // 2 :])
@@ -83,7 +85,7 @@ def test_a_prefix_that_is_too_popular_for_one_engine_gets_copies() -> None:
 def test_who_is_lost_with_a_part_of_the_fleet() -> None:
     """Those that had begun. All others are answered by who is left, and by those that come back."""
     outage = Outage(30.0, 35.0, range(3))
-    outcome = run("prefix", 14.0, outage=outage)
+    outcome = run("prefix", 14.0, outages=[outage])
     whole, figures = figures_of("prefix", 14.0), outcome.result()
     lost = [record for record in outcome.records if record.error]
     assert lost
@@ -92,6 +94,21 @@ def test_who_is_lost_with_a_part_of_the_fleet() -> None:
         assert record.start_time + record.ttft <= outage.start <= record.end_time < outage.start + 0.1
     assert figures["completed"] == whole["completed"] - len(lost)
     assert figures["p99_ttft_ms"] > 1.5 * whole["p99_ttft_ms"], "what was cached there is computed again"
+
+
+def test_outages_may_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes back is there once."""
+    choose = Router.choose
+
+    def choose_of_each_once(self: Router, ids: Any, prompt: Any, alive: Any, **more: Any) -> int:
+        assert len(alive) == len(set(alive))
+        return choose(self, ids, prompt, alive, **more)
+
+    monkeypatch.setattr(Router, "choose", choose_of_each_once)
+    both = [Outage(20.0, 22.0, range(3)), Outage(21.0, 23.0, range(2))]
+    figures = run("prefix", 14.0, count=400, outages=both).result()
+    assert 0 < figures["failed"] < 100
+    assert figures["completed"] + figures["failed"] == 200
 
 
 def test_the_flags_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """Bytes of a request body to a checked model. Imported by every wire format's models and by the app's routes.
 
 All models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a fine float, NaN and infinity are not. Unknown
-fields are accepted without effect, because clients send fields newer than any server; known fields whose effect this
-server lacks are refused by name, so that nothing that changes the answer is dropped in silence.
+fields are accepted without effect, because clients send fields newer than any server, and the header
+`x-headrace-warning` names them; known fields whose effect this server lacks are refused by name. So nothing that
+changes the answer is dropped in silence.
 
 Checking costs time that nobody else gets (the GIL), so lists are measured before their entries are looked at
 (`at_most`), and the first wrong entry of a long one ends the search (`fail_fast`): collecting the errors of six
@@ -12,7 +13,7 @@ megabytes of wrong messages takes 20 s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import orjson
 from pydantic import (
@@ -22,6 +23,8 @@ from pydantic import (
     Discriminator,
     FailFast,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -212,6 +215,32 @@ class ClientModel(BaseModel):
                 default = {"default": field.pop("default")} if "default" in field else {}
                 described["properties"][name] = {"anyOf": [field, {"type": "null"}], **default}
         return schema
+
+
+class RequestBody(ClientModel):
+    """The body of a request. It remembers which of the client's fields have no effect, so that a header can say so.
+
+    `labels` are fields that name or bill a request: nothing that this server answers would differ with them.
+    """
+
+    labels: ClassVar[frozenset[str]] = frozenset(
+        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    )
+    _without_effect: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """The names of the fields that the client set and this server does not know, in the client's order."""
+        return self._without_effect
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember_unknown_fields(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(data)
+        if isinstance(data, dict) and (unknown := data.keys() - cls.model_fields.keys() - cls.labels):
+            unknown -= cls.unsupported.keys()  # these were sent with a value that means "off"
+            made._without_effect = tuple(name for name in data if name in unknown and data[name] is not None)
+        return made
 
 
 M = TypeVar("M", bound=ClientModel)

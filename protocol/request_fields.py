@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from engine.messages import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from protocol.body import ClientModel, at_most, fail_fast
+from engine.errors import InvalidRequest
+from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from protocol.body import RequestBody, at_most, fail_fast
 from protocol.errors import shown
 from protocol.tools.left_out import LeftOut
 
@@ -50,7 +51,40 @@ CacheSalt = Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
-class RequestFields(ClientModel):
+class TruncatedPrompt(RequestBody):
+    """A request whose prompt may be cut to a number of tokens."""
+
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+
+    @property
+    def left_out(self) -> LeftOut:
+        """What this server leaves out of the request."""
+        return LeftOut(fields=self.without_effect)
+
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """Return the part of a prompt that the client wants to be used.
+
+        Raises `InvalidRequest` if the client asks for more than the context holds.
+        """
+        count = self.truncate_prompt_tokens
+        if count is None:
+            return token_ids
+        if count == -1:
+            count = max_model_len - self.answer_room(max_model_len)
+        if not 0 < count <= max_model_len:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {count}.",
+                param="truncate_prompt_tokens",
+            )
+        return token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
+
+    def answer_room(self, max_model_len: int) -> int:
+        """Return how many tokens of the context `truncate_prompt_tokens: -1` leaves to the answer."""
+        return 1
+
+
+class RequestFields(TruncatedPrompt):
     """A request for text, in whatever dialect. `model` None means the model that is served."""
 
     model: str | None = None
@@ -67,6 +101,13 @@ class RequestFields(ClientModel):
     min_tokens: int = 0
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS, "entries")] = Field(default_factory=list)
     ignore_eos: bool = False
+    allowed_token_ids: Annotated[TokenIds, at_most(MAX_ALLOWED_TOKEN_IDS, "entries")] | None = None
+    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # without effect: tokenizers' decoders put none
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
     timeout: float | None = Field(default=None, gt=0)  # seconds to the end of the answer
     ttft_timeout: float | None = Field(default=None, gt=0)  # seconds to its first token
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower runs first
@@ -76,11 +117,6 @@ class RequestFields(ClientModel):
         for name, value in defaults.items():
             if name not in self.model_fields_set and getattr(self, name, value) != value:
                 setattr(self, name, value)
-
-    @property
-    def left_out(self) -> LeftOut:
-        """What of this nobody serves here."""
-        return LeftOut()
 
     @abstractmethod
     def translate(self) -> GenerationRequest:

@@ -10,11 +10,12 @@ from pydantic import Field
 from engine.errors import InvalidRequest
 from protocol.body import ClientModel, at_most, fail_fast, parse_body
 from protocol.openai.chat import ChatCompletionRequest
+from protocol.request_fields import TruncatedPrompt
 
 MAX_TOKENS = 2**20  # of one request
 
 
-class TokenizeTextRequest(ClientModel):
+class TokenizeTextRequest(TruncatedPrompt):
     """The body of /tokenize for a text."""
 
     model: str | None = None

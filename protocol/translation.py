@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from engine.errors import InvalidRequest
 from protocol.errors import ApiError, to_api_error
-from protocol.openai.chat import ChatCompletionRequest
-from protocol.request_fields import RequestFields
+from protocol.openai.chat import ChatCompletionRequest, ConversationFields
+from protocol.openai.structured import StructuredOutputFields
 
 
 class TranslatedChat(ChatCompletionRequest):
@@ -37,23 +37,27 @@ class TranslatedChat(ChatCompletionRequest):
 C = TypeVar("C", bound=TranslatedChat)
 
 
-class DialectRequest(RequestFields):
-    """A request of a dialect. Of chat's other fields, those that would change the answer are refused, unless the
-    dialect has them."""
+class DialectRequest(ConversationFields, StructuredOutputFields):
+    """A request of a dialect.
+
+    It has the common fields, which `chat_fields` hands to chat. What chat shows in a place that the dialect's answers
+    do not have is refused, and so is what chat refuses.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "n": (1,),
+        **ChatCompletionRequest.unsupported,
+        **dict.fromkeys(("n", "best_of"), (1,)),
         "response_format": ({"type": "text"},),
-        "bad_words": ([],),
-        "logprobs": (False,),
+        **dict.fromkeys(("logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
+        "top_logprobs": (0,),
         "function_call": ("none",),
-        **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-        **dict.fromkeys(("max_completion_tokens", "allowed_token_ids", "functions", "logprob_token_ids"), ()),
+        **dict.fromkeys(("max_completion_tokens", "functions", "logprob_token_ids", "prompt_logprobs"), ()),
     }
+    labels: ClassVar[frozenset[str]] = ConversationFields.labels | {"stream_options"}  # usage always comes
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields of this request that chat has under the same names."""
-        fields = {name: getattr(self, name) for name in RequestFields.model_fields if name in self.model_fields_set}
+        """Return the fields of this request that chat has under the same names."""
+        fields = {name: getattr(self, name) for name in DialectRequest.model_fields if name in self.model_fields_set}
         if self.logit_bias is not None:
             fields["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return fields

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from app.generation import GenerationTask, encode_prompts, generate, new_head, parse
+from app.generation import GenerationTask, encode_prompts, generate, new_head, parse, tell_left_out
 from app.scope import RequestScope
 from app.server import Server
 from engine.messages import Pooling
@@ -14,6 +14,7 @@ from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
 async def embeddings(server: Server, request: RequestScope) -> None:
     """POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
+    tell_left_out(server, request, body.left_out)
     model = server.model
     inputs = await server.workload.read(request, lambda: body.inputs(model.engine_info.vocab_size))
     body.check_dimensions(model.embedding_size)

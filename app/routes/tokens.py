@@ -5,6 +5,7 @@ from __future__ import annotations
 import orjson
 from anyio import to_thread
 
+from app.generation import tell_left_out
 from app.scope import RequestScope
 from app.server import Server
 from protocol.body import parse_body
@@ -14,6 +15,7 @@ from protocol.tokens import DetokenizeRequest, TokenizeChatRequest, parse_tokeni
 async def tokenize(server: Server, request: RequestScope) -> None:
     """POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
     body = await server.workload.read(request, lambda: parse_tokenize(request.body))
+    tell_left_out(server, request, body.left_out)
     server.check_model_name(body.model)
     model = server.model
     longest = model.engine_info.max_model_len
@@ -23,6 +25,7 @@ async def tokenize(server: Server, request: RequestScope) -> None:
     else:
         special = body.add_special_tokens
         (token_ids,) = await model.prompts.encode_texts([body.prompt], longest, add_special_tokens=special)
+    token_ids = body.truncated(token_ids, longest)
 
     def write() -> bytes:
         strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None

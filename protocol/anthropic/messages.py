@@ -96,14 +96,15 @@ class OutputConfig(ClientModel):
 class CountTokensRequest(DialectRequest):
     """The body of POST /v1/messages/count_tokens: what of a messages request makes its prompt.
 
-    `metadata`, `cache_control`, `service_tier`, `context_management` and fields that no one knows are accepted without
-    effect.
+    `metadata`, `cache_control` and `service_tier` are accepted without effect; of other fields that this server does
+    not know, such as `context_management`, a header warns.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **DialectRequest.unsupported,
         "stop": (),
     }
+    labels: ClassVar[frozenset[str]] = DialectRequest.labels | {"cache_control"}
 
     messages: Annotated[
         list[Turn], fail_fast, at_most_inside(MAX_BLOCKS_IN_ALL, "blocks"), at_most(MAX_MESSAGES, "messages")
@@ -137,7 +138,8 @@ class CountTokensRequest(DialectRequest):
     def left_out(self) -> LeftOut:
         servers = ("mcp",) if self.mcp_servers else ()
         container = () if self.container is None else ("container",)
-        return LeftOut(types_of(self.tools) + servers, container + types_of(with_results(self.messages)))
+        items = container + types_of(with_results(self.messages))
+        return LeftOut(types_of(self.tools) + servers, items, self.without_effect)
 
     def translate(self) -> MessagesChat:
         return chat_request(MessagesChat, self.chat_fields())
@@ -165,17 +167,19 @@ class CountTokensRequest(DialectRequest):
                 "the next message.",
                 param="messages",
             )
-        if messages[-1]["role"] == "assistant":  # the client has begun the answer
+        is_said = {"continue_final_message", "add_generation_prompt"} & self.model_fields_set
+        if messages[-1]["role"] == "assistant" and not is_said:  # the client has begun the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         config = self.output_config or OutputConfig()
         if (form := config.format or self.output_format) is not None:
             schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         thinks = self.thinking is not None and self.thinking.type != "disabled"
+        budget = self.thinking.budget_tokens if thinks and self.thinking else None
         return {
             **fields,
-            "reasoning_effort": config.effort,
-            "thinking_token_budget": self.thinking.budget_tokens if thinks and self.thinking else None,
+            "reasoning_effort": config.effort or self.reasoning_effort,
+            "thinking_token_budget": self.thinking_token_budget if budget is None else budget,
             "chat_template_kwargs": {"enable_thinking": thinks},
         }
 

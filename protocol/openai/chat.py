@@ -39,6 +39,7 @@ from protocol.openai.tools import (
     tool_use,
     tools_of,
 )
+from protocol.request_fields import RequestFields
 from protocol.tools.functions import ToolUse
 from protocol.tools.left_out import LeftOut, Unread, none_of, read_or_unread, types_of
 
@@ -121,7 +122,7 @@ class ChatMessage(ClientModel):
     def text(self) -> str:
         """The content as one string."""
         content = self.content or ""
-        return content if isinstance(content, str) else "\n".join(part.text for part in content)
+        return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: content is one string, absent keys are absent."""
@@ -160,7 +161,32 @@ CHAT = WireFormat(
 )
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ConversationFields(RequestFields):
+    """The fields about the conversation and the model's thoughts that every dialect has under the same names."""
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
+    documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
+    add_generation_prompt: bool | None = None  # unless the final message is continued
+    continue_final_message: bool = False
+    add_special_tokens: bool = False  # the template writes those that the model wants
+
+    @field_validator("thinking_token_budget")
+    @classmethod
+    def _no_budget(cls, budget: int | None) -> int | None:
+        if budget is not None and budget < -1:
+            raise PydanticCustomError("rule", f"must be at least 0, or -1 for none, got {shown(budget)}")
+        return None if budget == -1 else budget
+
+    @field_validator("documents")
+    @classmethod
+    def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        check_size(documents, MAX_DOCUMENT_BYTES)
+        return documents
+
+
+class ChatCompletionRequest(ConversationFields, GenerationRequest):
     """The body of POST /v1/chat/completions. `max_completion_tokens` wins over `max_tokens`."""
 
     wire: ClassVar[WireFormat] = CHAT
@@ -178,9 +204,6 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    include_reasoning: bool = True
-    thinking_token_budget: int | None = None
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
@@ -188,10 +211,6 @@ class ChatCompletionRequest(GenerationRequest):
     function_call: FunctionCall | None = None
     web_search_options: dict[str, Any] | None = None  # nobody searches
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: Annotated[list[dict[str, Any]], fail_fast, at_most(MAX_DOCUMENTS, "documents")] | None = None
-    add_generation_prompt: bool | None = None  # unless the final message is continued
-    continue_final_message: bool = False
-    add_special_tokens: bool = False  # the template writes those that the model wants
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -226,13 +245,6 @@ class ChatCompletionRequest(GenerationRequest):
             )
         return self
 
-    @field_validator("thinking_token_budget")
-    @classmethod
-    def _no_budget(cls, budget: int | None) -> int | None:
-        if budget is not None and budget < -1:
-            raise PydanticCustomError("rule", f"must be at least 0, or -1 for none, got {shown(budget)}")
-        return None if budget == -1 else budget
-
     @field_validator("chat_template_kwargs")
     @classmethod
     def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
@@ -240,12 +252,6 @@ class ChatCompletionRequest(GenerationRequest):
             raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
         check_size(variables, MAX_TEMPLATE_KWARGS)
         return variables
-
-    @field_validator("documents")
-    @classmethod
-    def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        check_size(documents, MAX_DOCUMENT_BYTES)
-        return documents
 
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
         if "*" not in allowed and (refused := sorted(self.chat_template_kwargs.keys() - set(allowed))):
@@ -307,7 +313,7 @@ class ChatCompletionRequest(GenerationRequest):
     def left_out(self) -> LeftOut:
         searches = () if self.web_search_options is None else ("web_search",)
         parts = (part for each in self.messages if isinstance(each.content, list) for part in each.content)
-        return LeftOut(types_of(self.tools) + searches, types_of(parts))
+        return LeftOut(types_of(self.tools) + searches, types_of(parts), self.without_effect)
 
     @property
     def tagged_functions(self) -> Sequence[str] | None:

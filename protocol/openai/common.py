@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import (
     ALL_LOGPROBS,
-    MAX_ALLOWED_TOKEN_IDS,
-    MAX_BAD_WORDS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_STRINGS,
     RANGES,
@@ -29,7 +27,7 @@ from protocol.message_syntax import MessageSyntax
 from protocol.openai.output import WireFormat
 from protocol.openai.prompt_parts import PromptParts
 from protocol.openai.structured import StructuredOutputFields
-from protocol.request_fields import CacheSalt, RequestFields, RequestId, TokenIds
+from protocol.request_fields import RequestFields, TokenIds
 
 NO_LIMIT = -1  # as max_tokens
 MAX_LOGPROBS_IN_ALL = 2**21  # of one response; about 200 MB while it is made
@@ -72,30 +70,30 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         **dict.fromkeys(("kv_transfer_params", "lora_path"), ()),
         **dict.fromkeys(("prompt_embeds", "repetition_detection", "stop_regex"), ()),
         **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
+        "top_n_sigma": (-1, 0),
+        "dynatemp_range": (0,),
+        "deterministic": (False,),
     }
 
     max_tokens: int | None = None
     n: int = 1
     best_of: int | None = None
-    allowed_token_ids: Annotated[TokenIds, at_most(MAX_ALLOWED_TOKEN_IDS, "entries")] | None = None
-    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS, "entries")] = Field(default_factory=list)
     stop: StopStrings | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # without effect: tokenizers' decoders put none
     echo: bool = False
     prompt_logprobs: int | None = None
     logprob_token_ids: Annotated[TokenIds, at_most(MAX_LOGPROB_TOKEN_IDS, "entries")] = Field(default_factory=list)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)  # -1: what the context leaves
-    truncation_side: Literal["left", "right"] = "left"  # what is cut off
-    cache_salt: CacheSalt | None = None
-    request_id: RequestId | None = None
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
     def _options_have_what_they_need(self) -> Self:
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats needs include_usage: true; send it or leave both out.",
+                param="stream_options.continuous_usage_stats",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is only allowed with stream: true; leave it out or stream.", param="stream_options"
@@ -153,20 +151,6 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
                     f"one answer; ask for {limit_name} of at most {fitting}, or for fewer log-probabilities.",
                     param=name,
                 )
-
-    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """The part of a prompt that the client wants to be used. Raises `InvalidRequest` if it asks for too much."""
-        count = self.truncate_prompt_tokens
-        if count is None:
-            return token_ids
-        if count == -1:
-            count = max_model_len - self.answer_room(max_model_len)
-        if not 0 < count <= max_model_len:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens must be -1 or in [1, {max_model_len}], got {count}.",
-                param="truncate_prompt_tokens",
-            )
-        return token_ids[-count:] if self.truncation_side == "left" else token_ids[:count]
 
     def answer_room(self, max_model_len: int) -> int:
         """How much of the context a prompt that is cut to fit leaves to the answer: as much as the client asks for, but

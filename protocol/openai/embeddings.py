@@ -15,11 +15,10 @@ from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
-from protocol.body import ClientModel
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
 from protocol.openai.output import UsageMeter
-from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId
+from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId, TruncatedPrompt
 from protocol.writers import AnswerContext, raise_if_failed
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class PrefillRequest(GenerationRequest):
         return "logprobs", None
 
 
-class EmbeddingRequest(ClientModel):
+class EmbeddingRequest(TruncatedPrompt):
     """The body of POST /v1/embeddings. `dimensions` None means all that the model has."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": (), "embed_dtype": ("float32",)}
@@ -55,8 +54,6 @@ class EmbeddingRequest(ClientModel):
     pooling: Literal["mean", "last"] | None = None  # None: as the server is set
     normalize: bool = True
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
-    truncation_side: Literal["left", "right"] = "left"
     cache_salt: CacheSalt | None = None
     request_id: RequestId | None = None
     timeout: float | None = Field(default=None, gt=0)

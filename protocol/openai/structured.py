@@ -189,6 +189,11 @@ class StructuredOutputFields(ClientModel):
             raise InvalidRequest(
                 f"{names[1]} cannot be combined with {names[0]}: an answer follows one grammar.", param=names[1]
             )
+        if self.guided_whitespace_pattern is not None and not names:
+            raise InvalidRequest(
+                "guided_whitespace_pattern needs a schema, as in guided_json; send one or leave it out.",
+                param="guided_whitespace_pattern",
+            )
         return self
 
     def structured_output(self) -> tuple[str, StructuredOutput | None]:

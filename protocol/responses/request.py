@@ -157,7 +157,8 @@ class InputTokensRequest(DialectRequest):
     @property
     def left_out(self) -> LeftOut:
         items = types_of(with_outputs(self.input)) if isinstance(self.input, list) else ()
-        return LeftOut(types_of(unserved(self.tools)), tuple(kind for kind in items if kind != ADDED))
+        items = tuple(kind for kind in items if kind != ADDED)
+        return LeftOut(types_of(unserved(self.tools)), items, self.without_effect)
 
     def call_forms(self) -> dict[str, CallForm]:
         """How calls of the tools are told, by the names that the model knows."""
@@ -197,7 +198,7 @@ class InputTokensRequest(DialectRequest):
             "tools": chat_tools(self.tools),
             "tool_choice": chat_choice(self.tool_choice, self.tools),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": self.reasoning.effort,
+            "reasoning_effort": self.reasoning.effort or self.reasoning_effort,
         }
         match self.text.format:
             case JsonObject():
@@ -216,7 +217,9 @@ class ResponsesRequest(InputTokensRequest):
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        name: off for name, off in InputTokensRequest.unsupported.items() if name not in ("background", "truncation")
+        name: off
+        for name, off in InputTokensRequest.unsupported.items()
+        if name not in ("background", "truncation", "top_logprobs")
     }
 
     max_output_tokens: int | None = None

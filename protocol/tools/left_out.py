@@ -53,16 +53,21 @@ class Unread(Unserved):
 
 
 class LeftOut(NamedTuple):
-    """The types that a request has left out, each once: of tools, and of items of the conversation."""
+    """The parts of a request that have no effect, each once: types of tools, types of items, names of fields."""
 
     tools: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def warning(self) -> str | None:
-        """What the client is told, as a header's value; None if there is nothing to tell."""
+        """Return the value of the header `x-headrace-warning`; None if every part of the request has its effect."""
         parts = (("tools", self.tools), ("items", self.items))
-        told = [f"{what} left out: {_listed(types)}" for what, types in parts if types]
-        return f"{'; '.join(told)} (nobody serves them here)" if told else None
+        warnings = ["; ".join(f"{what} left out: {_listed(types)}" for what, types in parts if types)]
+        if warnings[0]:
+            warnings[0] += " (nobody serves them here)"
+        if self.fields:
+            warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not know them)")
+        return "; ".join(filter(None, warnings)) or None
 
 
 def one_of(*served: str, default: str | None = None) -> Discriminator:

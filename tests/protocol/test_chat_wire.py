@@ -78,7 +78,7 @@ def test_spliced_frames_equal_the_straightforward_ones(usage, text, head):
 @given(data=st.data(), n=st.integers(1, 3), usage=st.booleans(), continuous=st.booleans())
 def test_concatenated_deltas_are_the_whole_message(data, n, usage, continuous):
     outputs = data.draw(generations(n))
-    options = {"include_usage": usage, "continuous_usage_stats": continuous}
+    options = {"include_usage": usage, "continuous_usage_stats": usage and continuous}
     chunks = events(stream(outputs, n=n, stream_options=options))
     body = whole(outputs, n=n)
 

@@ -22,7 +22,7 @@ def test_null_is_absent_everywhere():
     assert not chat(stream=True, stream_options={"include_usage": None}).stream_options.include_usage
 
 
-def test_fields_without_effect_are_taken_in_silence():
+def test_labels_are_taken_in_silence_and_unknown_fields_are_remembered():
     extras = {
         "user": "u",
         "safety_identifier": "s",
@@ -36,7 +36,8 @@ def test_fields_without_effect_are_taken_in_silence():
         "moderation": {},
         "a_field_of_next_year": 1,
     }
-    assert chat(**extras) == chat()
+    assert chat(**extras).model_dump() == chat().model_dump()
+    assert chat(**extras).without_effect == ("verbosity", "prediction", "moderation", "a_field_of_next_year")
     assert chat(stream=True, stream_options={"include_obfuscation": False}).stream_options.include_usage is False
 
 

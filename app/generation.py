@@ -211,6 +211,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 token_bytes=model.llm.vocabulary.token_bytes,
                 decode=model.prompts.decode,
                 message_format=message_format,
+                hidden_ids=model.llm.vocabulary.special_ids if body.skip_special_tokens else frozenset(),
                 fingerprint=model.fingerprint,
                 check=_check_of(server, body, outputs, message_format),
             )

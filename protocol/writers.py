@@ -6,7 +6,7 @@ answers it as plain JSON, after it as an error frame.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +26,10 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerContext:
-    """What is known of an answer before its first token. `decode` turns token ids into text."""
+    """What is known of an answer before its first token.
+
+    `decode` turns token ids into text; `hidden_ids` are the special tokens that the text leaves out.
+    """
 
     head: Head
     request_id: str
@@ -34,6 +37,7 @@ class AnswerContext:
     token_bytes: TokenBytes
     decode: Callable[[list[int]], str]
     message_format: MessageFormat
+    hidden_ids: Container[int] = frozenset()
     fingerprint: str | None = None  # of the model and of how it is computed
     check: AnswerCheck | None = None  # of what no grammar could enforce
 

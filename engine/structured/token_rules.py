@@ -35,14 +35,22 @@ class TokenRules:
         self._grammar = grammar
         self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids)
         self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
+        self._left_nothing: Refusal | None = None
+        self._names = [
+            name for name, given in (("allowed_token_ids", allowed_token_ids), ("bad_words", bad_words)) if given
+        ]
         self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
 
     @property
     def error(self) -> str | None:
+        if self._left_nothing is not None:
+            return self._left_nothing.message
         return None if self._grammar is None else self._grammar.error
 
     @property
     def refusal(self) -> Refusal | None:
+        if self._left_nothing is not None:
+            return self._left_nothing
         return None if self._grammar is None else self._grammar.refusal
 
     def close(self) -> None:
@@ -58,10 +66,13 @@ class TokenRules:
         return self
 
     def accept(self, token_id: int) -> bool:
+        if self._left_nothing is not None:
+            return False
         self._recent.append(token_id)
         return self._grammar is not None and self._grammar.accept(token_id)
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write the mask of the tokens that may come next. If none may, set `error`, and allow all for the sampler."""
         if self._grammar is None:
             mask[:] = ALL_TOKENS
         else:
@@ -74,6 +85,13 @@ class TokenRules:
         for before, token_id in self._bad_words:
             if token_id // 32 < len(mask) and recent[len(recent) - len(before) :] == before:
                 mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
+        if not mask.any():
+            names = [*self._names, *(["structured_output"] if self._grammar is not None else [])]
+            self._left_nothing = Refusal(
+                f"{' and '.join(names)} leave no token that may come next; allow more tokens or leave one of them out.",
+                param=names[-1],
+            )
+            mask[:] = ALL_TOKENS
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:

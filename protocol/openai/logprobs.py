@@ -8,7 +8,8 @@ JSON has no infinity, and orjson would write null, so log-probabilities end at -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from engine.messages import TokenLogprobs
@@ -48,16 +49,26 @@ class ChatLogprobs:
 class CompletionLogprobs:
     """Writes `{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`, four arrays with an entry per token.
 
-    `text_offset` counts characters of the generated text before the token: a character belongs to the token that
-    holds its first byte. A token that is not whole UTF-8 is written as ``bytes:\\xe2\\x80``, OpenAI's spelling, because
-    the replacement character would make different tokens the same key of `top_logprobs`. The first token of an echoed
-    prompt has nulls.
+    `text_offset` counts characters of the answer's text before the token: a character belongs to the token that holds
+    its first byte, and bytes that are no UTF-8 are the replacement characters that the text has for them. Tokens of
+    `hidden_ids` have no text, unless they are among the `num_echoed` tokens of an echoed prompt. A token that is not
+    whole UTF-8 is written as ``bytes:\\xe2\\x80``, OpenAI's spelling, because the replacement character would make
+    different tokens the same key of `top_logprobs`. The first token of an echoed prompt has nulls.
     """
 
-    def __init__(self, token_bytes: TokenBytes, as_token_ids: bool = False) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        as_token_ids: bool = False,
+        hidden_ids: Container[int] = (),
+        num_echoed: int = 0,
+    ) -> None:
         self._token_bytes = token_bytes
         self._as_token_ids = as_token_ids
-        self._offset = 0
+        self._hidden_ids = hidden_ids
+        self._num_echoed = num_echoed
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0  # without the one that is unfinished
 
     def __call__(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         offsets: list[int] = []
@@ -66,7 +77,8 @@ class CompletionLogprobs:
         tops: list[dict[str, float] | None] = []
         for position in positions:
             token = self._name(position.token_id)
-            offsets.append(self._offset)
+            unfinished, _ = self._decoder.getstate()
+            offsets.append(self._num_characters + (len(unfinished) > 0))
             tokens.append(token)
             if position.rank > 0:
                 top = {self._name(token_id): finite(value) for token_id, value in most_likely(position)}
@@ -76,8 +88,10 @@ class CompletionLogprobs:
             else:
                 logprobs.append(None)
                 tops.append(None)
-            if position.rank != FIRST_HIDDEN:
-                self._offset += sum(byte & 0xC0 != 0x80 for byte in self._token_bytes(position.token_id))
+            is_hidden = self._num_echoed <= 0 and position.token_id in self._hidden_ids
+            if position.rank != FIRST_HIDDEN and not is_hidden:
+                self._num_characters += len(self._decoder.decode(self._token_bytes(position.token_id)))
+            self._num_echoed -= 1
         return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": tokens, "top_logprobs": tops}
 
     def _name(self, token_id: int) -> str:

@@ -7,7 +7,7 @@ strings made once per choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,7 +48,7 @@ class WireFormat:
     closing: dict[str, Any]
     chunk_text: Callable[[str], dict[str, Any]]
     full_text: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[TokenBytes, bool], LogprobsWriter]
+    logprobs: Callable[[TokenBytes, bool, Container[int], int], LogprobsWriter]
     prompt_in_choice: bool
     choice_nulls: dict[str, None]  # keys that users read from a whole response although few requests fill them
     body_nulls: dict[str, None]
@@ -109,8 +109,10 @@ class _ChoicesWriter:
         self._as_token_ids = request.return_tokens_as_token_ids
         self._in_old_form = request.answers_in_old_form
 
-    def _new_logprobs_writer(self) -> LogprobsWriter:
-        return self._wire.logprobs(self._answer.token_bytes, self._as_token_ids)
+    def _new_logprobs_writer(self, index: int) -> LogprobsWriter:
+        echoes = self._parts is not None and self._parts.echo_logprobs is not None
+        num_echoed = len(self._answer.prompts[index // self._n]) if echoes else 0
+        return self._wire.logprobs(self._answer.token_bytes, self._as_token_ids, self._answer.hidden_ids, num_echoed)
 
     def _new_parser(self) -> MessageParser | None:
         return None if self._answer.message_format.is_plain else self._answer.parser()
@@ -219,7 +221,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
         # Where the text goes is found in a real frame, so the fast path cannot drift from the straightforward one.
         hole = "\0"
         prefix, _, suffix = self._frame(index, self._wire.chunk_text(hole)).rpartition(orjson.dumps(hole))
-        return _StreamedChoice(prefix, suffix, self._new_logprobs_writer(), self._new_parser())
+        return _StreamedChoice(prefix, suffix, self._new_logprobs_writer(index), self._new_parser())
 
     def _frame(
         self,
@@ -305,7 +307,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
         body = {
             "index": index,
             **text,
-            "logprobs": None if choice.logprobs is None else written(self._new_logprobs_writer(), choice.logprobs),
+            "logprobs": None if choice.logprobs is None else written(self._new_logprobs_writer(index), choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._wire.choice_nulls,

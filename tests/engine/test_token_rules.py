@@ -35,7 +35,16 @@ def test_a_token_is_allowed_if_it_is_listed_and_completes_no_bad_word(allowed, b
             text = [*output[:length], token_id]
             if any(text[-len(word) :] == word for word in bad_words):
                 expected.discard(token_id)
-        assert allowed_by(rules) == expected
+        found = allowed_by(rules)
+        if not expected:  # the sampler gets a token, and the request ends with it
+            assert found == set(range(VOCAB_SIZE))
+            assert not rules.accept(0)
+            assert rules.refusal is not None
+            assert rules.error == rules.refusal.message
+            assert "bad_words" in rules.error
+            return
+        assert found == expected
+        assert rules.error is None
         if length < len(output):
             assert not rules.accept(output[length])
 

@@ -16,12 +16,12 @@ from tests.protocol.wire_helpers import answer, events, generations, lp, output
 STOP = FinishReason.STOP
 
 
-def request(**fields):
+def request(hidden_ids=None, **fields):
     return CompletionRequest.model_validate({"prompt": "Once", **fields})
 
 
-def answer_to(prompt="Once", **_):
-    return answer(1 if isinstance(prompt, str) else len(prompt))
+def answer_to(prompt="Once", hidden_ids=frozenset(), **_):
+    return answer(1 if isinstance(prompt, str) else len(prompt), hidden_ids=hidden_ids)
 
 
 def stream(outputs, **fields):
@@ -84,17 +84,29 @@ def test_concatenated_chunks_are_the_whole_completion(data, n):
 
 
 @settings(deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])), data=st.data())
-def test_text_offsets_point_at_the_character_that_the_token_begins(text, data):
-    raw = text.encode()
+@given(
+    raw=st.text(st.characters(exclude_categories=["Cs"])).map(str.encode) | st.binary(),
+    hidden=st.sets(st.integers(0, 9)),
+    data=st.data(),
+)
+def test_text_offsets_point_at_the_character_that_the_token_begins(raw, hidden, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(raw)))) | {0, len(raw)})
     tokens = [raw[a:b] for a, b in pairwise(cuts)]
-    write = CompletionLogprobs(tokens.__getitem__)
+    write = CompletionLogprobs(tokens.__getitem__, False, hidden, 2)
     offsets = [write([lp(i)])["text_offset"][0] for i in range(len(tokens))]  # chunk by chunk
-    for cut, offset in zip(cuts, offsets, strict=False):
-        whole_characters = len(raw[:cut].decode("utf-8", "ignore"))
-        cut_inside = raw[:cut].decode("utf-8", "ignore").encode() != raw[:cut]
-        assert offset == whole_characters + cut_inside
+    for number, offset in enumerate(offsets):
+        # The two tokens of an echoed prompt are shown, hidden or not.
+        before = b"".join(token for other, token in enumerate(tokens[:number]) if other < 2 or other not in hidden)
+        assert offset == len(before.decode("utf-8", "replace"))
+
+
+def test_a_hidden_special_token_has_no_characters_in_streams_and_bodies():
+    special = [output("a", logprobs=[lp(2)]), output("", logprobs=[lp(0)]), output("b", finish=STOP, logprobs=[lp(2)])]
+    for hidden, expected in ((frozenset(), [0, 1, 4]), ({0}, [0, 1, 1])):
+        body = whole(special, logprobs=1, hidden_ids=hidden)
+        assert body["choices"][0]["logprobs"]["text_offset"] == expected
+        chunks = [chunk["choices"][0]["logprobs"] for chunk in events(stream(special, logprobs=1, hidden_ids=hidden))]
+        assert [offset for chunk in chunks if chunk for offset in chunk["text_offset"]] == expected
 
 
 def test_logprobs_are_parallel_arrays_with_the_sampled_token_always_among_the_top():

@@ -115,7 +115,9 @@ FROM_THEIR_CONFIG = {
 }
 BLOCK_SIZE = 4
 PROMPT = 45
-TOLERANCE = 2e-5  # logits are of the order of 1
+# Of the largest logit, which is 2 at least. On some processors transformers' own float32 is 1e-5 of it away from its
+# float64 (Gemma 3: 2.6e-5 of 5.5), as far as this code.
+TOLERANCE = 1e-5
 
 
 def model_config(oracle: PreTrainedConfig) -> ModelConfig:
@@ -195,4 +197,5 @@ def expected(oracle: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def assert_logits(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    bound = TOLERANCE * max(2.0, float(wanted.abs().max()))
+    torch.testing.assert_close(actual, wanted, atol=bound, rtol=2 * TOLERANCE)

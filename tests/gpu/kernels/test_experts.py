@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +55,10 @@ def test_each_row_meets_the_matrix_of_its_expert(tokens, top_k, experts, in_size
     near(grouped.double(), wanted.double()[groups.order])
 
 
-def test_a_row_is_the_same_bits_wherever_the_others_go(form):
+def test_a_row_is_the_same_bits_wherever_the_others_go(form, monkeypatch):
+    # Triton's interpreter multiplies tiles by numpy, which on some processors (AVX2) adds up rows of one tile in
+    # different orders. A GPU does not, nor does this product.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype=None: (a[:, :, None].astype(dtype) * b[None]).sum(1))
     near = partial(torch.allclose, atol=1e-4)
     same = near if form == "reference" else torch.equal  # the bits are what the kernel promises
     x, weight = torch.randn(90, 70), torch.randn(5, 24, 70)

@@ -19,6 +19,7 @@ from engine.kv_events import KVEvents
 from engine.stats import SchedulerStats
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16384
@@ -188,6 +189,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _at_most("stop", self.stop, MAX_STOP_STRINGS)
         if any(not s for s in self.stop):
             raise InvalidRequest("stop must not contain an empty string.", param="stop")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop takes at most {MAX_STOP_CHARACTERS} characters in each string, got {longest}.", param="stop"
+            )
         _at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _all_in_range("stop_token_ids", self.stop_token_ids, 0, vocab_size - 1)
         if self.logit_bias:

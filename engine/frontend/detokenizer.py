@@ -113,37 +113,44 @@ class _WindowDecoder:
 
 
 class StopStrings:
-    """Looks for stop strings in a growing text and holds back what may still become one.
+    """Look for stop strings in a growing text and hold back what may still become one.
 
-    The one that is complete first wins, and of those that end together the one that begins first, so it does not matter
-    how the text is cut into tokens.
+    The stop string that is complete first wins, and of those that end together the one that begins first, so it does
+    not matter how the text is cut into tokens.
 
     Held back is exactly the longest end of the text that some stop string begins with, not a fixed length, so text
-    that cannot match flows on at once.
+    that cannot match flows on at once. The work is linear in the text for each stop string, whatever both say.
+
+    Args:
+        automata: one for each stop string; choices of one request may share them.
+        include_in_output: whether the text ends after the stop string instead of before it.
     """
 
-    __slots__ = ("_held", "_include", "_stops", "matched")
+    __slots__ = ("_automata", "_held", "_include", "_states", "matched")
 
-    def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
-        self._stops = stops
+    def __init__(self, automata: Sequence[StopAutomaton], *, include_in_output: bool) -> None:
+        self._automata = automata
+        self._states = [0] * len(automata)
         self._include = include_in_output
         self._held = ""
         self.matched: str | None = None
 
     def feed_text(self, text: str) -> str:
         """Add text; returns what is decided. Once `matched` is set, nothing more comes."""
+        num_held = len(self._held)
+        matches = []
+        for index, automaton in enumerate(self._automata):
+            self._states[index], end = automaton.read(self._states[index], text)
+            if end is not None:
+                matches.append((num_held + end, num_held + end - len(automaton.stop)))
         text = self._held + text
-        self._held = ""
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             end, start = min(matches)
-            self.matched = text[start:end]
+            self.matched, self._held = text[start:end], ""
             return text[:end] if self._include else text[:start]
-        length = max((_overlap(text, stop) for stop in self._stops), default=0)
-        if length:
-            self._held = text[-length:]
-            return text[:-length]
-        return text
+        decided = len(text) - max(self._states, default=0)
+        self._held = text[decided:]
+        return text[:decided]
 
     def flush(self) -> str:
         """What was held back, when the text has ended without a match."""
@@ -151,12 +158,41 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class StopAutomaton:
+    """The automaton of Knuth, Morris and Pratt for one stop string, which is not empty. Its table grows as far as some
+    text has matched the stop string."""
+
+    __slots__ = ("_borders", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self._borders = [0, 0]  # by length: the longest proper prefix of the stop string that its prefix also ends with
+
+    def read(self, state: int, text: str) -> tuple[int, int | None]:
+        """Read on after a text that ended with `state` characters of the stop string's beginning.
+
+        Returns the same number for the text that has been read now, and where in `text` the stop string is complete
+        for the first time; None if it is not.
+        """
+        stop, position = self.stop, 0
+        while position < len(text):
+            if not state and (position := text.find(stop[0], position)) < 0:
+                break
+            state = self._next(state, text[position])
+            position += 1
+            if state == len(stop):
+                return state, position
+        return state, None
+
+    def _next(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and self.stop[state] != character:
+            state = self._borders[state]
+        if self.stop[state] == character:
+            state += 1
+        if state == len(self._borders) < len(self.stop):  # one longer than ever before
+            self._borders.append(self._next(self._borders[-1], character))
+        return state
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.clock import Clock
-from engine.frontend.detokenizer import StopStrings, Vocabulary
+from engine.frontend.detokenizer import StopAutomaton, StopStrings, Vocabulary
 from engine.frontend.observer import FinishedRequest, NullObserver, Observer
 from engine.frontend.request_stream import FAILURES, RequestStream
 from engine.messages import (
@@ -55,8 +55,10 @@ class OutputProcessor:
         """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
         stream = RequestStream(requests, children, self._clock())
         n = len(children) // len(requests)
+        stops = {stop: StopAutomaton(stop) for request in requests for stop in request.sampling.stop}
         for index, child in enumerate(children):
-            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary, leads=index % n == 0)
+            leads = index % n == 0
+            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary, stops, leads=leads)
         return stream
 
     def close(self, stream: RequestStream) -> list[str]:
@@ -180,7 +182,14 @@ class _Choice:
     )
 
     def __init__(
-        self, stream: RequestStream, index: int, child: EngineCoreRequest, vocabulary: Vocabulary, *, leads: bool
+        self,
+        stream: RequestStream,
+        index: int,
+        child: EngineCoreRequest,
+        vocabulary: Vocabulary,
+        automata: Mapping[str, StopAutomaton],
+        *,
+        leads: bool,
     ) -> None:
         sampling = child.sampling
         self.stream = stream
@@ -193,9 +202,10 @@ class _Choice:
         self._decoder = vocabulary.decoder(
             skip_special_tokens=sampling.skip_special_tokens, shown=sampling.shown_special_tokens
         )
-        self._stops = (
-            StopStrings(sampling.stop, include_in_output=sampling.include_stop_str_in_output) if sampling.stop else None
-        )
+        self._stops: StopStrings | None = None
+        if sampling.stop:
+            stops = [automata[stop] for stop in sampling.stop]
+            self._stops = StopStrings(stops, include_in_output=sampling.include_stop_str_in_output)
         self._hide_stop_token = not sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
 

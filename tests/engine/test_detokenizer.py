@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
+from random import Random
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,9 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from engine.frontend.detokenizer import StopStrings, Vocabulary
+from engine.errors import InvalidRequest
+from engine.frontend import detokenizer
+from engine.frontend.detokenizer import StopAutomaton, StopStrings, Vocabulary
 from engine.frontend.output_processor import OutputProcessor
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, RequestOutput
+from engine.messages import (
+    MAX_STOP_CHARACTERS,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+)
 from engine.stats import SchedulerStats
 from tests.engine.helpers import byte_level_tokenizer, id_of, make_request, sentencepiece_tokenizer
 
@@ -117,6 +130,10 @@ narrow_text = st.text("ab", max_size=12)  # so that matches and near matches are
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+def stop_finder(stops: list[str], *, include_in_output: bool) -> StopStrings:
+    return StopStrings([StopAutomaton(stop) for stop in stops], include_in_output=include_in_output)
+
+
 def cut(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(min(c, len(text)) for c in cuts)})
     return [text[start:end] for start, end in itertools.pairwise(edges)]
@@ -138,7 +155,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
 def test_the_earliest_stop_string_ends_the_text_however_it_is_cut(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
-    finder = StopStrings(stops, include_in_output=include)
+    finder = stop_finder(stops, include_in_output=include)
     shown = ""
     for piece in cut(text, cuts):
         shown += finder.feed_text(piece)
@@ -158,7 +175,7 @@ def test_the_earliest_stop_string_ends_the_text_however_it_is_cut(
 @given(text=narrow_text, stops=stop_lists)
 @settings(max_examples=300)
 def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: str, stops: list[str]) -> None:
-    finder = StopStrings(stops, include_in_output=False)
+    finder = stop_finder(stops, include_in_output=False)
     shown = ""
     for end, character in enumerate(text, 1):
         shown += finder.feed_text(character)
@@ -171,7 +188,7 @@ def test_what_is_held_back_is_exactly_what_may_still_become_a_stop_string(text: 
 
 
 def test_text_that_cannot_match_flows_on_at_once() -> None:
-    finder = StopStrings(["</answer>"], include_in_output=False)
+    finder = stop_finder(["</answer>"], include_in_output=False)
     assert [finder.feed_text(piece) for piece in ("a <", "b", " </ans", "x</answer> more")] == [
         "a ",
         "<b",
@@ -179,6 +196,65 @@ def test_text_that_cannot_match_flows_on_at_once() -> None:
         "</ansx",
     ]
     assert finder.matched == "</answer>"
+
+
+class Counted(str):
+    """A string that counts the characters taken out of it."""
+
+    num_taken = 0
+
+    def __getitem__(self, key: Any) -> str:
+        taken = super().__getitem__(key)
+        self.num_taken += len(taken)
+        return taken
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of the detokenizer `work` runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal count
+        if frame.f_code.co_filename != detokenizer.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_work_is_linear_in_the_text_whatever_the_stop_strings_say(seed: int) -> None:
+    """Stop strings that are nearly there all the time, and the same text four times as long."""
+    random = Random(seed)
+    length = random.choice([60, 200, 1000])
+    stop = "".join(random.choices("ab", [random.choice([1, 20]), 1], k=length - 1)) + "c"
+    text = "".join(stop[: random.choice([length - 1, length // 2, 3])] + random.choice("ab") for _ in range(8))
+
+    def work(text: str, piece_length: int) -> int:
+        counted = Counted(stop)
+        finder = stop_finder([counted], include_in_output=False)
+        pieces = cut(text, list(range(0, len(text), piece_length)))
+        num_lines = lines_run(lambda: list(map(finder.feed_text, pieces)))
+        assert finder.matched is None
+        return num_lines + counted.num_taken
+
+    assert work(text, 1) < 50 * (len(text) + length)
+    assert work(text * 4, 1) < 5 * work(text, 1)
+    assert work(text, 50) < 30 * (len(text) + length)
+
+
+def test_stop_strings_have_a_limit_that_errors_name() -> None:
+    SamplingParams(stop=("s" * MAX_STOP_CHARACTERS,)).check(100)
+    with pytest.raises(InvalidRequest, match=r"stop takes at most 1024 characters in each string, got 1025\.") as error:
+        SamplingParams(stop=("a", "s" * (MAX_STOP_CHARACTERS + 1))).check(100)
+    assert error.value.param == "stop"
 
 
 # --- through the output processor

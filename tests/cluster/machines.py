@@ -26,8 +26,11 @@ FAREWELL_SECONDS = 20.0
 
 @contextmanager
 def machines(*num_cpus: int) -> Iterator[Cluster]:
-    """Of so many cores each."""
+    """Start a cluster whose machines have so many cores each."""
     home = tempfile.mkdtemp(prefix="hr-ray-")
+    # Ray writes the cluster's address to this folder, whatever `temp_dir` says, and does not create it.
+    os.environ["RAY_TMPDIR"] = home
+    Path(home, "ray").mkdir()
     small = {"object_store_memory": 80 * 2**20}
     cluster = Cluster(shutdown_at_exit=False)
     try:

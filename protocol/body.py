@@ -224,7 +224,10 @@ class RequestBody(ClientModel):
     """
 
     labels: ClassVar[frozenset[str]] = frozenset(
-        ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+        (
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+            *("prompt_cache_retention", "client_metadata", "session_id", "chat_id"),
+        )
     )
     _without_effect: tuple[str, ...] = PrivateAttr(())
 

@@ -67,6 +67,7 @@ RECORDED = [
         logprobs=True,
         top_logprobs=5,
         num_choices=1,
+        without_effect="num_choices",
         n=2,
         seed=42,
     ),

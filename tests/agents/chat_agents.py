@@ -130,6 +130,7 @@ RECORDED = [
         tools=[function("bash", "Run.", {**_DRAFT_7, **parameters(["command"], command={"type": "string"})})],
         max_tokens=8000,
         extra_body={"enable_thinking": False},
+        without_effect="extra_body",
         metadata={"sessionId": "a", "promptId": "b"},
         **USAGE,
     ),
@@ -235,6 +236,7 @@ RECORDED = [
         stream_options={"include_usage": True},
         logprobs=False,
         snippy={"enabled": False},
+        without_effect="snippy",
     ),
     chat(
         "mistral vibe",
@@ -331,5 +333,6 @@ RECORDED = [
         stream_interval=4,
         mm_processor_kwargs={},
         **USAGE,
+        without_effect="stream_interval",
     ),
 ]

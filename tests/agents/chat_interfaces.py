@@ -24,6 +24,7 @@ RECORDED = [
         session_id="b",
         features={"web_search": False, "image_generation": False},
         background_tasks={"title_generation": True},
+        without_effect="features, background_tasks",
     ),
     chat(
         "open webui",
@@ -72,6 +73,9 @@ RECORDED = [
         cache_prompt=True,
         id_slot=-1,
         post_sampling_probs=False,
+        without_effect="reasoning_format, return_progress, dynatemp_exponent, typ_p, xtc_threshold, repeat_last_n, "
+        "repeat_penalty, dry_base, dry_allowed_length, dry_penalty_last_n, samplers, timings_per_token, cache_prompt, "
+        "id_slot, post_sampling_probs",
     ),
     completion(
         "llama.cpp plugin",
@@ -84,6 +88,7 @@ RECORDED = [
         t_max_predict_ms=500,
         samplers=["top_k", "infill"],
         stream=False,
+        without_effect="n_predict, cache_prompt, t_max_predict_ms, samplers",
     ),
     chat(
         "sillytavern",
@@ -111,8 +116,18 @@ RECORDED = [
         typical_p=1,
         mirostat=0,
         no_stop_trim=None,
+        without_effect="top_a, user_name, char_name, enable_web_search",
     ),
-    chat("jan", "an answer", messages=_DIALOGUE, stream=True, max_tokens=2048, stop=["<|im_end|>"], ctx_len=8192),
+    chat(
+        "jan",
+        "an answer",
+        messages=_DIALOGUE,
+        stream=True,
+        max_tokens=2048,
+        stop=["<|im_end|>"],
+        ctx_len=8192,
+        without_effect="ctx_len",
+    ),
     chat("anythingllm", "an answer", messages=_DIALOGUE, temperature=0.7, **USAGE),
     Recorded(client="open webui", shape="models", path="/v1/models", answer="models"),
     _look("ollama client", "/api/tags"),

@@ -76,6 +76,7 @@ def _result(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def _claude_code(shape: str, history: list[dict[str, Any]], **fields: Any) -> Recorded:
+    fields.setdefault("without_effect", "" if fields.get("answer") == "error" else "context_management")
     return messages("claude code", shape, messages=history, headers=_HEADERS, **_FIELDS | fields)
 
 

@@ -246,6 +246,7 @@ RECORDED = [
         reasoning={"effort": "medium", "summary": "none"},
         context_management=[{"type": "compaction", "compact_threshold": 200_000}],
         left_out="items left out: input_image",
+        without_effect="context_management",
     ),
     _codex(
         "its first shell",

@@ -24,12 +24,20 @@ class Recorded:
     body: dict[str, Any] | None = None  # None: a GET
     headers: dict[str, str] = field(default_factory=dict)
     answer: Answer = "text"
-    left_out: str | None = None  # what the header warns of, before what it says about all of it
+    left_out: str = ""  # tools and items that the header warns of, before what it says about all of them
+    without_effect: str = ""  # fields that the header warns of
     status: int = 200
     complaint: str = ""  # words of the error's message
 
     def __str__(self) -> str:
         return f"{self.client}: {self.shape}"
+
+    @property
+    def warning(self) -> str | None:
+        """The value of the header `x-headrace-warning`; None if there is none."""
+        fields = self.without_effect and f"fields without effect: {self.without_effect}"
+        parts = ((self.left_out, "nobody serves them here"), (fields, "this server does not know them"))
+        return "; ".join(f"{part} ({reason})" for part, reason in parts if part) or None
 
 
 def chat(client: str, shape: str, *, model: str = MODEL, **fields: Any) -> Recorded:
@@ -49,7 +57,7 @@ def messages(client: str, shape: str, *, path: str = "/v1/messages?beta=true", *
     return _recorded(client, shape, path, {"model": MODEL}, fields)
 
 
-_ABOUT = ("answer", "complaint", "headers", "left_out", "status")
+_ABOUT = ("answer", "complaint", "headers", "left_out", "status", "without_effect")
 
 
 def _recorded(client: str, shape: str, path: str, body: dict[str, Any], fields: dict[str, Any]) -> Recorded:

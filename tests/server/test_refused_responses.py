@@ -40,7 +40,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     (text_format({"type": "string", "pattern": "("}, strict=True), "text.format", "text.format"),
     (text_format({"type": "strin"}), "text.format", "text.format"),
     ({"max_tokens": 5}, "max_tokens", "not supported"),
-    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "not supported"),
     ({"stop": ["a"] * 17}, "stop", "16"),
     ({"metadata": {"a": 1}}, "metadata.a", "a string"),
     ({"metadata": {"a": "b" * 513}}, "metadata", "512"),

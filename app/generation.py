@@ -23,7 +23,7 @@ from app.server_state import ServedModel
 from app.trace_names import Phase
 from app.transcript import MAX_CHARACTERS, MAX_MESSAGES, Transcript
 from app.workload import INLINE_ANSWER, weight_of, weight_so_far
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
 from protocol.answer_check import AnswerCheck
@@ -127,7 +127,13 @@ def encode_prompts(
 async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
     """The length of a conversation. Who counts tokens asks whether it is too long, so one that is gets a number."""
     model = server.model
-    return len(await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * model.engine_info.max_model_len))
+    longest = model.engine_info.max_model_len
+    try:
+        return len(await model.prompts.encode_chat(chat, COUNTED_CONTEXTS * longest))
+    except PromptTooLong as error:
+        raise chat.in_client_words(
+            PromptTooLong(error.num_tokens, longest, param=error.param or "messages", is_exact=False)
+        ) from None
 
 
 async def generate(server: Server, request: RequestScope, work: GenerationTask) -> None:

@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from app.settings import Settings
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.fair_threads import FairThreads
 from gpu.checkpoint import ModelFiles, is_known_tokenizer
 from protocol.chat_template import CHATML, ChatTemplate, Segment, encode_segments, is_known
@@ -191,12 +191,7 @@ class PromptEncoder:
     @staticmethod
     def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
         if num_tokens >= max_model_len:
-            raise InvalidRequest(
-                f"This model's maximum context length is {max_model_len} tokens. However, your prompt has at least "
-                f"{num_tokens} tokens and at least one must be left for the answer. Please shorten the prompt.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise PromptTooLong(num_tokens, max_model_len, param=param, is_exact=False)
 
     def _encode_template(self, text: str) -> list[int]:
         return tokenize(self._tokenizer, text, param="messages")

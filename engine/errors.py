@@ -21,6 +21,24 @@ class InvalidRequest(HeadraceError):
         self.code = code
 
 
+class PromptTooLong(InvalidRequest):
+    """A prompt of `num_tokens` tokens, or at least so many, for a context of `max_model_len`."""
+
+    def __init__(
+        self, num_tokens: int, max_model_len: int, *, param: str, is_exact: bool = True, needs_answer: bool = True
+    ) -> None:
+        length = f"{num_tokens} tokens" if is_exact else f"at least {num_tokens} tokens"
+        rest = " and at least one must be left for the answer" if needs_answer else ""
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {length}{rest}. "
+            "Please shorten the prompt.",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
+
+
 class EngineNotReady(HeadraceError):
     """The model is still being loaded; nothing can be generated yet."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from tokenizers import Tokenizer
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, PromptTooLong
 from engine.messages import EngineCoreRequest, SamplingParams
 from engine.structured.token_rules import bad_word_token_ids
 
@@ -102,13 +102,7 @@ class InputProcessor:
         """As many as are asked for and fit: many clients ask for what the largest model they know can give."""
         room = self.max_model_len - num_prompt_tokens
         if room < (max_tokens != 0):
-            rest = "." if max_tokens == 0 else " and at least one must be left for the answer."
-            raise InvalidRequest(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
-                f"{num_prompt_tokens} tokens{rest} Please shorten the prompt.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise PromptTooLong(num_prompt_tokens, self.max_model_len, param="prompt", needs_answer=max_tokens != 0)
         return room if max_tokens is None else min(max_tokens, room)
 
 

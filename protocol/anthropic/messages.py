@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, PromptTooLong
 from engine.messages import MAX_STOP_STRINGS
 from protocol.anthropic.blocks import (
     MAX_BLOCKS_IN_ALL,
@@ -43,6 +43,14 @@ class MessagesChat(TranslatedChat):
         "continue_final_message": "messages",
         "parameters": "input_schema",
     }
+
+    def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
+        """As for every dialect; agents find Anthropic's own words for a long prompt, and shorten the conversation."""
+        if isinstance(error, PromptTooLong):
+            maximum = min(error.max_model_len, error.num_tokens - 1)  # a prompt that fills the context has no answer
+            message = f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum"
+            return InvalidRequest(message, param="messages", code=error.code)
+        return super().in_client_words(error)
 
 
 class ToolChoice(ClientModel):

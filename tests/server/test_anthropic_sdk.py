@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.server.raw_client import sse_events
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is the capital of France?"}]
 EVENT = TypeAdapter(RawMessageStreamEvent)
 GREEDY = {"temperature": 0}
+CONTEXT = 4096  # the server's max_model_len
 
 
 @pytest.fixture
@@ -285,7 +287,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("", {"messages": QUESTION, "max_tokens": 1, "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
     ("", {"messages": QUESTION, "max_tokens": 1, "mcp_servers": 5}, "mcp_servers"),
     ("", {"messages": QUESTION, "max_tokens": 1, "tools": [{"type": 5}]}, "tools.0 must be an object with a type"),
-    ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "maximum context length"),
+    ("", {"messages": [{"role": "user", "content": "word " * 5000}], "max_tokens": 1}, "prompt is too long"),
     (
         "",
         {
@@ -320,6 +322,30 @@ def test_bad_request_names_the_field_in_anthropics_envelope(
     answer = server.post(f"/v1/messages{path}", {"stream": True, **body})
     assert words in error_of(answer, 400, "invalid_request_error")
     ErrorResponse.model_validate_json(answer.content, strict=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_long_prompt_is_refused_in_the_words_at_which_agents_shorten_it(server: Server, stream: bool) -> None:
+    messages = [{"role": "user", "content": "word " * 5000}]
+    counted = server.post("/v1/messages/count_tokens", {"messages": messages}).json()["input_tokens"]
+    answer = server.post("/v1/messages", {"messages": messages, "max_tokens": 1, "stream": stream})
+    told = error_of(answer, 400, "invalid_request_error")
+    assert told == f"prompt is too long: {counted} tokens > {CONTEXT} maximum"
+
+    # One that fills the context has no room for an answer, so the maximum is below it.
+    room = counted - CONTEXT
+    messages = [{"role": "user", "content": "word " * (5000 - room)}]
+    told = error_of(server.post("/v1/messages", {"messages": messages, "max_tokens": 1}), 400, "invalid_request_error")
+    assert told == f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum"
+
+
+def test_a_prompt_that_is_too_long_to_be_counted_is_refused_in_the_same_words(server: Server) -> None:
+    longest = {"messages": [{"role": "user", "content": "word " * 1_000_000}]}
+    for path, body in (("", {**longest, "max_tokens": 1}), ("/count_tokens", longest)):
+        told = error_of(server.post(f"/v1/messages{path}", body), 400, "invalid_request_error")
+        found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", told)
+        assert found
+        assert int(found[1]) > int(found[2]) == CONTEXT
 
 
 def test_every_other_refusal_has_anthropics_envelope(server: Server) -> None:

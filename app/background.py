@@ -43,7 +43,7 @@ class BackgroundScope(RequestScope):
     __slots__ = ("_accepted", "_fail", "_log", "_write", "failure")
 
     def __init__(self, server: Server, request: RequestScope, log: EventLog, fail: Fail) -> None:
-        super().__init__(request.asgi_scope, self._receive_body, self._feed, server.settings)
+        super().__init__(request.asgi_scope, self._receive_body, self._feed, server.settings, server.bodies)
         self.body = request.body
         self.request_id = request.request_id
         self.arrival_time = request.arrival_time

@@ -34,7 +34,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server = self._server
-        request = RequestScope(scope, receive, reporting(scope, send, server), server.settings)
+        request = RequestScope(scope, receive, reporting(scope, send, server), server.settings, server.bodies)
         current_tenant.set(request.tenant.name)
         try:
             await run_and_account(server, request, self._route, self._handler, quiet=self._quiet)
@@ -87,7 +87,7 @@ class Refusal:
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = RequestScope(scope, receive, send, self._server.settings)
+        request = RequestScope(scope, receive, send, self._server.settings, self._server.bodies)
         self._server.enter(request, quiet=True)
         try:
             await request.refuse(self._error)

@@ -33,7 +33,7 @@ from starlette.types import Receive, Scope, Send
 from app.hypercorn_patches import Connection, current_connection
 from app.hypercorn_streams import CALL_ON_DISCONNECT
 from app.logs import request_logger
-from app.request_body import ClientGone, decode_headers, read_body
+from app.request_body import Bodies, ClientGone, decode_headers, read_body
 from app.settings import Settings
 from app.tenants import ANONYMOUS, Tenant
 from app.trace_names import Phase
@@ -71,7 +71,7 @@ class RequestScope:
     # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
     __slots__ = (
         *("_answered", "_asgi_send", "_body_timeout", "_ended_by", "_error_frame", "_handler", "_keep_alive"),
-        *("_last_sent", "_max_body_bytes", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
+        *("_bodies", "_last_sent", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
         *("_shield", "_task_group", "answer_id", "arrival_time", "blocked", "body", "client_gone"),
         *("blocked_seconds", "error_status", "marks", "span", "transcript"),
         *("connection", "error_code", "headers", "http_version", "method", "outputs", "path", "path_params"),
@@ -79,7 +79,7 @@ class RequestScope:
         "warning",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, bodies: Bodies) -> None:
         self.asgi_scope = scope
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -111,7 +111,7 @@ class RequestScope:
         self._asgi_send = send
         self._num_sending = 0
         self._sending_since: float | None = None  # since when the client has not read any of what is being sent
-        self._max_body_bytes = settings.max_body_bytes
+        self._bodies = bodies
         self._body_timeout = settings.body_timeout
         self._send_timeout = settings.send_timeout
         self._task_group: TaskGroup | None = None
@@ -282,8 +282,12 @@ class RequestScope:
 
     async def run(self, handler: Handler) -> None:
         """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
+        with self._bodies.held() as take:
+            await self._run(handler, take)
+
+    async def _run(self, handler: Handler, take: Callable[[int], None]) -> None:
         try:
-            self.body = await read_body(self._receive, self.headers, self._max_body_bytes, self._body_timeout)
+            self.body = await read_body(self._receive, self.headers, self._bodies.max_bytes, self._body_timeout, take)
             self.received_time = time.monotonic()
             self.marks.append((Phase.PARSE, self.received_time))
             async with anyio.create_task_group() as self._task_group:

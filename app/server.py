@@ -22,6 +22,7 @@ from app.admission import Admission, Limit
 from app.garbage import collect_seldom, frozen_imports
 from app.hypercorn_patches import Connection
 from app.metrics import Metrics
+from app.request_body import Bodies
 from app.response_store import ResponseStore
 from app.scope import RequestScope
 from app.server_state import Phase, ServedModel, StartUp
@@ -67,6 +68,7 @@ class Server:
     def __init__(self, settings: Settings, on_fatal: Callable[[BaseException], None]) -> None:
         self.settings = settings
         self.tenants = Tenants(settings)
+        self.bodies = Bodies(settings.max_body_bytes)
         self.metrics = Metrics(
             settings.model_names[0],
             prefix=settings.metrics_prefix,
@@ -351,6 +353,7 @@ class Server:
                 await to_thread.run_sync(grammars.build_tokenizer)
                 await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
+                self.bodies.follow_context(engine_info.max_model_len)
                 self.admission.wait.num_kv_tokens = engine_info.num_blocks * engine_info.block_size
                 self._model = ServedModel(
                     llm=llm,

@@ -314,8 +314,12 @@ class Settings(BaseSettings):
     response_store_age: float = Field(
         3600.0, description="Seconds after which a kept response is dropped.", ge=0.001, le=30 * 86400
     )
-    max_body_bytes: ByteSize = Field(
-        ByteSize(16 * MIB), description="Largest request body.", ge=1024, le=1024 * MIB, examples=["16MiB"]
+    max_body_bytes: ByteSize | None = Field(
+        None,
+        description="Largest request body. Default: 4 MiB, and 64 bytes for each token of the context.",
+        ge=1024,
+        le=1024 * MIB,
+        examples=["16MiB"],
     )
     body_timeout: float = Field(
         30.0,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import orjson
 from pydantic import Field
 
 from engine.errors import InvalidRequest
-from protocol.body import ClientModel, at_most, fail_fast, parse_body
+from protocol.body import ClientModel, at_most, decode_json, fail_fast, validate
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.request_fields import TruncatedPrompt
 
@@ -45,9 +44,6 @@ class DetokenizeRequest(ClientModel):
 
 def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
     """Which of the two a body is, checked. Raises `ApiError` 400."""
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        content = None  # the parser below says what is wrong
+    content = decode_json(body)
     is_chat = isinstance(content, dict) and content.get("messages") is not None
-    return parse_body(TokenizeChatRequest, body) if is_chat else parse_body(TokenizeTextRequest, body)
+    return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)

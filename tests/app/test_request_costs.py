@@ -15,6 +15,7 @@ from hypercorn.asyncio import serve
 from starlette.types import Receive, Scope, Send
 
 from app.hypercorn_patches import patch_hypercorn
+from app.request_body import Bodies
 from app.runner import hypercorn_config
 from app.scope import RequestScope
 from app.settings import Settings
@@ -64,7 +65,7 @@ async def serving(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await RequestScope(scope, receive, send, settings).run(handler)
+            await RequestScope(scope, receive, send, settings, Bodies(None)).run(handler)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
+from app.request_body import Bodies
 from app.scope import MAX_PIECE, RequestScope
 from app.settings import Settings
 from protocol.errors import ApiError
@@ -36,7 +37,7 @@ def scope_of(sent: list[MutableMapping[str, Any]], body: list[bytes]) -> Request
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "http_version": "1.1", "query_string": b"", "headers": []}
-    return RequestScope(scope, receive, send, Settings())
+    return RequestScope(scope, receive, send, Settings(), Bodies(None))
 
 
 @pytest.mark.parametrize("leaves", ["by itself", "because it is cut"])

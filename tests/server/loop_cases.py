@@ -53,8 +53,8 @@ def cases() -> list[Case]:
     words = [f"forbidden {number}" for number in range(128)]
     one = {"max_tokens": 1, "temperature": 0}
     many = {**one, "prompt": [ids(2, number) for number in range(512)]}
-    flat_tools = [{"type": "function", **tool["function"]} for tool in tools(1024)]
-    claude_tools = [{"name": f"tool_{index}", "input_schema": SCHEMA} for index in range(1024)]
+    flat_tools = [{"type": "function", **tool["function"]} for tool in tools(300)]
+    claude_tools = [{"name": f"tool_{index}", "input_schema": SCHEMA} for index in range(300)]
     bare_tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(1024)]
     streamed = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     likely = {"temperature": 0, "logprobs": 20}
@@ -87,12 +87,12 @@ def cases() -> list[Case]:
         ),
         Case("return_token_ids of 512 prompts", COMPLETIONS, {**one, "prompt": short, "return_token_ids": True}),
         Case("10,001 messages", CHAT, chat(messages=turns), 400),
-        Case("100,000 parts", CHAT, chat(messages=parts), 400),
+        Case("100,000 parts", CHAT, chat(messages=parts), 413),
         Case("16,000 parts", CHAT, chat(messages=parts[:16]), 400),
         Case("2,000 messages", CHAT, chat(messages=turns[:2001]), 400),
-        Case("1,024 tools", CHAT, chat(tools=tools(1024)), 400),
+        Case("300 tools", CHAT, chat(tools=tools(300)), 400),
         Case("1,024 tools of a name alone", CHAT, chat(tools=bare_tools), 400),
-        Case("1,024 tools, one is demanded", CHAT, chat(tools=tools(1024), tool_choice="required"), 400),
+        Case("300 tools, one is demanded", CHAT, chat(tools=tools(300), tool_choice="required"), 400),
         Case("12 tools", CHAT, chat(tools=tools(12)), 400),
         Case("documents", CHAT, chat(documents=[{"title": "t", "text": "x" * 1000}] * 200)),
         Case("4 MB of text", CHAT, chat(messages=[{"role": "user", "content": "word " * 800_000}]), 400),
@@ -100,17 +100,21 @@ def cases() -> list[Case]:
         Case("500 items, stored", RESPONSES, {"input": items[:501], "max_output_tokens": 1}),
         Case("10,001 items counted", RESPONSES + "/input_tokens", {"input": items}),
         Case("10,001 items, truncated", RESPONSES, {"input": items, "truncation": "auto", "max_output_tokens": 1}),
-        Case("1,024 tools for Responses", RESPONSES, {"input": "a", "tools": flat_tools}, 400),
+        Case("300 tools for Responses", RESPONSES, {"input": "a", "tools": flat_tools}, 400),
         Case("10,001 turns", "/v1/messages", {"messages": turns, "max_tokens": 1}, 400),
+        Case("1,024 large tools", CHAT, chat(tools=tools(1024)), 413),
         Case("10,001 turns counted", "/v1/messages/count_tokens", {"messages": turns}),
-        Case("1,024 tools for Messages", "/v1/messages", claude, 400),
+        Case("300 tools for Messages", "/v1/messages", claude, 400),
         Case("512 inputs", "/v1/embeddings", {"input": short}),
         Case("512 texts", "/v1/embeddings", {"input": texts, "truncate_prompt_tokens": 1}),
         Case("a long text", "/tokenize", {"prompt": "a b " * 7_000, "return_token_strs": True}),
         Case("a text that is too long", "/tokenize", {"prompt": "word " * 1_000_000}, 400),
         Case("a long text of one word", "/tokenize", {"prompt": "a" * 60_000}),
         Case("a million tokens", "/detokenize", {"tokens": ids(1_000_000)}),
-        Case("a body of numbers near the limit", "/detokenize", {"tokens": [1] * 5_000_000}, 400),
-        Case("a body of objects near the limit", CHAT, chat(messages=[{}] * 2_000_000), 400),
-        Case("unknown fields", CHAT, chat(metadata={str(i): "x" * 10 for i in range(200_000)})),
+        Case("a body of numbers near the limit", "/detokenize", {"tokens": [1] * 5_000_000}, 413),
+        Case("a body of objects near the limit", CHAT, chat(messages=[{}] * 2_000_000), 413),
+        Case("unknown fields", CHAT, chat(metadata={str(i): "x" * 10 for i in range(50_000)})),
+        Case("unknown fields near the limit", CHAT, chat(metadata={str(i): "x" for i in range(1_000_000)}), 413),
+        Case("empty arrays near the limit", CHAT, chat(unknown=[[]] * 4_000_000), 413),
+        Case("text that looks like structure", CHAT, chat(metadata='[{":",' * 1_000_000)),
     ]

@@ -144,7 +144,7 @@ def test_prompt_logprobs_cannot_ask_for_prompt_times_vocabulary(server: Server) 
     assert "fewer" in refused(server, COMPLETIONS, "logprobs", prompt=many, logprobs=20, echo=True, n=10)
 
 
-A_LOT = 100_000
+A_LOT = 90_000
 
 
 @pytest.mark.parametrize(

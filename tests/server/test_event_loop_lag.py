@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 
+import orjson
 import pytest
 
-from tests.server.harness import MAX_HOLD, Server, longest_hold
+from tests.server.harness import MAX_HOLD, Metrics, Server, longest_hold
 from tests.server.loop_cases import Case, cases
 from tests.server.tiny_model import tiny_server
 
@@ -17,6 +20,7 @@ NAMES = [case.name for case in cases()]
 def busy_server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server that runs all choices of the largest request at once."""
     settings = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "kv_cache_memory": "64MiB", "log_requests": False}
+    settings["max_body_bytes"] = "16MiB"
     with tiny_server(request.param, **settings) as running:
         yield running.wait_ready()
 
@@ -34,6 +38,33 @@ def test_no_request_holds_the_event_loop(busy_server: Server, all_cases: dict[st
     assert answer.status_code == case.status, answer.text[:500]
     busy_server.wait_idle()
     assert longest_hold(busy_server.log[before:]) <= MAX_HOLD, busy_server.log[before:]
+
+
+@pytest.mark.parametrize("unknown", [b"[]", b'{"a":1}'], ids=["arrays", "objects"])
+def test_no_thread_holds_the_lock_for_a_body_of_small_values(busy_server: Server, unknown: bytes) -> None:
+    """Decoding is one call on another thread, so no request holds the loop, but the loop lags."""
+    content = b'{"prompt": "a", "max_tokens": 1, "unknown": [' + b",".join(
+        [unknown] * (15 * 2**20 // (len(unknown) + 1))
+    )
+    content += b"]}"
+    started = time.perf_counter()
+    orjson.loads(content)
+    decoding = time.perf_counter() - started
+    before = busy_server.metrics()
+    for _ in range(3):
+        assert busy_server.client.post("/v1/completions", content=content).status_code == 413
+    assert longest_lag(before, busy_server.metrics()) <= decoding / 2
+
+
+def longest_lag(before: Metrics, after: Metrics) -> float:
+    """The bound, in seconds, of the longest lag that has come to the histogram."""
+    bounds: list[float] = []
+    for name, count in after.samples.items():
+        if (bound := re.fullmatch(r"headrace:event_loop_lag_seconds_bucket{le=(.*)}", name)) is not None:
+            bounds += [float(bound[1])] * int(count - before.samples[name])
+    total = "headrace:event_loop_lag_seconds_count"
+    longest = int(after.samples[total] - before.samples[total])
+    return min((bound for bound in set(bounds) if bounds.count(bound) == longest), default=0.0)
 
 
 def test_the_input_of_a_stored_response_is_listed_and_continued_without_a_hold(busy_server: Server) -> None:

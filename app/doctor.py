@@ -29,6 +29,7 @@ from engine.errors import HeadraceError
 from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 from gpu.cpu.builds import BUILDS
 from gpu.cpu.library import built, usable
+from gpu.cuda_host import why_no_device
 from gpu.host import available_memory, cuda_devices, has_torch, processor_flags, processor_name, usable_cores
 from gpu.kv_cache_size import size_text
 
@@ -138,11 +139,9 @@ def _devices(settings: Settings) -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding(
-            WRONG if settings.device == "cuda" else NOTE, "device",
-            f"there are {len(devices)} CUDA devices, and torch {torch.__version__} cannot use them",
-            "install torch's CUDA build, and a driver that it accepts",
-        )  # fmt: skip
+        reason, advice = why_no_device(torch.__version__, torch.version.cuda)
+        text = f"there are {len(devices)} CUDA devices, and torch cannot use them: {reason}"
+        yield Finding(WRONG if settings.device == "cuda" else NOTE, "device", text, advice)
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)

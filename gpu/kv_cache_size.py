@@ -55,11 +55,11 @@ def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
     return max_model_len
 
 
-def check_weights_fit(spec: DecoderSpec, free: int) -> None:
-    """Raise ModelError for a model, or a rank's part of it, that no form of its weights would make fit: filling memory
-    could end the process."""
+def check_weights_fit(spec: DecoderSpec, free: int, fewest_bits: int = 4) -> None:
+    """Raise ModelError for a model, or a rank's part of it, that does not fit with `fewest_bits` for each weight:
+    filling memory could end the process. `free` is in bytes."""
     num_weights = sum(map(math.prod, shapes_of(spec).values()))
-    fewest_bytes = num_weights // 2  # in 4 bits
+    fewest_bytes = num_weights * fewest_bits // 8
     if fewest_bytes > free:
         raise ModelError(
             f"The model has {num_weights:,} weights, which take at least {size_text(fewest_bytes)}; "

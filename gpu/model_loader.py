@@ -7,8 +7,10 @@ nothing else imports it.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,11 +20,14 @@ from gpu.checkpoint.architecture import DecoderSpec
 from gpu.checkpoint.families import spec_of
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
+from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache_size import check_max_model_len, check_weights_fit
 from gpu.parallel import Layout, sharded
 from gpu.runner import LanguageModel
 from gpu.sampling.shards import Shards
+
+logger = logging.getLogger(__name__)
 
 LIBRARY_DTYPES = ("auto", "bfloat16")
 
@@ -126,9 +131,9 @@ def load_model(
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     spec = spec or spec_of(config)
-    check_weights_fit(spec, free_memory(device))
     num_threads = options.num_threads or usable_cores()
     library = library_for(config, options, device)
+    check_weights_fit(spec, free_memory(device), 4 if library is not None else _torch_bits(config, options, device))
     check_quantization(options, library, device)
     if library is not None:
         return CPUCausalLM(
@@ -158,6 +163,13 @@ def load_model(
     )
 
 
+def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int:
+    """Bits of a weight where torch computes, which keeps all of them in one type."""
+    from gpu.models.served import resolve_dtype
+
+    return 8 * resolve_dtype(options.dtype, config, device).itemsize
+
+
 def library_for(config: ModelConfig, options: WorkerOptions, device: str) -> Library | None:
     """The library, if it computes this model as the options ask; None where torch does."""
     if device != "cpu" or options.dtype not in LIBRARY_DTYPES or options.runner == "device":
@@ -182,12 +194,11 @@ def import_what_computes(config: ModelConfig, options: WorkerOptions) -> None:
     """Import the modules that `load_model` needs, so that its caller may choose when. Raises ConfigError for a device
     that is not there, and for torch if it is needed and not installed."""
     device = resolve_device(options.device)
-    if library_for(config, options, device) is None:
-        if not has_torch():
-            raise _why_torch(config, options)
-        import gpu.models.served
+    if library_for(config, options, device) is None and not has_torch():
+        raise _why_torch(config, options)
     if device != "cpu":
-        import gpu.device  # noqa: F401
+        check_compiler()
+        ensure_kernel_cache()
 
 
 def free_memory(device: str) -> int:
@@ -200,25 +211,56 @@ def free_memory(device: str) -> int:
 
 
 def resolve_device(name: str) -> str:
-    """The device of a setting, as torch names it. Raises ConfigError for one that this machine or this torch does not
-    have."""
+    """Return the device of a setting, as torch names it: "cpu" or "cuda:0". Raises ConfigError for one that this
+    machine or this torch does not have, or whose driver is too old."""
     if name == "cpu" or (name == "auto" and not (_has_cuda_driver() and has_torch())):
         return "cpu"
     if not has_torch():
         raise _needs_torch("device", name, "it", "device=cpu works")
     import torch
 
+    count = torch.cuda.device_count()  # as the driver lists them, whether or not this torch can use them
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            return "cuda:0"
+        if count:
+            _warn_once("There is a CUDA device, but the CPU computes: %s. %s.", *_why_no_device())
+        return "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    count = torch.cuda.device_count()
-    if device is not None and (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
+    if device is not None and device.type == "cpu":
         return name
+    if device is not None and device.type == "cuda" and (device.index or 0) < count:
+        if not torch.cuda.is_available():
+            reason, advice = _why_no_device()
+            raise ConfigError("device", name, allowed=reason, hint=f"{advice}. device=cpu works")
+        return f"cuda:{device.index or 0}"  # with its number, without which torch means the thread's current device
     found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
     raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
+
+
+def use_device(name: str) -> str:
+    """Resolve the device of a setting and make it the calling thread's current one, which is where Triton launches
+    kernels and where torch records events and captures graphs. Raises ConfigError as `resolve_device`."""
+    device = resolve_device(name)
+    if device != "cpu":
+        import torch
+
+        torch.cuda.set_device(torch.device(device))
+    return device
+
+
+def _why_no_device() -> tuple[str, str]:
+    import torch
+
+    return why_no_device(torch.__version__, torch.version.cuda)
+
+
+@cache
+def _warn_once(message: str, *arguments: str) -> None:
+    logger.warning(message, *arguments)
 
 
 def _why_torch(config: ModelConfig, options: WorkerOptions) -> ConfigError:

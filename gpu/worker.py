@@ -16,7 +16,7 @@ from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
 from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size
 from gpu.kv_layout import kv_layout
-from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, resolve_device
+from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, use_device
 from gpu.model_runner import ModelRunner
 from gpu.perplexity import Perplexity, perplexity
 from gpu.rows import BatchSizes
@@ -47,7 +47,7 @@ class Worker:
         where its stage has several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV
         cache that it can have the one that all ranks can.
         """
-        self.device = resolve_device(options.device)
+        self.device = use_device(options.device)
         self._on_cuda = self.device != "cpu"
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links

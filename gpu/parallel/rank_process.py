@@ -79,7 +79,7 @@ Join = Callable[[RankSetup, "WorkerOptions", ModelFiles], Any]
 def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
     """The worker, what it says of its weights, and the vocabulary's size. `join` makes the communicator."""
     from gpu.executor import load_worker
-    from gpu.model_loader import WorkerOptions
+    from gpu.model_loader import WorkerOptions, use_device
 
     files = open_model(
         setup.model,
@@ -88,6 +88,7 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
         progress=lambda phase, done, total: tell(Progress(phase, done, total)),
     )
     options = replace(WorkerOptions(), **setup.options)
+    use_device(options.device)  # before the ranks meet, who may do so on their devices
     worker, cost = load_worker(
         files,
         options,

@@ -34,6 +34,16 @@ def test_what_an_image_sets_are_settings(stage: list[Instruction], monkeypatch: 
     assert {name: str(getattr(settings, name.removeprefix(ENV_PREFIX).lower())) for name in given} == given
 
 
+def test_every_cache_of_the_image_for_cards_lies_in_a_volume() -> None:
+    volumes = texts(CUDA, "VOLUME")
+    caches = {
+        name: value for name, value in (environment(IMAGE) | environment(CUDA)).items() if value.startswith("/var")
+    }
+    assert set(caches) == {"HEADRACE_CACHE_DIR", "HF_HOME", "TRITON_CACHE_DIR"}
+    for folder in caches.values():
+        assert any(f"{folder}/".startswith(f"{volume}/") for volume in volumes)
+
+
 def test_no_shell_stands_between_a_signal_and_the_server() -> None:
     assert only(IMAGE, "ENTRYPOINT").words + only(IMAGE, "CMD").words == ["headrace", "serve"]
     assert only(IMAGE, "STOPSIGNAL").text == "SIGTERM"

@@ -24,11 +24,13 @@ def test_few_rows_times_a_matrix(rows, in_size, out_size, tile, dtype):
 
 
 def test_a_row_is_the_same_bits_whatever_stands_beside_it(form):
-    same = torch.allclose if form == "reference" else torch.equal  # the bits are what the kernel promises
+    # The bits are what the kernel promises. torch adds in another order for other numbers of rows, and by other
+    # instructions: a sum of 700 products of size 1 is then off by 1e-5 or so, near zero too.
+    bound = 1e-3 if form == "reference" else 0.0
     x, weight = torch.randn(MAX_ROWS, 700), torch.randn(24, 700)
     together = linear(x, weight, None, TILES[0])
     for rows in range(1, MAX_ROWS):
-        assert same(linear(x[-rows:], weight, None, TILES[0]), together[-rows:])
+        torch.testing.assert_close(linear(x[-rows:], weight, None, TILES[0]), together[-rows:], rtol=0.0, atol=bound)
 
 
 def test_an_output_knows_no_weight_but_its_own():

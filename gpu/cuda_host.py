@@ -82,7 +82,7 @@ def ensure_kernel_cache() -> None:
         raise ConfigError(
             CACHE_VARIABLE,
             str(folder),
-            allowed=f"compiled kernels need a folder that can be written ({reason}), and none is there for temporary files",
+            allowed=f"compiled kernels need a folder that can be written ({reason}); there is none for temporary ones",
             hint="a volume there, or --tmpfs /tmp, works",
         ) from error
     atexit.register(shutil.rmtree, private, ignore_errors=True)

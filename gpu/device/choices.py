@@ -15,13 +15,14 @@ from functools import partial
 import torch
 
 from gpu.attention import AttentionMetadata
-from gpu.device.graphs import CudaGraphs, Graphs, Replay
+from gpu.device.graphs import CudaGraphs, Graphs, Replay, agreed, all_ranks
 from gpu.kernels import linear
 from gpu.kernels.product import MAX_ROWS, TILES, Tile
 from gpu.kv_layout import kv_layout
 from gpu.layers.linear import Product
 from gpu.models import CausalLM
 from gpu.models.served import TorchModel
+from gpu.parallel.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +36,24 @@ Seconds = Callable[[Sequence[Callable[[], None]]], list[float]]
 @torch.inference_mode()
 def choose_kernels(model: TorchModel, block_size: int) -> None:
     """With the weights in place, and memory for a step. Takes some seconds where kernels must be compiled first, and
-    else as long as reading all weights fifty times."""
+    else as long as reading all weights fifty times. Tensor ranks, all of which call it, choose the same."""
     from gpu.kernels.jit import dependent
 
+    communicator = model.model.communicator
     graphs = CudaGraphs(model.device)
+    of_all = agreed(graphs, communicator, model.device)
     overlap = torch.cuda.get_device_capability(model.device) >= (9, 0)
     if overlap:
         try:
-            overlap = overlap_agrees(model.model, model.dtype, block_size, model.device, graphs, dependent.turn)
+            overlap = overlap_agrees(model.model, model.dtype, block_size, model.device, of_all, dependent.turn)
         except Exception:
             overlap = False
             logger.warning("kernels that overlap cannot be started here", exc_info=True)
+    overlap = all_ranks(overlap, communicator, model.device)
     dependent.turn(overlap)
     chosen = choose_products(model.model, partial(seconds_of_graphs, graphs))
+    if communicator is not None:
+        agree_on_products(model.model, communicator, model.device)
     logger.info(
         "kernels of a step %s; products of up to %d rows, microseconds of each by the kernel and by cuBLAS: %s",
         "overlap" if overlap else "do not overlap",
@@ -79,6 +85,17 @@ def choose_products(model: CausalLM, seconds: Seconds) -> str:
         count = len(layers) * len(inputs) / 1e6
         found.append(f"{shape[0]} x {shape[1]} by {name} ({best / count:.1f}, {cublas / count:.1f})")
     return ", ".join(found) or "none of 16 bits"
+
+
+def agree_on_products(model: CausalLM, communicator: Communicator, device: torch.device) -> None:
+    """Take the tiles of tensor rank 0, so that which rank computes a part of a matrix shows in no bit. All ranks call
+    it; they have the same matrices in the same order."""
+    layers, kinds = _products(model), [None, *TILES]
+    if layers:
+        own = torch.tensor([[float(kinds.index(layer.tile)) for layer in layers]], device=device)
+        chosen = communicator.all_gather(own, [len(layers)] * communicator.size)[0, : len(layers)].tolist()
+        for layer, kind in zip(layers, chosen, strict=True):
+            layer.tile = kinds[int(kind)]
 
 
 def _products(model: CausalLM) -> list[Product]:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import torch
+
+from gpu.parallel.communicator import Communicator
 
 LARGEST = 512  # rows or tokens; the more there are, the less the launches matter
 
@@ -22,11 +25,16 @@ Replay = Callable[[], None]
 Kind = Literal["step", "hidden"]
 
 
+class CaptureFailed(Exception):
+    """A graph could not be captured; what it was captured from has run, so the device is sound."""
+
+
 class Graphs(Protocol):
     """How a function that starts work on the device becomes one that starts it at once."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """`run` is called, and its work done, at least once; it leaves no trace that matters."""
+        """`run` is called, and its work done, at least once; it leaves no trace that matters. Raises `CaptureFailed`
+        if that went well and the capture did not."""
         ...
 
 
@@ -44,14 +52,62 @@ class CudaGraphs:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage and empties the cache of the allocator each time.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with suppress(Exception):  # it fails because the first one has, which says why
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
+        except Exception as error:
+            # A capture that ends with an error leaves the allocator in it: memory would never be freed again.
+            with suppress(Exception):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise CaptureFailed(f"{type(error).__name__}: {error}") from error
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
+
+
+class AgreedGraphs:
+    """Graphs of one of several tensor ranks: what cannot be captured on one of them is captured on none.
+
+    A rank that ran a step eagerly while others replay it would meet them in other collectives. So all say after each
+    capture, outside of it, whether they have it.
+    """
+
+    def __init__(self, graphs: Graphs, communicator: Communicator, device: torch.device) -> None:
+        self._graphs = graphs
+        self._communicator = communicator
+        self._device = device
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        replay: Replay | None = None
+        problem: CaptureFailed | None = None
+        try:
+            replay = self._graphs.capture(run)
+        except CaptureFailed as error:
+            problem = error
+        all_have = all_ranks(replay is not None, self._communicator, self._device)
+        if replay is not None and all_have:
+            return replay
+        raise problem or CaptureFailed("another tensor rank could not capture this graph")
+
+
+def agreed(graphs: Graphs, communicator: Communicator | None, device: torch.device) -> Graphs:
+    """The same graphs, which other tensor ranks have too if there are any."""
+    return graphs if communicator is None else AgreedGraphs(graphs, communicator, device)
+
+
+def all_ranks(it_holds: bool, communicator: Communicator | None, device: torch.device) -> bool:
+    """Whether something holds on every tensor rank, all of which ask. Waits for the device."""
+    if communicator is None:
+        return it_holds
+    denials = torch.zeros(1, 1, device=device) if it_holds else torch.ones(1, 1, device=device)
+    communicator.all_reduce_(denials)
+    return not denials.item()
 
 
 def ladder(most: int) -> list[int]:

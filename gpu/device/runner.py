@@ -15,7 +15,7 @@ import torch
 from engine.core.executor import StepHandle
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.download import DeviceStep, start_download
-from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs
+from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs, agreed
 from gpu.device.inputs import ModelInputs, model_inputs, samples_of
 from gpu.device.rows import DeviceRows
 from gpu.device.sampling import DeviceHiddenStates, DeviceSampler
@@ -184,5 +184,5 @@ def make_device_runner(
         device,
         vocab_size=model.config.vocab_size,
         max_num_batched_tokens=max_num_batched_tokens,
-        graphs=CudaGraphs(device) if device.type == "cuda" else None,
+        graphs=agreed(CudaGraphs(device), model.communicator, device) if device.type == "cuda" else None,
     )

@@ -90,16 +90,19 @@ class TorchMemory:
 
     def copy_in(self, block_ids: Sequence[int], data: NDArray[np.uint8]) -> Callable[[], None]:
         with self._torch.inference_mode():
-            wanted = [place for place, block_id in enumerate(block_ids) if block_id >= 0]
-            ids = self._ids([block_ids[place] for place in wanted])
+            places = [place for place, block_id in enumerate(block_ids) if block_id >= 0]
+            ids, wanted = self._ids([block_ids[place] for place in places]), self._ids(places)
             moved = self._torch.from_numpy(data).to(self._caches[0].device, non_blocking=True)
             parts = moved.split([len(block_ids) * cache.shape[1] for cache in self._caches])
             for cache, part in zip(self._caches, parts, strict=True):
-                cache.index_copy_(0, ids, part.unflatten(0, (len(block_ids), -1))[wanted])
+                cache.index_copy_(0, ids, part.unflatten(0, (len(block_ids), -1)).index_select(0, wanted))
         return self._behind(moved)
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        return self._torch.tensor(block_ids, dtype=self._torch.int64, device=self._caches[0].device)
+        # From pinned memory: a copy from any other waits for all steps in flight.
+        from gpu.device.upload import on_device
+
+        return on_device(np.array(block_ids, np.int64), self._caches[0].device)
 
     def _behind(self, held: torch.Tensor) -> Callable[[], None]:
         """What waits for all that has been put on the stream so far."""

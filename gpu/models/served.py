@@ -120,6 +120,9 @@ def load_torch_model(
 ) -> TorchModel:
     """Call it in the thread that will run the steps, because torch's thread count belongs to a thread."""
     torch.set_num_threads(num_threads)
+    # By default cuBLAS may add the parts of a long sum in 16 bits, which no other form of ours does.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     place, kind = torch.device(device), resolve_dtype(dtype, config, device)
     attention = partial(TritonAttention if place.type == "cuda" else TorchAttention, block_size=block_size)
     if isinstance(communicator, SharedMemoryCommunicator):

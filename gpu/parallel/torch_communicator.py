@@ -1,8 +1,9 @@
 """The tensor ranks of a stage by torch.distributed: NCCL between CUDA devices, gloo on a CPU.
 
 NCCL between several devices has never run here, for want of a machine with two; what is written for it is the same
-but for the backend's name. Its collectives may be captured in a CUDA graph, and a rank that waits in one is ended by
-NCCL's own watchdog at the deadline.
+but for the backend's name. Its collectives may be captured in a CUDA graph. NCCL's own watchdog ends a rank that waits
+too long in a collective that was started eagerly; it does not see those of a graph that is replayed, where nothing but
+the end of another rank's process is noticed, by the driver.
 """
 
 from __future__ import annotations

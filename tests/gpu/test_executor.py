@@ -208,6 +208,15 @@ def test_dtype_auto_suits_the_device():
         resolve_dtype("int8", half, "cpu")
 
 
+def test_sums_of_products_are_kept_in_float32_on_a_card(monkeypatch: pytest.MonkeyPatch):
+    settings = torch.backends.cuda.matmul
+    monkeypatch.setattr(settings, "allow_bf16_reduced_precision_reduction", True)
+    monkeypatch.setattr(settings, "allow_fp16_reduced_precision_reduction", True)
+    Worker(CONFIG, random_weights(), OPTIONS)
+    assert not settings.allow_bf16_reduced_precision_reduction
+    assert not settings.allow_fp16_reduced_precision_reduction
+
+
 def test_bfloat16_and_float16_run_on_a_cpu():
     for dtype in ("bfloat16", "float16"):
         options = WorkerOptions(dtype=dtype, device="cpu", max_model_len=64, max_num_seqs=8, block_size=BLOCK_SIZE)

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import ConfigError
+from gpu.device import upload
 from gpu.kv_tiers.disk import STALE, DiskStore
 from gpu.kv_tiers.memory import HostMemory, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
@@ -216,3 +218,46 @@ def test_the_host_memory_ranks_its_pieces_only_where_room_is_made() -> None:
         store.store(name(number), payload(number), 1.0)
     assert entries.num_seen == 100
     assert len(entries) <= 100
+
+
+class Stalls(TorchDispatchMode):
+    """Notes copies to a device from memory of the host that is not pinned: on a card they wait for all steps in flight.
+    What leaves a meta device is not copied, since it holds nothing."""
+
+    def __init__(self, pinned: set[int]) -> None:
+        super().__init__()
+        self._pinned = pinned
+        self.found: list[str] = []
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name == "copy_" and args[1].is_meta and not args[0].is_meta:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        source = args[1] if name == "copy_" else args[0] if name in ("to", "_to_copy") else None
+        if source is not None and result.is_meta and not source.is_meta:
+            self.num_copies += 1
+            if source.data_ptr() not in self._pinned:
+                self.found.append(name)
+        return result
+
+
+def test_copies_to_and_from_a_card_wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: set[int] = set()
+    make = upload.host_tensor
+
+    def host_tensor(*given: Any) -> torch.Tensor:
+        tensor = make(*given)
+        pinned.add(tensor.data_ptr())
+        return tensor
+
+    monkeypatch.setattr(upload, "host_tensor", host_tensor)
+    memory = TorchMemory([torch.empty(7, 4, 2, 3, 8, dtype=torch.bfloat16, device="meta") for _ in range(3)])
+    data = memory.buffer(3 * memory.block_bytes)
+    pinned.add(data.ctypes.data)  # as `buffer` has it where there is a card
+    with Stalls(pinned) as stalls:
+        memory.copy_out([5, 0, 3], data)()
+        memory.copy_in([1, -1, 6], data)()
+    assert stalls.found == []
+    assert stalls.num_copies == 4  # the blocks' numbers, twice; which of them are wanted; and the blocks

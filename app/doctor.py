@@ -22,6 +22,7 @@ from app.prompts import open_prompts
 from app.runner import bind
 from app.setting_sources import flag_name
 from app.settings import Settings, SettingsError
+from app.step_cost_file import difference, latest
 from app.tenants import Tenants
 from app.tracing import open_tracer
 from engine.core.core import EngineCore
@@ -197,6 +198,8 @@ def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
     if not one:
         yield Finding(NOTE, "speed", "steps could not be measured")
         return
+    if (path := latest(settings)) is not None and (warning := difference(path)) is not None:
+        yield Finding(NOTE, "speed", warning, "run it again while nothing else runs on the machine")
     text = (
         f"{1 / one:.0f} tokens/s for one stream, {most / costs.decode.at(most):.0f} for {most}; "
         f"the first token of a prompt of {LONG_PROMPT:,} after {_prefill_seconds(costs, settings):.2g} s"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -20,13 +21,19 @@ import orjson
 
 from app.settings import Settings
 from engine.scheduler.step_cost import StepCostTable
-from gpu.checkpoint import ModelFiles, default_cache_dir, model_digest
+from gpu.checkpoint import ModelFiles, default_cache_dir, model_digest, weight_paths
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "step_costs"
 MAX_BYTES = 65536  # of a file
 MAX_FILES = 64
+MUCH = 3.0  # times as long as before: other work on the machine, or the table was wrong
+
+# No step of one decode takes longer on any machine that is fit to serve: reading the weights once from slow memory, and
+# what a step costs besides.
+_SLOWEST_MEMORY = 0.5e9  # bytes per second
+_SLOWEST_STEP = 0.1  # seconds
 
 # The settings that change what a step costs, besides those that `machine` tells.
 SETTINGS = ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "pipeline_depth", "load_format")
@@ -60,13 +67,34 @@ def _folder(settings: Settings) -> Path:
 
 class _Content(msgspec.Struct):
     step_cost: StepCostTable
+    times_of_earlier: float = 1.0  # by how much it differs from the table that was here before
+
+
+def difference(path: Path) -> str | None:
+    """Return a warning if the table of this file differs much from the one that was measured before it."""
+    try:
+        times = msgspec.json.decode(path.read_bytes(), type=_Content).times_of_earlier
+    except (OSError, ValueError):
+        return None
+    return _difference(times)
+
+
+def _difference(times: float) -> str | None:
+    if times <= 0.0 or 1 / MUCH <= times <= MUCH:
+        return None
+    how = f"take up to {times:.2g} times as long" if times > 1.0 else f"are up to {1 / times:.2g} times as fast"
+    return f"steps {how} as by an earlier measurement of this model on this machine; one of the two is wrong"
 
 
 class StepCostFile:
     """One table, and the description of the engine whose steps it tells of."""
 
-    def __init__(self, path: Path, description: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, path: Path, description: Mapping[str, Any] | None = None, *, most_seconds: float = math.inf
+    ) -> None:
+        """A table that says of one decode that it takes more than `most_seconds` is neither read nor kept."""
         self.path = path
+        self._most_seconds = most_seconds
         self._description = dict(description or {})
 
     @classmethod
@@ -79,7 +107,9 @@ class StepCostFile:
         given = (model_digest(files).hex(), machine, version("headrace"), torch)
         chosen = [getattr(settings, name) for name in SETTINGS]
         name = hashlib.sha256(repr((given, chosen)).encode()).hexdigest()[:32]
-        return cls(_folder(settings) / f"{name}.json", description)
+        weights = sum(path.stat().st_size for path in weight_paths(files))
+        most_seconds = _SLOWEST_STEP + weights / _SLOWEST_MEMORY if weights else math.inf
+        return cls(_folder(settings) / f"{name}.json", description, most_seconds=most_seconds)
 
     def read(self) -> StepCostTable | None:
         """The table, if there is one that is whole."""
@@ -90,19 +120,35 @@ class StepCostFile:
                 data = file.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")
-            return msgspec.json.decode(data, type=_Content).step_cost
+            table = msgspec.json.decode(data, type=_Content).step_cost
+            self._check(table)
+            return table
         except FileNotFoundError:
             return None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.warning("The step costs in %s are measured anew: %s", self.path, error)
             return None
 
+    def _check(self, table: StepCostTable) -> None:
+        if (seconds := table.decode.at(1)) > self._most_seconds:
+            raise ValueError(f"{seconds:.2g} s for one decode are more than this model can take on any machine")
+
     def write(self, table: StepCostTable) -> None:
         """Keep a table, whole or not at all; of too many files the oldest go."""
+        try:
+            self._check(table)
+        except ValueError as error:
+            logger.warning("The step costs are not kept: %s", error)
+            return
+        earlier = self.read()
+        times = 1.0 if earlier is None else table.times_of(earlier)
+        if (text := _difference(times)) is not None:
+            logger.warning("Step costs: %s. Other work on the machine makes them longer", text)
+        content = {"step_cost": msgspec.to_builtins(table), "times_of_earlier": times}
         part = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(orjson.dumps(self._description | {"step_cost": msgspec.to_builtins(table)}))
+            part.write_bytes(orjson.dumps(self._description | content))
             part.replace(self.path)
             kept = sorted(self.path.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in kept[MAX_FILES:]:

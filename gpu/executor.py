@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ class UniProcExecutor:
         self.compute_form = worker.compute_form
         self.machine = f"{worker.computes}, {device_name(worker.device)}"  # what steps cost depends on it
         self.summary = f"{worker.computes}. {worker.kv_cache_size}"
+        self.cpu_seconds = time.thread_time if worker.device == "cpu" else None
         self.tier: KVTier | None = None
         self._worker: Worker | None = worker
         self._profile: WorkerProfile | None = None

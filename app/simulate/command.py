@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from app.simulate.machine import read_machine, with_settings
 from app.simulate.run import Outcome, simulate
 from app.simulate.search import find_rate, parse_slo, parse_sweeps
 from app.simulate.traces import read_trace, scaled
-from app.step_cost_file import latest
+from app.step_cost_file import difference, latest
 from engine.simulation.simulation import Outage
 
 SHOWN = {  # of a sweep, by the title of the column
@@ -211,6 +212,8 @@ def _latest_table(settings: Settings) -> Path:
         )
     when = datetime.fromtimestamp(path.stat().st_mtime)
     print(f"Step costs of {settings.model_names[0]}: {path}, of {when:%Y-%m-%d %H:%M}")
+    if (text := difference(path)) is not None:
+        print(f"Warning: {text}. Measure again with `headrace doctor` while the machine is idle.", file=sys.stderr)
     return path
 
 

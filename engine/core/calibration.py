@@ -1,27 +1,29 @@
 """Measures what steps cost while nobody wants one: made-up steps on blocks that nobody owns.
 
 Each call makes one step, so whoever arrives waits for one at most. All together they take `MAX_SECONDS`: first those
-that tell most, three times each, and none that is likely to take more than what is left. What they leave behind is a
+that tell most, three times each, and none that is likely to take more than what is left, as soon as three measures say
+so. A step during which the thread lost its processor, or that took three times as long as others tell, is not believed
+and made again; `MAX_SECONDS` more are allowed for these. What they leave behind is a
 `StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from engine.clock import Clock
 from engine.core.config import EngineConfig
 from engine.core.executor import Executor
+from engine.core.lost_time import LostTime
 from engine.messages import SamplingParams
 from engine.scheduler.block_pool import BlockPool
 from engine.scheduler.cost_tracker import StepCostTracker
 from engine.scheduler.plan import NewRequestData, SchedulerOutput
-from engine.scheduler.step_cost import StepLoad, chunk_keys
+from engine.scheduler.step_cost import SETTLED, StepLoad, chunk_keys
 
 MADE_UP = "calibration-"  # begins the ids of requests that nobody made
 MAX_SECONDS = 2.0
-REPEATS = 3
 SHORT, LONG = 16, 512  # tokens of context
 _PROBED = 128  # tokens of the chunk by which keys and prompts are told apart
 _SAMPLING = SamplingParams(temperature=0.7, seed=0)
@@ -47,19 +49,30 @@ class Calibration:
     """The steps that are still to be made. `seconds` is what those that were made have taken."""
 
     def __init__(
-        self, executor: Executor, config: EngineConfig, pool: BlockPool, tracker: StepCostTracker, clock: Clock
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        pool: BlockPool,
+        tracker: StepCostTracker,
+        lost_time: LostTime,
+        clock: Clock,
     ) -> None:
         self.seconds = 0.0
         self._executor = executor
         self._pool = pool
         self._tracker = tracker
+        self._lost_time = lost_time
+        self._lost = 0.0  # seconds of steps that are made again
+        self._again: Counter[Shape] = Counter()
         self._clock = clock
         self._num_groups = len(config.kv_windows)
         self._length = min(LONG, config.max_model_len - 1)
-        self._took: dict[Shape, float] = {}  # the least, by shape
+        self._samples: dict[Shape, list[float]] = {}
+        self._took: dict[Shape, float] = {}  # the least of enough samples, by shape
         self._rows = min(8, config.max_num_seqs)
         self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
         self._left = deque(self._shapes(config))
+        self._first = self._left[0]
 
     def _shapes(self, config: EngineConfig) -> list[Shape]:
         rows, most = config.max_num_seqs, min(config.max_num_batched_tokens, self._length)
@@ -71,7 +84,10 @@ class Calibration:
         others += [Shape(prompts=1, tokens=size) for size in sizes if 16 < size < most]
         others += [Shape(1, prompts=1, tokens=size) for size in sizes if 16 <= size < most]
         shapes = [each for each in dict.fromkeys(first + others) if self._fits(each, config)]
-        return [shape for _ in range(REPEATS) for shape in shapes]
+        # What others may take is judged by the first two, so these are measured often enough before anything else. None
+        # is measured three times in a row: whatever holds up a step may hold up the next.
+        groups = [shapes[:2], shapes[2:8], *(shapes[first : first + 8] for first in range(8, len(shapes), 8))]
+        return [shape for group in groups for shape in SETTLED * group]
 
     @staticmethod
     def _fits(shape: Shape, config: EngineConfig) -> bool:
@@ -98,16 +114,38 @@ class Calibration:
         """Make one step. Returns whether there are more. Raises what the executor raises."""
         while self._left:
             shape = self._left.popleft()
-            if self.seconds + self._tracker.table.cost(shape.load) > MAX_SECONDS:
+            expected = self._estimate(shape)
+            if shape != self._first and self.seconds - self._lost + expected > MAX_SECONDS:
                 continue
+            self._lost_time.begin()
             took = self._measure(shape)
             self.seconds += took
-            self._took[shape] = min(took, self._took.get(shape, took))
-            if shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
-                self._tracker.observe(shape.load, took)
+            was_held_up = self._lost_time.was_held_up(took)
+            is_odd = was_held_up or 0.0 < 3 * expected < took
+            if is_odd and self._lost < MAX_SECONDS and self._again[shape] < SETTLED:
+                self._lost += took
+                self._again[shape] += 1
+                self._left.appendleft(shape)
+            else:
+                self._note(shape, took)
             return True
         self._set_rates()
         return False
+
+    def _note(self, shape: Shape, took: float) -> None:
+        samples = self._samples.setdefault(shape, [])
+        samples.append(took)
+        if len(samples) == SETTLED:
+            self._took[shape] = least = min(samples)
+            if shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
+                for _ in samples:
+                    self._tracker.observe(shape.load, least)
+
+    def _estimate(self, shape: Shape) -> float:
+        """Seconds that a step will take, 0 as long as too few measures tell of it."""
+        table = self._tracker.table
+        is_settled = table.prefill.is_settled if shape.prompts else table.decode.is_settled
+        return table.cost(shape.load) if is_settled else 0.0
 
     def _measure(self, shape: Shape) -> float:
         requests, names = [], []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from engine.clock import Clock
 from engine.errors import HeadraceError
 from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
 from engine.scheduler.tiers import BlockTier
@@ -62,6 +63,13 @@ class Prepares(Protocol):
         """Do a piece of what makes later steps faster, a tenth of a second's worth or so. Returns whether there is
         more of it."""
         ...
+
+
+@runtime_checkable
+class ComputesHere(Protocol):
+    """An executor that may compute in the thread that calls it, and not on a device or in other processes."""
+
+    cpu_seconds: Clock | None  # of the calling thread; None where a device computes
 
 
 @runtime_checkable

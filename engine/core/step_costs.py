@@ -10,6 +10,7 @@ from engine.clock import Clock
 from engine.core.calibration import Calibration
 from engine.core.config import EngineConfig
 from engine.core.executor import Executor
+from engine.core.lost_time import LostTime
 from engine.scheduler.cost_tracker import StepCostTracker
 from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import Request
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 STEPS_BETWEEN_NEWS = 256  # after which the front end is told anew, in the beginning sooner
 FIRST_LOOKS = 32  # so many steps, from the first on, are looked at all
 DECODES_PER_LOOK = 8  # steps of decodes alone of which one is looked at afterwards
+STEPS_BETWEEN_CHANGES = 16  # after which the front end is told anew of a table that has changed much
+MUCH = 0.2  # of a natural logarithm
 
 
 class StepCosts:
@@ -51,14 +54,19 @@ class StepCosts:
         self._calibration: Calibration | None = None
         self._num_steps = 0
         self._due = 1  # the step after which the front end is told
+        self._told_at = 0
+        self._changes_told = 0.0
+        self._lost_time: LostTime | None = None
         self._tell_scheduler()
         if self.table.is_known:
             logger.info("Step costs, as they were: %s", self.table.summary)
 
     def measure_on(self, executor: Executor, clock: Clock) -> None:
-        """Measure while there is no work, if that is wanted."""
+        """Learn from the steps of this executor. Measure while there is no work, if that is wanted."""
+        self._lost_time = LostTime(executor)
         if self._keep is not None and self._tracker is not None and not self.table.is_known:
-            self._calibration = Calibration(executor, self._config, self._scheduler.kv.pool, self._tracker, clock)
+            pool = self._scheduler.kv.pool
+            self._calibration = Calibration(executor, self._config, pool, self._tracker, self._lost_time, clock)
 
     @property
     def is_measuring(self) -> bool:
@@ -90,6 +98,9 @@ class StepCosts:
             return
         self._num_steps += 1
         # A look takes a tenth of what a fast device's step does on the host. Steps of decodes alone come by thousands.
+        was_held_up = self._lost_time is not None and self._lost_time.was_held_up(seconds)
+        if was_held_up:
+            return
         if num_prefill_tokens or self._num_steps <= FIRST_LOOKS or not self._num_steps % DECODES_PER_LOOK:
             self._tracker.observe(_load(plan, self._scheduler.requests), seconds)
             if num_prefill_tokens:
@@ -107,17 +118,22 @@ class StepCosts:
             self._scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token
 
     def are_news(self, num_steps: int) -> bool:
-        """Whether the front end should be told, after so many steps."""
-        return num_steps >= self._due and self.table.is_known
+        """Return True if the front end should be told after so many steps: now and then, and soon after much has
+        changed, because it refuses requests by what it was told."""
+        due = self._due
+        if self._tracker is not None and self._tracker.changes - self._changes_told > MUCH:
+            due = min(due, self._told_at + STEPS_BETWEEN_CHANGES)
+        return num_steps >= due and self.table.is_known
 
     def tell(self, num_steps: int) -> bytes:
         """The table for the front end."""
         self._due = num_steps + max(1, min(num_steps, STEPS_BETWEEN_NEWS))
+        self._told_at, self._changes_told = num_steps, self._tracker.changes if self._tracker is not None else 0.0
         return self.table.to_json()
 
     def keep(self) -> None:
         if self._keep is not None and self.table.is_known:
-            self._keep(self.table)
+            self._keep(self.table.settled())
 
 
 def _load(plan: SchedulerOutput, requests: Mapping[str, Request]) -> StepLoad:

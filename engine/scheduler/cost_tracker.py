@@ -3,8 +3,12 @@
 One step says little: it may have been held up by whatever else the machine does. So what is told of a size moves only
 when its three latest steps were all slower than told, or all quicker, and by the smallest difference. A single step
 that took a hundred times as long moves nothing; a machine that has become slower is followed within some steps; and
-where steps vary, the table tells the middle of them. What was measured less than three times takes a quicker step at
-its word, because nothing makes a step quicker than it is.
+where steps vary, the table tells the middle of them. What was measured less than three times, here or since this
+tracker was made, takes a quicker step at its word, because nothing makes a step quicker than it is.
+
+What is told of a size that has not been measured lately follows its neighbours: it may be of a time when the machine
+was busy, or of another process. And no size costs more than its share of a smaller one that was measured just now
+(`Curve.limit_larger`), or pacing would never try it again.
 
 A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost is
 known from the steps without prefill; those with both only lower it, where it is more than they take.
@@ -16,12 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from engine.scheduler.step_cost import KEYS_PER_TOKEN, Curve, StepCostTable, StepLoad
+from engine.scheduler.step_cost import KEYS_PER_TOKEN, SETTLED, Curve, StepCostTable, StepLoad
 
-_SETTLED = 3  # measures
+_LATELY = 64  # measures of a curve
 _LEAST_SECONDS = 1e-9  # of any step
 _MOST = 7.0  # of a natural logarithm: a thousandfold at once
 _LEAST = 0.005  # of the same: half a percent is not worth its own cost
@@ -32,14 +37,46 @@ Part = tuple[float, float, Callable[[float], None]]  # seconds, blame, and what 
 Rate = Literal["decode_key", "prefill_key", "prefill_row"]
 
 
+@dataclass(slots=True)
+class _Size:
+    """The latest measures of one size of a curve: the logarithms of truth by told of the two before, how many there
+    were, and the number of the latest one among those of the curve."""
+
+    older: float = 0.0
+    old: float = 0.0
+    count: int = 0
+    latest: int = 0
+
+
+class _Measures:
+    """What was measured of a curve since this process began."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.sizes: dict[int, _Size] = {}  # by index
+
+    def count(self, index: int) -> _Size:
+        """Note that the size of this index was measured again, and return what is known of it."""
+        self.number += 1
+        size = self.sizes.setdefault(index, _Size())
+        size.latest = self.number
+        return size
+
+    @property
+    def lately(self) -> list[int]:
+        """The indices of the sizes that were measured lately."""
+        return [index for index, size in self.sizes.items() if self.number - size.latest < _LATELY]
+
+
 class StepCostTracker:
-    """`table` is what is known at the moment."""
+    """`table` is what is known at the moment, `changes` the sum of the logarithms by which it has changed."""
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
         for curve in (table.decode, table.prefill, table.mixed):
             curve.lift(_LEAST_SECONDS)
-        self._before: dict[tuple[int, int], tuple[float, float]] = {}  # by curve and size: logs of truth by told
+        self.changes = 0.0
+        self._measures = {id(curve): _Measures() for curve in (table.decode, table.prefill, table.mixed)}
         rates: tuple[Rate, ...] = ("decode_key", "prefill_key", "prefill_row")
         self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
 
@@ -59,10 +96,11 @@ class StepCostTracker:
             self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
         alone = table.cost(StepLoad(decodes, decode_keys))
         if seconds > alone or not table.mixed.is_known:
-            self._learn(table.mixed, tokens, max(seconds - alone, 0.1 * seconds), "prefill_key", keys, prompts)
+            added = max(seconds - alone, 0.1 * seconds)
+            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, beside=alone)
         else:  # quicker than the decodes are held to be without it, so it is this belief that is out of date
             of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
-            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes)
+            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, beside=alone)
 
     def _learn(
         self,
@@ -73,10 +111,12 @@ class StepCostTracker:
         keys: int,
         prompts: int = 0,
         others: Sequence[Part] = (),
+        beside: float = 0.0,
     ) -> None:
-        """This part of a step, with the others, took so long."""
+        """This part of a step, with the others, took so long, and what it was beside took the rest."""
         if not curve.is_known:
             curve.begin(size, seconds)
+            self._measures[id(curve)].count(curve.nearest(size)).count = 1
             if not getattr(self.table, rate):
                 self._set_rate(rate, seconds / size / KEYS_PER_TOKEN)
             return
@@ -91,18 +131,23 @@ class StepCostTracker:
             for _, blame, scale in parts:
                 if blame:
                     scale(share * blame)
+        if log_ratio <= change:  # the step took no longer than is told now
+            curve.limit_larger(size, beside)
 
     def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
         table = self.table
         own, of_keys = curve.at(size), getattr(table, rate) * keys
         parts: list[Part] = [
-            (own, own, partial(curve.scale, size)),
+            (own, own, partial(self._scale_curve, curve, size)),
             (of_keys, _KEYS_BLAME * of_keys, self._scale[rate]),
         ]
         if prompts:
             of_prompts = table.prefill_row * prompts
             parts.append((of_prompts, of_prompts, self._scale["prefill_row"]))
         return parts
+
+    def _scale_curve(self, curve: Curve, size: int, log_factor: float) -> None:
+        curve.scale(size, log_factor, self._measures[id(curve)].lately)
 
     def _scale_rate(self, rate: Rate, log_factor: float) -> None:
         self._set_rate(rate, getattr(self.table, rate) * math.exp(log_factor))
@@ -112,14 +157,16 @@ class StepCostTracker:
 
     def _change(self, curve: Curve, index: int, log_ratio: float) -> float:
         """By which logarithm what is told is to change."""
-        key, count = (id(curve), index), curve.counts[index]
+        measures, count = self._measures[id(curve)].count(index), curve.counts[index]
         curve.counts[index] = count + 1
-        older, old = self._before.get(key, (0.0, 0.0))
-        least, most = min(older, old, log_ratio), max(older, old, log_ratio)
+        measures.count += 1
+        least = min(measures.older, measures.old, log_ratio)
+        most = max(measures.older, measures.old, log_ratio)
         change = max(least, 0.0) + min(most, 0.0)
-        if not count or (count < _SETTLED and log_ratio < 0.0):
+        if not count or (min(count, measures.count - 1) < SETTLED and log_ratio < 0.0):
             change = log_ratio
         elif -_LEAST <= change <= _LEAST:
             change = 0.0
-        self._before[key] = (old - change, log_ratio - change)
+        measures.older, measures.old = measures.old - change, log_ratio - change
+        self.changes += abs(change)
         return change

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Collection
 from typing import NamedTuple, Self
 
 import msgspec
@@ -32,6 +33,7 @@ MAX_SECONDS = 1e9  # that anything is believed to cost: sums of them, and what i
 KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
 _FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
 _TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
+SETTLED = 3  # measures of which the least is believed: other work on the machine can make one or two of them too long
 
 
 class StepLoad(NamedTuple):
@@ -58,7 +60,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
     counts: list[int] = []
 
     def __post_init__(self) -> None:
-        self.counts = self.counts or [1] * len(self.sizes)
+        self.counts = self.counts or [SETTLED] * len(self.sizes)
         if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) <= MAX_SIZES:
             raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and seconds and a count for each")
         if any(a >= b for a, b in zip([0, *self.sizes], [*self.sizes, MAX_TOKENS + 1], strict=True)):
@@ -75,6 +77,11 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def is_known(self) -> bool:
         return any(self.counts)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if there are enough measures to believe them."""
+        return sum(self.counts) >= SETTLED
 
     def at(self, size: int) -> float:
         """Seconds for so many tokens; 0 for none, and where nothing is known."""
@@ -94,7 +101,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def slope(self) -> float:
         """Seconds that a token adds, of the whole curve; infinity where nothing but a few tokens was measured."""
-        if len(self.sizes) < 2 or not any(self.counts[bisect_left(self.sizes, _FEW_TOKENS) :]):
+        if len(self.sizes) < 2 or sum(self.counts[bisect_left(self.sizes, _FEW_TOKENS) :]) < SETTLED:
             return math.inf
         return (self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
 
@@ -110,12 +117,28 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
     def begin(self, size: int, seconds: float) -> None:
         """The first measure: all that is told is scaled by it."""
         self.counts[self.nearest(size)] = 1
-        factor = seconds / self.at(size)
+        factor = seconds / self._at(size)
         self.seconds = [each * factor for each in self.seconds]
 
-    def scale(self, size: int, log_factor: float) -> None:
-        """Multiply what is told for this size. What was never measured follows its neighbour."""
-        sizes, seconds, counts = self.sizes, self.seconds, self.counts
+    def settled(self) -> Curve:
+        """Return a copy that counts only the sizes that were measured often enough to be believed."""
+        return Curve(self.sizes[:], self.seconds[:], [count if count >= SETTLED else 0 for count in self.counts])
+
+    def limit_larger(self, size: int, beside: float) -> None:
+        """Let no larger size cost more than its share of this one, which was measured just now.
+
+        `k` steps of `size` tokens do the work of one step of `k * size` tokens, so that step costs no more than they
+        do, with the `beside` seconds that each of them takes for its decodes. Without this limit a larger size that was
+        measured while the machine was busy would never be tried again.
+        """
+        step = self._at(size) + beside
+        for index in range(bisect_left(self.sizes, size), len(self.sizes)):
+            self.seconds[index] = min(self.seconds[index], step * self.sizes[index] / size - beside)
+
+    def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
+        """Multiply what is told for this size. The sizes whose indices are not in `measured`, because they were not
+        measured lately, follow their neighbours."""
+        sizes, seconds = self.sizes, self.seconds
         upper = min(bisect_left(sizes, size), len(sizes) - 1)
         lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
         above = below = math.exp(log_factor)
@@ -131,7 +154,6 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         else:
             seconds[upper] = max(seconds[lower], seconds[upper])
         # What was measured gives way to what was measured now; between the two there are guesses.
-        measured = [index for index, count in enumerate(counts) if count]
         before = max((index for index in measured if index < lower), default=-1)
         after = min((index for index in measured if index > upper), default=len(sizes))
         for index in range(lower):
@@ -166,8 +188,8 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_known(self) -> bool:
-        """Whether the usual step has been measured."""
-        return self.decode.is_known
+        """Return True if the usual step has been measured often enough to tell others of it."""
+        return self.decode.is_settled
 
     @property
     def summary(self) -> str:
@@ -206,6 +228,22 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         added = self.mixed.at(tokens) if self.mixed.is_known else alone
         return max(seconds + added, alone) + more
 
+    def times_of(self, other: StepCostTable) -> float:
+        """Return how many times as long as by another table a step takes, of the size that differs most among those
+        that both have measured; 1 if there is none."""
+        times = 1.0
+        for name in ("decode", "prefill"):
+            own, others = getattr(self, name), getattr(other, name)
+            for size in _measured(own) & _measured(others):
+                ratio = max(own.at(size), 1e-9) / max(others.at(size), 1e-9)
+                times = max(times, ratio, key=lambda each: abs(math.log(each)))
+        return times
+
+    def settled(self) -> Self:
+        """Return what is worth keeping: a copy without the sizes that were measured too few times."""
+        curves = {name: getattr(self, name).settled() for name in ("decode", "prefill", "mixed")}
+        return msgspec.structs.replace(self, **curves)
+
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
 
@@ -216,6 +254,10 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
             raise ValueError(f"not a table of step costs: {error}") from None
+
+
+def _measured(curve: Curve) -> set[int]:
+    return {size for size, count in zip(curve.sizes, curve.counts, strict=True) if count}
 
 
 def _is_cost(seconds: float) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from app.engine_facts import describe
 from app.settings import Settings
 from app.simulate.machine import Machine
-from app.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, latest
+from app.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, difference, latest
 from engine.scheduler.step_cost import StepCostTable
 
 ENGINE = Machine(table=StepCostTable.unknown(8, 64))
@@ -93,3 +93,36 @@ def test_the_latest_of_a_model_and_of_the_nearest_settings_is_found(tmp_path: Pa
             found = latest(Settings(cache_dir=tmp_path, model=model, max_num_seqs=seqs))
             assert found == tmp_path / FOLDER / f"{name}.json"
     assert latest(Settings(cache_dir=tmp_path, model="c")) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [(0.01, 0.029, None), (0.01, 0.05, "5 times as long"), (0.05, 0.01, "5 times as fast"), (0.05, 0.02, None)],
+)
+def test_a_table_that_differs_much_from_the_one_before_it_is_told_of(
+    tmp_path: Path, before: float, after: float, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = StepCostFile(tmp_path / "a.json")
+    file.write(StepCostTable.from_json(costs(before).encode()))
+    assert difference(file.path) is None
+    file.write(StepCostTable.from_json(costs(after).encode()))
+    warning = difference(file.path)
+    if said is None:
+        assert warning is None
+        assert not caplog.records
+    else:
+        assert warning is not None
+        assert said in warning
+        assert said in caplog.text
+
+
+def test_a_table_that_no_machine_can_be_so_slow_for_is_neither_kept_nor_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = StepCostFile(tmp_path / "a.json", most_seconds=0.3)
+    slow = StepCostTable.from_json(costs(0.999).encode())
+    file.write(slow)
+    assert not file.path.exists()
+    StepCostFile(tmp_path / "a.json").write(slow)
+    assert file.read() is None
+    assert caplog.text.count("1 s for one decode") == 2

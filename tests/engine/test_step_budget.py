@@ -35,9 +35,10 @@ class Costs:
 class Device:
     """Runs steps in simulated time; `seconds` has how long each of them took."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, table: StepCostTable | None = None) -> None:
         self.costs = costs
         self.hold_up = 0.0  # the next step takes this much longer
+        self.slow_steps, self.slowness = 0, 40.0  # so many steps take so many times as long
         self.seconds: list[float] = []
         self._first_tokens = count(100)  # so that no prompt is found in the prefix cache
         clock = VirtualClock(1000.0)
@@ -49,7 +50,7 @@ class Device:
         )
         executor = CheckedExecutor(1200, 16, 1000, cost=self._cost, clock=clock, sleep=clock.sleep)
         executor._read = lambda *_: None  # type: ignore[method-assign]  # this is about time, and the prompts are long
-        self.core = EngineCore(config, executor, clock=clock)
+        self.core = EngineCore(config, executor, clock=clock, costs=table)
 
     def _cost(self, plan: SchedulerOutput) -> float:
         looked_back_on = sum(
@@ -59,6 +60,9 @@ class Device:
         costs = self.costs
         seconds = costs.step + costs.token * plan.total_num_scheduled_tokens + costs.context * looked_back_on
         held_up, self.hold_up = self.hold_up, 0.0
+        if self.slow_steps:
+            self.slow_steps -= 1
+            seconds *= self.slowness
         self.seconds.append(seconds)
         return seconds + held_up
 
@@ -80,6 +84,16 @@ class Device:
             chunks.append(dict(zip(plan.request_ids, plan.num_scheduled_tokens, strict=True)).get(name, 0))
             assert chunks[-1] > 0  # it always gets somewhere
         return chunks, self.seconds[first:]
+
+    def busy(self, num_steps: int) -> list[int]:
+        """How many tokens of prompts each of these steps computes while prompts come without end."""
+        chunks = []
+        for _ in range(num_steps):
+            if len(self.core.scheduler.requests) < 8:
+                self.core.add(make_request([next(self._first_tokens), *range(1500)], max_tokens=1))
+            self.core.step()
+            chunks.append(simulated(self.core).plans[-1].num_prefill_tokens)
+        return chunks
 
 
 @pytest.mark.parametrize(
@@ -197,6 +211,33 @@ def test_one_step_that_was_held_up_is_forgotten_soon() -> None:
         assert max(seconds) <= 1.25 * TARGET
         # No step without prefill came in between to correct the measure: the prefill itself has to.
         assert chunks[-2] >= 0.75 * statistics.median(usual[2:-1])
+
+
+@pytest.mark.parametrize("num_slow", [12, 24, 40])
+@pytest.mark.parametrize("when", ["first", "later", "kept"])
+def test_a_burst_of_slow_steps_does_not_keep_chunks_small(num_slow: int, when: str) -> None:
+    device = Device(Costs(step=0.012, token=0.0004))
+    device.slow_steps = num_slow if when == "first" else 0
+    device.stream(4)
+    if when != "first":
+        device.busy(60)
+        device.slow_steps = num_slow
+    while device.slow_steps:
+        device.busy(1)
+    if when == "kept":
+        device = Device(device.costs, StepCostTable.from_json(device.core.costs.settled().to_json()))
+        device.stream(4)
+    usual = (TARGET - 0.012) / 0.0004 - 4
+    assert statistics.fmean(device.busy(200)[60:]) > 0.85 * usual, "after five seconds at most"
+
+
+def test_now_and_then_a_chunk_is_larger_than_the_table_recommends() -> None:
+    device = Device(Costs(step=0.012, token=0.0004))
+    device.stream(4)
+    device.busy(100)
+    chunks = device.busy(160)
+    usual = statistics.median(chunks)
+    assert 5 <= sum(1.1 * usual < chunk <= 1.25 * usual for chunk in chunks) <= 12
 
 
 def test_whatever_the_measures_are_a_prefill_gets_some_and_never_too_much() -> None:

@@ -78,6 +78,24 @@ def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
     assert table.cost(StepLoad(3, 1245, 1, 10, 55)) == pytest.approx(max(3 + 1245e-3 + 1.0, 5.0) + 55e-4)
 
 
+@given(curves(), st.integers(1, 5000), costs)
+@settings(deadline=None)
+def test_no_larger_size_costs_more_than_its_share_of_one_that_was_measured(
+    curve: Curve, size: int, beside: float
+) -> None:
+    curve.counts = [3] * len(curve.sizes)
+    before, seconds = curve.seconds, curve.at(size)
+    curve.limit_larger(size, beside)
+    again = Curve(curve.sizes, curve.seconds, curve.counts)  # which raises for what is no curve
+    assert again.at(size) <= seconds
+    for larger, least, most in zip(again.sizes, again.seconds, before, strict=True):
+        assert least <= most
+        if larger >= size:
+            assert least + beside <= (seconds + beside) * larger / size * (1 + 1e-9) + 1e-9
+        else:
+            assert least == most
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -115,3 +133,14 @@ def test_a_token_of_a_prompt_costs_its_part_of_the_largest_step_that_was_measure
     flat = Curve([1, 16, 64], [0.4, 0.4, 9.0], [1, 1, 0])  # noise hides what a token adds
     table.prefill = flat
     assert table.seconds_per_prompt_token == pytest.approx(0.4 / 16)
+
+
+def test_what_was_measured_too_few_times_is_not_kept() -> None:
+    table = StepCostTable.unknown(8, 64)
+    table.decode = Curve([1, 8, 16], [0.1, 0.2, 0.3], [3, 2, 7])
+    table.mixed.begin(16, 0.4)
+    kept = table.settled()
+    assert (kept.decode.counts, kept.decode.seconds) == ([3, 0, 7], [0.1, 0.2, 0.3])
+    assert kept.is_known
+    assert not kept.mixed.is_known
+    assert table.decode.counts == [3, 2, 7], "the table in use goes on as it was"

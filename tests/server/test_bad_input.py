@@ -174,7 +174,7 @@ def test_bad_field_is_refused_by_name(
         b'{"temperature": -Infinity}',
         b'{"temperature": 1e999}',
         b"[" * 100_000,
-        b'{"a":' * 100_000,
+        b'{"a":' * 50_000,
         b"[]",
         b'["marzipan-unicorn"]',
         b'"marzipan-unicorn"',

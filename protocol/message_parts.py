@@ -15,7 +15,8 @@ which the wire formats (chat completions, Responses, Anthropic's messages) spell
 
 Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
 A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
-Arguments are JSON as the model wrote it; what breaks off or was never JSON is content, not lost. Text goes out as soon
+Arguments are JSON as the model wrote it; what was never JSON is content, not lost. A call that breaks off or breaks
+in its arguments is one of `MessageParser.cut_calls`, and no wire format may tell it as finished. Text goes out as soon
 as it is decided; held back is only what may still become a tag, and white space that may turn out to be padding.
 
 A choice that has neither reasoning nor tools needs no parser at all: see `MessageFormat.is_plain`.
@@ -23,7 +24,7 @@ A choice that has neither reasoning nor tools needs no parser at all: see `Messa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,8 +87,8 @@ class ToolReader(Protocol):
         ...
 
     @property
-    def call_is_open(self) -> bool:
-        """Whether the last call that was given has not come to its end."""
+    def cut_calls(self) -> Set[int]:
+        """The indices of the calls whose arguments are not complete JSON: of one that is being read, so far."""
         ...
 
 
@@ -96,14 +97,16 @@ class MessageFormat:
     """How the text of one request's choices is to be read.
 
     `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
-    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_named` says that the
-    client has asked for this very call, which some wire formats then do not count as the model's decision.
+    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_demanded` says that a grammar
+    lets the model write nothing but calls, so what was begun of one when the text ends is no text. `call_is_named` says
+    that the client has asked for this very call, which some wire formats then do not count as the model's decision.
     """
 
     reasoning: ReasoningTags | None = None
     reasoning_is_open: bool = False
     show_reasoning: bool = True
     new_tool_reader: Callable[[], ToolReader] | None = None
+    call_is_demanded: bool = False
     call_is_named: bool = False
 
     @property
@@ -136,14 +139,9 @@ class MessageParser:
         return None if self._counter is None else self._counter.num_tokens
 
     @property
-    def call_is_open(self) -> bool:
-        """Whether the last tool call has not come to its end."""
-        return self._tools is not None and self._tools.call_is_open
-
-    @property
-    def has_whole_calls(self) -> bool:
-        """Whether there are tool calls, and the last one is not cut off."""
-        return self.num_tool_calls > 0 and not self.call_is_open
+    def cut_calls(self) -> Set[int]:
+        """The indices of the calls whose arguments are not complete JSON: no client may run them."""
+        return frozenset() if self._tools is None else self._tools.cut_calls
 
     def read(self, output: RequestOutput) -> list[MessagePart]:
         """The parts that `output` decides: all that are left, if it ends the choice."""
@@ -167,6 +165,8 @@ class MessageParser:
             parts = self._reasoning(reasoning) + self._answer(answer)
         if self._tools is not None:
             parts += self._count(self._tools.finish_text())
+        if self.message_format.call_is_demanded:
+            parts = [part for part in parts if not isinstance(part, ContentDelta)]
         return parts
 
     def _reasoning(self, text: str) -> list[MessagePart]:

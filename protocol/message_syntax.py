@@ -97,6 +97,7 @@ class MessageSyntax:
             reasoning_is_open=self._reasoning_is_open(prompt_end),
             show_reasoning=show_reasoning,
             new_tool_reader=self._tools.reader(tools, hidden) if tools and self._reads(tools) else None,
+            call_is_demanded=tools is not None and tools.choice == "required",
             call_is_named=tools is not None and tools.named is not None,
         )
 

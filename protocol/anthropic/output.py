@@ -1,7 +1,8 @@
 """Answers of POST /v1/messages: one message, or its events.
 
 A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers
-read the same parts of the text (`protocol.message_parts`), so what is streamed and what is not are the same message.
+read the same parts of the text (`protocol.message_parts`), so what is streamed and what is not are the same message,
+except for a call that is cut off: it has been announced in a stream, and is text in a message.
 """
 
 from __future__ import annotations
@@ -152,8 +153,12 @@ class MessageBodyWriter:
                     signature = hashlib.blake2b(text.encode()).hexdigest()
                     shown = text if self._shows_thinking else ""
                     blocks.append({"type": "thinking", "thinking": shown, "signature": signature})
+                case ToolCallStart(index, _, name) if index in self._parser.cut_calls:
+                    blocks.append({"type": "text", "text": f'{{"name": {orjson.dumps(name).decode()}, "arguments": '})
                 case ToolCallStart(_, call_id, name):
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case ToolCallArguments(index, fragment) if index in self._parser.cut_calls:
+                    blocks[-1]["text"] += fragment
                 case ToolCallArguments(_, fragment):
                     blocks[-1]["input"] = partial_object(fragment)
         return blocks or [{"type": "text", "text": ""}]
@@ -175,13 +180,13 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
 
 
 def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict[str, Any]:
-    """Why the message ends. The operator's abort is told as `max_tokens`: the answer is cut off, and none of the words
-    says by whom."""
+    """Why the message ends. The operator's abort, and the model's end within a call, are told as `max_tokens`: the
+    answer is cut off, and none of the words says by whom."""
     if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
-    if output.finish_reason is not FinishReason.STOP:
+    if output.finish_reason is not FinishReason.STOP or parser.cut_calls:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if parser.has_whole_calls:
+    if parser.num_tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(output.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}

@@ -319,10 +319,15 @@ class ChoicesBodyWriter(_ChoicesWriter):
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
-    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call, or a
-    stop string has cut the last one off."""
-    if reason is FinishReason.STOP and parser and parser.has_whole_calls and not parser.message_format.call_is_named:
-        return "tool_calls"
+    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call.
+
+    A choice with a call that is cut off is cut off itself, whatever has ended it: a client runs what `stop` ends.
+    """
+    if reason is FinishReason.STOP and parser and parser.num_tool_calls:
+        if parser.cut_calls:
+            reason = FinishReason.LENGTH
+        elif not parser.message_format.call_is_named:
+            return "tool_calls"
     return FINISH_REASONS[reason]
 
 

@@ -61,7 +61,7 @@ class CallForm(NamedTuple):
             yield "response.function_call_arguments.done", fields
         elif self.kind == "custom":
             yield "response.custom_tool_call_input.done", {"item_id": item["id"], "input": item["input"]}
-        elif self.kind == "shell":
+        elif self.kind == "shell" and item["status"] == "completed":  # a half command would look whole
             for index, command in enumerate(item["action"]["commands"]):
                 yield "response.shell_call_command.added", {"command_index": index, "command": ""}
                 yield "response.shell_call_command.delta", {"command_index": index, "delta": command}
@@ -72,10 +72,11 @@ class _NamedCall(ClientModel):
     call_id: str
     name: str
     namespace: str | None = None
+    status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
-        return {**self.model_dump(exclude_none=True), "status": "completed"}
+        return self.model_dump(exclude_none=True)
 
 
 class FunctionCallItem(_NamedCall):
@@ -112,6 +113,7 @@ class BuiltInCallItem(ClientModel):
     call_id: str
     action: dict[str, Any] | None = None
     operation: dict[str, Any] | None = None
+    status: str = "completed"
 
     @model_validator(mode="after")
     def _says_what_to_do(self) -> Self:
@@ -121,7 +123,7 @@ class BuiltInCallItem(ClientModel):
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
-        item = {"id": self.id, "type": self.type, "call_id": self.call_id, "status": "completed"}
+        item = {"id": self.id, "type": self.type, "call_id": self.call_id, "status": self.status}
         built_in = BUILT_IN[self._tool]
         return {**item, built_in.field: built_in.read(self._said or {})}
 

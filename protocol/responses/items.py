@@ -35,12 +35,13 @@ DEFAULT_LISTED = 20
 
 
 class MessageItem(ClientModel):
-    """What somebody said. `status` and `phase` are accepted without effect."""
+    """What somebody said. `phase` is accepted without effect."""
 
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: new_id("msg"))
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
+    status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
@@ -48,7 +49,7 @@ class MessageItem(ClientModel):
             parts = [_output_text(text) for text in texts(self.content)]
         else:
             parts = [{"type": "input_text", "text": text} for text in texts(self.content)]
-        return {"id": self.id, "type": "message", "role": self.role, "status": "completed", "content": parts}
+        return {"id": self.id, "type": "message", "role": self.role, "status": self.status, "content": parts}
 
 
 class _ReasoningText(ClientModel):
@@ -61,10 +62,11 @@ class ReasoningItem(ClientModel):
     type: Literal["reasoning"]
     id: str = Field(default_factory=lambda: new_id("rs"))
     content: Annotated[list[_ReasoningText], fail_fast, at_most(MAX_PARTS, "parts")] = Field(default_factory=list)
+    status: str = "completed"
 
     def listed(self) -> dict[str, Any]:
         """The item as the API lists it."""
-        return reasoning_item(self.id, [part.text for part in self.content], "completed")
+        return reasoning_item(self.id, [part.text for part in self.content], self.status)
 
 
 class ItemReference(ClientModel):

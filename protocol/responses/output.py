@@ -8,7 +8,7 @@ and those of an answer that was not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -53,6 +53,7 @@ class _OpenItem:
     kind: type[MessagePart]  # the parts that it takes
     id: str
     index: int
+    number: int | None = None  # of a call among the calls
     call_id: str = ""  # of a call
     form: CallForm = _FUNCTION
     text: list[str] = field(default_factory=list)
@@ -165,18 +166,21 @@ class ResponseStreamWriter:
 
     def _finish_response(self) -> tuple[list[bytes], dict[str, Any]]:
         assert self._last is not None
-        is_whole = self._last.finish_reason is FinishReason.STOP
+        is_whole = self._last.finish_reason is FinishReason.STOP and not self._cut_calls
         frames = []
         if self._open is None and not self._output:  # an answer without a word is a message without a word
             frames += self._begin_item(ContentDelta, "msg")
-        is_cut = self._parser is not None and self._parser.call_is_open  # by a stop string
-        frames += self._close("completed" if is_whole and not is_cut else "incomplete")
+        frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()), **self._told())
-        else:  # the operator's abort has no word of its own: the answer is cut off
+        else:  # the operator's abort, and an end within a call, have no word of their own: the answer is cut off
             response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **self._told())
         self._done(response)
         return frames, response
+
+    @property
+    def _cut_calls(self) -> Set[int]:
+        return self._parser.cut_calls if self._parser else frozenset()
 
     @property
     def _num_reasoning_tokens(self) -> int:
@@ -194,10 +198,10 @@ class ResponseStreamWriter:
                 frames = self._begin_unless_open(ReasoningDelta, "rs")
                 frames.append(self._delta("response.reasoning_text.delta", text, content_index=0))
                 return frames
-            case ToolCallStart(_, call_id, name, is_custom):
+            case ToolCallStart(number, call_id, name, is_custom):
                 form = self._call_forms.get(name) or CallForm("custom" if is_custom else "function", name)
                 frames = self._close("completed")
-                return frames + self._begin_item(ToolCallArguments, form.id_prefix, call_id=call_id, form=form)
+                return frames + self._begin_item(ToolCallArguments, form.id_prefix, number, call_id=call_id, form=form)
             case ToolCallArguments(_, fragment) | ToolCallInput(_, fragment):
                 assert self._open is not None
                 if (event := self._open.form.delta_event) is not None:
@@ -211,10 +215,16 @@ class ResponseStreamWriter:
         return self._close("completed") + self._begin_item(kind, prefix)
 
     def _begin_item(
-        self, kind: type[MessagePart], prefix: str, *, call_id: str = "", form: CallForm = _FUNCTION
+        self,
+        kind: type[MessagePart],
+        prefix: str,
+        number: int | None = None,
+        *,
+        call_id: str = "",
+        form: CallForm = _FUNCTION,
     ) -> list[bytes]:
         index = len(self._output)
-        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, call_id, form)
+        item = self._open = _OpenItem(kind, item_id(prefix, self._head.id, index), index, number, call_id, form)
         empty = item.as_item("in_progress")
         parts = empty.pop("content", None)
         if parts is None:
@@ -227,6 +237,8 @@ class ResponseStreamWriter:
         item = self._open
         if item is None:
             return []
+        if item.number is not None:
+            status = "incomplete" if item.number in self._cut_calls else "completed"
         if item.kind is ContentDelta and self._logprobs:  # of tokens without text, as the last one
             item.logprobs.append(entries_of(self._take_logprobs()))
         text = "".join(item.text)

@@ -52,7 +52,7 @@ class CallObject:
         self._num_read = 0
 
     def step(self, text: str) -> int:
-        """Read `text` up to the end of the call at most, and return how much that is."""
+        """Read `text` up to the end of a key, of a value or of the call at most, and return how much that is."""
         position = 0
         while self.state is BlockState.MORE:
             if self._scanner is None:
@@ -60,7 +60,9 @@ class CallObject:
                 position = space.end() if space else position
             if position == len(text):
                 break
-            position = self._punctuation(text, position) if self._scanner is None else self._scan(text, position)
+            if self._scanner is not None:
+                return self._scan(text, position)
+            position = self._punctuation(text, position)
         return position
 
     def _punctuation(self, text: str, position: int) -> int:
@@ -137,7 +139,9 @@ class CallObject:
                 self.state = BlockState.BROKEN
             elif self._waiting:
                 self._give(self._waiting)
-        elif key in _ARGUMENTS and not self._has_arguments:
+        elif key in _ARGUMENTS and self._has_arguments:
+            self._sink.end_arguments()
+        elif key in _ARGUMENTS:
             if value.startswith('"') and not _is_object(value := _unquoted(value)):
                 self.state = BlockState.BROKEN
             elif self._name is None:
@@ -150,6 +154,7 @@ class CallObject:
         self._has_arguments = True
         self._sink.start(self._name)
         self._sink.arguments(arguments)
+        self._sink.end_arguments()
 
     def _end(self) -> None:
         if self._name is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Set
 
 import orjson
 
@@ -40,8 +40,8 @@ class CustomInputs:
         return [*self._translated(self._reader.finish_text()), *self._end()]
 
     @property
-    def call_is_open(self) -> bool:
-        return self._reader.call_is_open
+    def cut_calls(self) -> Set[int]:
+        return self._reader.cut_calls
 
     def _translated(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
         found: list[MessagePart] = []

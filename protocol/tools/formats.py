@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import string
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -139,7 +139,6 @@ class _FirstCallOnly:
 
     def __init__(self, reader: ToolReader) -> None:
         self._reader = reader
-        self._has_more = False
 
     def feed_text(self, text: str) -> list[MessagePart]:
         return self._kept(self._reader.feed_text(text))
@@ -148,14 +147,8 @@ class _FirstCallOnly:
         return self._kept(self._reader.finish_text())
 
     @property
-    def call_is_open(self) -> bool:
-        return self._reader.call_is_open and not self._has_more
+    def cut_calls(self) -> Set[int]:
+        return self._reader.cut_calls & {0}
 
     def _kept(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
-        kept: list[MessagePart] = []
-        for part in parts:
-            if isinstance(part, ContentDelta | ReasoningDelta) or part.index == 0:
-                kept.append(part)
-            else:
-                self._has_more = True
-        return kept
+        return [part for part in parts if isinstance(part, ContentDelta | ReasoningDelta) or part.index == 0]

@@ -121,6 +121,7 @@ class _NamedCall:
         end = scanner.scan(text)
         self._sink.arguments(text[:end])
         if scanner.is_done:
+            self._sink.end_arguments()
             self._sink.end()
             self.state = BlockState.DONE
         elif scanner.is_broken:

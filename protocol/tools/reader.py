@@ -7,7 +7,7 @@ by itself, or breaks where it is no call any more. What has not become a call by
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 from protocol.message_parts import ContentDelta, MessagePart, ToolCallArguments, ToolCallStart
@@ -26,11 +26,13 @@ class CallSink:
         self.parts: list[MessagePart] = []
         self.is_open = False
         self.num_calls = 0
+        self.cut_calls: set[int] = set()
         self._new_call_id = new_call_id
 
     def start(self, name: str) -> None:
         """A call begins: from now on it is one, whatever follows."""
         self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(), name))
+        self.cut_calls.add(self.num_calls)
         self.num_calls += 1
         self.is_open = True
 
@@ -38,6 +40,10 @@ class CallSink:
         """More of the call's arguments."""
         if fragment:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
+
+    def end_arguments(self) -> None:
+        """The call's arguments are complete JSON."""
+        self.cut_calls.discard(self.num_calls - 1)
 
     def end(self) -> None:
         """The call is complete, or will get no further."""
@@ -58,7 +64,10 @@ class Block(Protocol):
     state: BlockState
 
     def step(self, text: str) -> int:
-        """Read some of `text` and return how much, 0 if more text is needed first. A step ends where a call ends."""
+        """Read some of `text` and return how much, 0 if more text is needed first.
+
+        A step ends where a call ends and where its arguments end.
+        """
         ...
 
 
@@ -107,7 +116,7 @@ class BlockReader:
         """The text has ended: what was held back."""
         held, self._held = self._held, ""
         if self._block is None:
-            if not self._is_after_block:  # else it is a part of the closing tag
+            if not (held and self._awaits_closing and (self._closing or "").startswith(held)):
                 self._say(self._padding.take() + held)
         elif not self._sink.is_open:
             self._raw.append(held)
@@ -116,8 +125,8 @@ class BlockReader:
         return self._take()
 
     @property
-    def call_is_open(self) -> bool:
-        return self._sink.is_open
+    def cut_calls(self) -> Set[int]:
+        return self._sink.cut_calls
 
     def _in_prose(self) -> bool:
         """Take what can be decided outside of a block. Returns whether there may be more to do."""
@@ -167,17 +176,16 @@ class BlockReader:
         num_parts, was_open = len(self._sink.parts), self._sink.is_open
         size = block.step(self._held)
         read, self._held = self._held[:size], self._held[size:]
-        if was_open or len(self._sink.parts) > num_parts:
+        if len(self._sink.parts) > num_parts or (was_open and not self._sink.is_open):
             self._raw = []  # it belongs to a call
         else:
             self._raw.append(read)
         if block.state is BlockState.MORE:
             return size > 0
         self._block = None
-        if self._sink.is_open:  # broken in its arguments: what was sent stays, the rest is content
+        if block.state is BlockState.BROKEN:  # also in a call that was announced: what was sent stays
+            self._awaits_closing = self._sink.is_open
             self._sink.end()
-            self._awaits_closing = True
-        elif block.state is BlockState.BROKEN:
             self._give_back()
         else:
             self._awaits_closing = self._is_after_block = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class ScriptedParser(MessageParser):
     def __init__(self, script: Sequence[Sequence[MessagePart]]) -> None:
         super().__init__(MessageFormat(), token_bytes)
         self._script = list(script)
+        self._arguments: dict[int, str] = {}
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -37,7 +38,14 @@ class ScriptedParser(MessageParser):
     def read(self, output: RequestOutput) -> list[MessagePart]:
         parts = list(self._script.pop(0))
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
+        for part in parts:
+            if isinstance(part, ToolCallArguments):
+                self._arguments[part.index] = self._arguments.get(part.index, "") + part.fragment
         return parts
+
+    @property
+    def cut_calls(self) -> Set[int]:
+        return {index for index in range(self.num_tool_calls) if not self._arguments.get(index, "").endswith("}")}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,9 +94,17 @@ def accumulate(events: list[dict[str, Any]]) -> dict[str, Any]:
 @given(script=scripts())
 def test_the_stream_adds_up_to_the_message(script):
     message = message_of(script)
-    for block in message["content"]:
-        block.pop("citations", None)
-    assert accumulate(events_of(script)) == message
+    events = events_of(script)
+    added = accumulate(events)
+    for number, (streamed, block) in enumerate(zip(added["content"], message["content"], strict=True)):
+        if streamed["type"] == "tool_use" and block["type"] == "text":  # a stream has announced it before it was cut
+            pieces = [
+                event["delta"]["partial_json"] for event in events if event.get("index") == number and "delta" in event
+            ]
+            assert block["text"] == f'{{"name": "{streamed["name"]}", "arguments": {"".join(pieces)}'
+            assert message["stop_reason"] == "max_tokens"
+            added["content"][number] = block
+    assert added == message
 
 
 @settings(deadline=None)
@@ -111,6 +119,7 @@ def test_hidden_thinking_is_a_block_without_its_text(script):
 
 TEXT = [[ContentDelta("Hi")]]
 CALL = [[ContentDelta("Hi"), ToolCallStart(0, "call_0", "look"), ToolCallArguments(0, '{"at": "it"}')]]
+CUT = [[ContentDelta("Hi"), ToolCallStart(0, "call_0", "look"), ToolCallArguments(0, '{"at": "it')]]
 
 
 @pytest.mark.parametrize(
@@ -123,11 +132,19 @@ CALL = [[ContentDelta("Hi"), ToolCallStart(0, "call_0", "look"), ToolCallArgumen
         (TEXT, {"finish": FinishReason.ABORT, "beyond": 1}, "max_tokens", None),
         (CALL, {}, "tool_use", None),
         (CALL, {"finish": FinishReason.LENGTH}, "max_tokens", None),
+        (CUT, {}, "max_tokens", None),
+        (CUT, {"stop_reason": "END"}, "max_tokens", None),
+        (CUT, {"finish": FinishReason.LENGTH, "beyond": 1}, "model_context_window_exceeded", None),
     ],
 )
 def test_why_a_message_ends(script, ending, stop_reason, stop_sequence):
     message = message_of(script, **ending)
     assert (message["stop_reason"], message["stop_sequence"]) == (stop_reason, stop_sequence)
+    assert [block["type"] for block in message["content"][1:]] == ["tool_use"] * (script is CALL) + ["text"] * (
+        script is CUT
+    )
+    if "finish" not in ending:
+        assert accumulate(events_of(script, **ending))["stop_reason"] == stop_reason
 
 
 def test_a_call_is_a_block_with_its_input():

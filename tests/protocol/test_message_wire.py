@@ -17,6 +17,8 @@ from tests.protocol.wire_helpers import answer, events, lp, output, pieces_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 SYNTAX = MessageSyntax("<tool_call></think>", {}, knows_tools=True)
+LLAMA = MessageSyntax("<|python_tag|>", {}, knows_tools=True)
+MISTRAL = MessageSyntax("[TOOL_CALLS]", {}, knows_tools=True)
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 TEXTS = [
@@ -33,15 +35,15 @@ def request(**fields):
     return ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-def stream(outputs, **fields):
+def stream(outputs, syntax=SYNTAX, **fields):
     body = request(stream=True, tools=TOOLS, **fields)
-    chunks = ChoicesStreamWriter(body, answer(message_format=body.message_format(SYNTAX, b"")))
+    chunks = ChoicesStreamWriter(body, answer(message_format=body.message_format(syntax, b"")))
     return events(b"".join([chunks.feed_output(each) for each in outputs]) + chunks.finish_stream())
 
 
-def whole(outputs, **fields):
+def whole(outputs, syntax=SYNTAX, **fields):
     body = request(tools=TOOLS, **fields)
-    writer = ChoicesBodyWriter(body, answer(message_format=body.message_format(SYNTAX, b"")))
+    writer = ChoicesBodyWriter(body, answer(message_format=body.message_format(syntax, b"")))
     for each in outputs:
         writer.feed_output(each)
     return orjson.loads(writer.body())
@@ -118,10 +120,13 @@ def test_the_stream_is_the_whole_message_however_it_is_cut(data, text, finish, l
     [
         ("auto", CALL, STOP, "tool_calls"),
         ("auto", CALL.removesuffix("\n</tool_call>"), STOP, "tool_calls"),
-        ("auto", CALL[: CALL.index("é")], STOP, "stop"),  # by a stop string
-        ("auto", CALL + CALL[: CALL.index("é")], STOP, "stop"),
+        ("auto", CALL.removesuffix("}\n</tool_call>"), STOP, "tool_calls"),
+        ("auto", CALL[: CALL.index("é")], STOP, "length"),  # by a stop string, or by the model
+        ("auto", CALL + CALL[: CALL.index("é")], STOP, "length"),
+        ("auto", CALL.replace('"é"', "01") + CALL, STOP, "length"),  # the model went on after half a call
         ("required", CALL, STOP, "tool_calls"),
         ({"type": "function", "function": {"name": "f"}}, CALL, STOP, "stop"),
+        ({"type": "function", "function": {"name": "f"}}, CALL[: CALL.index("é")], STOP, "length"),
         ("auto", CALL[:-30], LENGTH, "length"),
         ("auto", "Hello.", STOP, "stop"),
         ("none", CALL, STOP, "stop"),
@@ -131,6 +136,27 @@ def test_calls_are_an_end_of_their_own_unless_the_client_named_one(choice, text,
     outputs = [output(text, finish=finish)]
     assert whole(outputs, tool_choice=choice)["choices"][0]["finish_reason"] == reason
     assert stream(outputs, tool_choice=choice)[-1]["choices"][0]["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("finish", [STOP, LENGTH])
+@pytest.mark.parametrize("syntax", [SYNTAX, LLAMA, MISTRAL])
+def test_what_was_begun_of_a_demanded_call_is_no_text(syntax, finish):
+    tools = request(tools=TOOLS, tool_choice="required").tool_use
+    grammar = orjson.loads(syntax.grammar(tools, None, prompt_end=b"").value)
+    tag = grammar["tags"][0]
+    text = f"{tag['begin']}{{}}{tag['end']}{grammar['separator']}{tag['begin']}"
+    for end in range(len(text)):
+        cut = "<think>Hm.</think>" * (syntax is SYNTAX) + text[:end]
+        [choice] = whole([output(cut, finish=finish)], syntax=syntax, tool_choice="required")["choices"]
+        assert not choice["message"]["content"]
+        assert choice["finish_reason"] == "length" or finish is STOP
+        deltas = [
+            each["choices"][0]["delta"] for each in stream([output(cut, finish=finish)], syntax, tool_choice="required")
+        ]
+        assert not any(delta.get("content") for delta in deltas)
+        [free] = whole([output(cut, finish=finish)], syntax=syntax)["choices"]
+        if not free["message"].get("tool_calls"):
+            assert (free["message"]["content"] or "") == text[:end]
 
 
 def test_a_message_of_calls_alone_has_no_content():

@@ -15,10 +15,18 @@ from pydantic import TypeAdapter
 from engine.messages import FinishReason
 from protocol.body import parse_body
 from protocol.errors import ApiError
-from protocol.message_parts import ContentDelta, MessageFormat, ReasoningDelta, ToolCallArguments, ToolCallStart
+from protocol.message_parts import (
+    ContentDelta,
+    MessageFormat,
+    MessagePart,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.reasoning import THINK
+from protocol.responses.calls import CallForm
 from protocol.responses.items import chat_messages, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
 from protocol.responses.request import ResponsesRequest
@@ -121,7 +129,8 @@ def test_the_events_add_up_to_the_response(script):
     response = response_of(script)
     events = events_of(script)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    assert events[-1]["type"] == "response.completed"
+    cut = any(item["type"] == "function_call" and not item["arguments"].endswith("}") for item in response["output"])
+    assert events[-1]["type"] == f"response.{response['status']}" == f"response.{'incomplete' if cut else 'completed'}"
     assert accumulate(events) == events[-1]["response"]["output"] == response["output"]
     assert events[-1]["response"] | {"completed_at": 0} == response | {"completed_at": 0}
     assert len({item["id"] for item in response["output"]}) == len(response["output"]) > 0
@@ -278,11 +287,34 @@ async def test_as_much_of_a_conversation_is_kept_as_fits(roles, limit):
         ]
 
 
-@pytest.mark.parametrize(("text", "status"), [('{"a": 1}}', "completed"), ('{"a": "by a sto', "incomplete")])
-def test_a_call_that_a_stop_string_has_cut_off_is_incomplete(text: str, status: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ('{"a": 1}}', "completed"),
+        ('{"a": 1}', "completed"),
+        ('{"a": "by a sto', "incomplete"),
+        ('{"a": 0', "incomplete"),
+    ],
+)
+def test_a_call_that_is_cut_off_is_incomplete_and_so_is_its_response(text: str, status: str) -> None:
     reader = FORMATS["hermes"].reader(ToolUse(functions=(Function(name="f"),)), ())
     parser = MessageFormat(new_tool_reader=reader).parser(token_bytes)
     writer = ResponseBodyWriter(HEAD, ECHO).read_with(parser)
     writer.feed_output(output(f'<tool_call>{{"name": "f", "arguments": {text}', finish=FinishReason.STOP))
-    (call,) = orjson.loads(writer.body())["output"]
-    assert (call["type"], call["status"]) == ("function_call", status)
+    response = orjson.loads(writer.body())
+    (call,) = response["output"]
+    assert (call["type"], call["status"], response["status"]) == ("function_call", status, status)
+    assert [item.listed()["status"] for item in stored_items([call])] == [status]
+
+
+def test_half_a_command_is_no_command_of_the_stream() -> None:
+    script: list[list[MessagePart]] = [
+        [ToolCallStart(0, "c0", "shell"), ToolCallArguments(0, '{"commands": ["rm -rf /')]
+    ]
+    writer = ResponseStreamWriter(HEAD, ECHO, call_forms={"shell": CallForm("shell", "shell")})
+    writer.read_with(ScriptedParser(script))
+    frames = b"".join([*map(writer.feed_output, outputs_for(script)), writer.finish_stream()])
+    events = list(sse_events([frames]))
+    assert not any("shell_call_command" in event["type"] for event in events)
+    [item] = events[-1]["response"]["output"]
+    assert (item["status"], events[-1]["response"]["status"]) == ("incomplete", "incomplete")

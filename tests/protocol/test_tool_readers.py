@@ -97,6 +97,8 @@ HERMES_CASES = {
         *content("<tool_call>"),
         *call(0, "f", "{}"),
     ],
+    '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_': [*call(0, "f", "{}"), *content("<tool_")],
+    '<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>': [*call(0, "f", "{}"), *content(', "x": 1}')],
     " Just text, a < b. \n": content(" Just text, a < b. \n"),
     "half a <tool_": content("half a <tool_"),
 }
@@ -107,6 +109,7 @@ LLAMA3_CASES = {
         *call(0, "f", "{}"),
         *call(1, "g", "{}"),
     ],
+    '{"name": "f", "parameters": {}} <|pyth': [*call(0, "f", "{}"), *content("<|pyth")],
     '{"name": "f", "parameters": {}} and more': [*call(0, "f", "{}"), *content("and more")],
     '{"name": "Ada", "parameters": {}}': content('{"name": "Ada", "parameters": {}}'),
     '{"answer": 42}': content('{"answer": 42}'),

@@ -293,15 +293,18 @@ def test_what_codex_sends_goes_through(server: Server) -> None:
     ids=str,
 )
 def test_tools_of_a_fixed_form_are_called_by_their_names(server: Server, tool: Any, field: str | None) -> None:
-    with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=TIMEOUT) as client:
-        message = client.messages.create(
+    with (
+        anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0, timeout=TIMEOUT) as client,
+        client.messages.stream(  # a stream announces a call before it may be cut off
             model=MODEL,
             max_tokens=96,
             messages=QUESTION,
             tools=[tool],
             tool_choice={"type": "tool", "name": tool["name"], "disable_parallel_tool_use": True},
             extra_body={"temperature": 0},
-        )
+        ) as stream,
+    ):
+        message = stream.get_final_message()
     [block] = message.content
     assert block.type == "tool_use"
     assert block.name == tool["name"]

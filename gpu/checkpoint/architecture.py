@@ -232,7 +232,10 @@ class Architecture:
 
     name: str  # in `architectures` of config.json
     gguf: str | None = None  # `general.architecture` of a GGUF file; None: there are none, or they say another family's
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # what a config.json means where it is silent
+    # What a config.json means that lacks a key: the defaults of transformers' configuration class of this family.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset({"sliding_window"})  # of the numbers of all families
+    model_type: str | None = None  # of config.json, by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
     attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
     qk_norm: bool = False  # likewise
@@ -240,6 +243,8 @@ class Architecture:
     quantizations: frozenset[str] = frozenset()  # `quant_method` of config.json that are read, besides none
     yarn_truncate: bool = True  # `RopeScaling.truncate` of its GGUF files, which do not say it
     full_layers: int = 0  # with windows every so many-th layer sees all where no file says which; 0: none does
+    # The keys of config.json that decide which layers have a window; transformers ignores the others for this family.
+    window_keys: frozenset[str] = frozenset()
     layer: Callable[[ModelConfig, int], LayerSpec] = llama_layer
     finish: Callable[[DecoderSpec, ModelConfig], DecoderSpec] = lambda spec, _: spec  # what is not a layer's
 

@@ -1,7 +1,8 @@
 """What a Hugging Face config.json says about the model's shape.
 
-Both spellings are read: `rope_theta`, `rope_scaling` and `torch_dtype`, and what transformers 5 writes instead,
-`rope_parameters` and `dtype`. What would change the numbers and is not implemented is refused, never ignored.
+Old and new spellings are read (`gpu.checkpoint.hf_spellings`). A key that is not there means what it means to
+transformers, which differs between families (`Architecture.defaults`). What would change the numbers and is not
+implemented is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from gpu.checkpoint.architecture import Architecture
 from gpu.checkpoint.config import ModelConfig, RopeScaling, yarn_attention_factor
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.families import FAMILIES
-from gpu.checkpoint.header_fields import MAX_EXPERTS, Numbers, shown
+from gpu.checkpoint.header_fields import MAX_EXPERTS, HeaderField, Numbers, check_field, shown
+from gpu.checkpoint.hf_spellings import FULL, SLIDING, one_spelling
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] = (), source: str) -> ModelConfig:
@@ -26,18 +27,10 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
     the model in errors. Raises `ModelError` if a field is missing or wrong, or the model cannot be run.
     """
     family = _family(values, source)
-    values = {**values, **_Fields(values, source).mapping("text_config")}  # of a model that sees images too
-    values.setdefault("num_experts", values.get("num_local_experts"))  # two names of one number
+    values = one_spelling(values, family, source)
     fields = _Fields(values, source, family)
-    rope = {**fields.mapping("rope_scaling"), **fields.mapping("rope_parameters")}
-    if isinstance(full := rope.get("full_attention"), dict):  # transformers 5 has one for each kind of layer
-        local = _Fields(rope, source).mapping("sliding_attention")
-        if _rope_scaling(local, source) is not None:
-            raise ModelError(f"{source}: RoPE scaling of layers with a window is not supported.")
-        fields = _Fields({**values, "rope_local_base_freq": local.get("rope_theta")}, source, family)
-        rope = full
     for key, allowed in family.allowed_values.items():
-        value = values.get(key, rope.get(key))
+        value = values.get(key)
         if value not in allowed:
             if key == "quantization_config" and isinstance(value, dict):
                 if value.get("quant_method") in family.quantizations:
@@ -57,14 +50,14 @@ def config_from_hf(values: Mapping[str, Any], *, eos_token_ids: tuple[int, ...] 
 
     sizes = fields.sizes()
     num_layers = sizes["num_hidden_layers"]
-    sliding_window, layer_types = _windows(values, fields, num_layers, family.full_layers, source)
+    sliding_window, layer_types = _windows(values, fields, num_layers, family, source)
     config = ModelConfig(
         **sizes,
         architecture=family.name,
         vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=_Fields(rope, source).number("rope_theta", fields.number("rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope, source),
+        rope_theta=fields.number("rope_theta", 10000.0),
+        rope_scaling=_rope_scaling(values["rope_parameters"], source),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         attention_bias=family.attention_bias,
         qk_norm=family.qk_norm,
@@ -129,16 +122,26 @@ def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
 
 
 class _Fields(Numbers):
-    """Typed access to parsed JSON; every error names the field."""
+    """Typed access to parsed JSON; every error names the field.
+
+    Where a `family` is given, its defaults stand for keys that are not there, and null is refused for keys that its
+    configuration class in transformers has no null for.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str, family: Architecture | None = None) -> None:
-        super().__init__(
-            lambda name, _: (self._values.get(name), f"{name} in config.json"),
-            source=source,
-            own=family.numbers if family else None,
-        )
-        present = {name: value for name, value in values.items() if value is not None}
-        self._values = {**family.defaults, **present} if family else present
+        super().__init__(self._found, source=source, own=family.numbers if family else None)
+        self._nullable = family.nullable if family else None
+        self._values = {**(family.defaults if family else {}), **values}
+
+    def _found(self, name: str, field: HeaderField) -> tuple[object, str]:
+        value, key = self._values.get(name), f"{name} in config.json"
+        if value is None and name in self._values and self._nullable is not None and name not in self._nullable:
+            value = check_field(field, field.null, key=key, source=self._source)
+        return value, key
+
+    def value(self, name: str) -> object:
+        """Return the value, or the family's default, or None."""
+        return self._values.get(name)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name, default)
@@ -146,19 +149,18 @@ class _Fields(Numbers):
             raise ModelError(f"{self._source}: {name} in config.json must be true or false, got {shown(value)}.")
         return value
 
-    def mapping(self, name: str) -> Mapping[str, Any]:
-        """Empty where there is none."""
-        value = self._values.get(name, {})
-        if not isinstance(value, dict):
-            raise ModelError(f"{self._source}: {name} in config.json must be an object, got {shown(value)}.")
-        return value
-
 
 def _family(values: Mapping[str, Any], source: str) -> Architecture:
-    named = values.get("architectures")
+    named, model_type = values.get("architectures"), values.get("model_type")
     for architecture in named if isinstance(named, list) else []:
         if isinstance(architecture, str) and architecture in FAMILIES:
-            return FAMILIES[architecture]
+            family = FAMILIES[architecture]
+            if model_type != family.model_type and model_type in {each.model_type for each in FAMILIES.values()}:
+                raise ModelError(
+                    f"{source}: config.json contradicts itself: architectures={architecture}, but "
+                    f"model_type={shown(model_type)}."
+                )
+            return family
     raise ModelError(
         f"{source} is of architecture {named!r:.200}, which is not supported; supported are {', '.join(FAMILIES)}."
     )
@@ -166,7 +168,7 @@ def _family(values: Mapping[str, Any], source: str) -> Architecture:
 
 def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
     fields = _Fields(rope, source)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope["rope_type"]
     if kind == "default":
         return None
     if kind == "linear" or (kind == "yarn" and rope.get("mscale") is None):
@@ -211,26 +213,43 @@ def _dense_layers(values: Mapping[str, Any], fields: _Fields, num_layers: int, s
 
 
 def _windows(
-    values: Mapping[str, Any], fields: _Fields, num_layers: int, every: int, source: str
+    values: Mapping[str, Any], fields: _Fields, num_layers: int, family: Architecture, source: str
 ) -> tuple[int | None, tuple[str, ...]]:
-    """The window, and which layers have it. Where no `layer_types` are named, those of Gemma alternate, and Qwen's have
-    it from layer `max_window_layers` on. Qwen switches windows on by `use_sliding_window`."""
-    if not fields.flag("use_sliding_window", False) or values.get("sliding_window") is None:
-        return None, ()
-    kinds = values.get("layer_types")
-    if kinds is None and every:
-        kinds = [*ModelConfig.alternating(num_layers, fields.integer("sliding_window_pattern", every))]
-    elif kinds is None:
-        num_full = min(fields.integer("max_window_layers", 0), num_layers)
-        kinds = [_FULL] * num_full + [_SLIDING] * (num_layers - num_full)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_FULL, _SLIDING}:
+    """Return the window, and which layers have it, by the keys that the family reads (`Architecture.window_keys`).
+
+    A window that is null, or that `use_sliding_window` switches off, is none. Where no `layer_types` are named, those
+    of families with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, and others have
+    it in all layers.
+    """
+    keys = family.window_keys
+    is_on = "use_sliding_window" not in keys or fields.flag("use_sliding_window", False)
+    has_window = is_on and "sliding_window" in keys and fields.value("sliding_window") is not None
+    window = fields.integer("sliding_window") if has_window else None
+    if family.full_layers:
+        pattern = "sliding_window_pattern" in keys
+        every = fields.integer("sliding_window_pattern", family.full_layers) if pattern else family.full_layers
+        usual = [*ModelConfig.alternating(num_layers, every)]
+    else:
+        num_full = fields.integer("max_window_layers") if "max_window_layers" in keys and window else 0
+        usual = [FULL if window is None or index < num_full else SLIDING for index in range(num_layers)]
+    named = values.get("layer_types")
+    kinds = usual if named is None or (named == [] and "layer_types" not in keys) else named
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
         raise ModelError(
-            f"{source}: layer_types in config.json must name {_FULL} or {_SLIDING} for each of the {num_layers} "
+            f"{source}: layer_types in config.json must name {FULL} or {SLIDING} for each of the {num_layers} "
             f"layers, got {shown(kinds)}."
         )
-    if _SLIDING not in kinds:
+    if kinds != usual and "layer_types" not in keys:
+        raise ModelError(
+            f"{source}: layer_types in config.json are not supported for {family.name}, which transformers computes "
+            f"with {usual[0]} in all layers."
+        )
+    if SLIDING not in kinds:
         return None, ()
-    return fields.integer("sliding_window"), tuple(kinds) if _FULL in kinds else ()
+    if window is None:
+        reason = "sliding_window=null" if is_on else "use_sliding_window=false"
+        raise ModelError(f"{source}: {reason} in config.json leaves the layers of {SLIDING} without a window.")
+    return window, tuple(kinds) if FULL in kinds else ()
 
 
 def _dtype(values: Mapping[str, Any], source: str) -> str:

@@ -76,7 +76,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": _QWEN_3 | _size(1024, 3072, 28, 16, 8, tied=True),
     "Qwen2.5-7B": _QWEN_2 | _size(3584, 18944, 28, 28, 4) | {"vocab_size": 152064},
     "Qwen2.5-1.5B": _QWEN_2 | _size(1536, 8960, 28, 12, 2, tied=True) | {"vocab_size": 151936},
-    "Mistral-7B-v0.3": _MISTRAL | _size(4096, 14336, 32, 32, 8) | {"vocab_size": 32768, "rope_theta": 1000000.0},
+    "Mistral-7B-v0.3": _MISTRAL
+    | _size(4096, 14336, 32, 32, 8)
+    | {"vocab_size": 32768, "rope_theta": 1000000.0, "sliding_window": None},
     "Mistral-7B-v0.1": _MISTRAL
     | _size(4096, 14336, 32, 32, 8)
     | {"vocab_size": 32000, "rope_theta": 10000.0, "sliding_window": 4096},

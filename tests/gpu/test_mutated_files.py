@@ -81,7 +81,7 @@ def honest_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = directory(tmp_path_factory.mktemp("honest"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "tie_word_embeddings": False, "head_dim": 16}
-    config |= {"sliding_window": 64, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 64, "layer_types": ["sliding_attention"] * 2}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "bos_token_id": 1}))
     special = {"eos_token": "a", "bos_token": {"content": "b"}, "chat_template": TEMPLATE}

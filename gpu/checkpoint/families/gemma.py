@@ -33,8 +33,16 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": _ACTIVATIONS,
     "use_bidirectional_attention": (False, None),
 }
-_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True, "use_sliding_window": True}
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 _SCALAR = HeaderField(float, 0.0, 1e6, "", default=0.0)  # 0, here and of the caps: there is none
+_CAP = replace(_SCALAR, null=0.0)
+_WINDOW_KEYS = frozenset({"sliding_window", "layer_types"})
 
 
 def _gemma_norm(norm: RMSNormSpec) -> RMSNormSpec:
@@ -83,32 +91,36 @@ def _finish(spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
 
 GEMMA2 = Architecture(
     name="Gemma2ForCausalLM",
+    model_type="gemma2",
     gguf="gemma2",
-    defaults=_DEFAULTS,
-    allowed_values=_VALUES,
+    defaults={**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    allowed_values={**_VALUES, "sliding_window_pattern": (2, None)},
     numbers={
         "query_pre_attn_scalar": _SCALAR,
-        "attn_logit_softcapping": replace(_SCALAR, gguf="attn_logit_softcapping", default=50.0),
-        "final_logit_softcapping": replace(_SCALAR, gguf="final_logit_softcapping", default=30.0),
+        "attn_logit_softcapping": replace(_CAP, gguf="attn_logit_softcapping", default=50.0),
+        "final_logit_softcapping": replace(_CAP, gguf="final_logit_softcapping", default=30.0),
     },
     full_layers=2,
+    window_keys=_WINDOW_KEYS,
     layer=partial(_layer, largest=46),
     finish=_finish,
 )
 GEMMA3 = Architecture(
     name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
     gguf="gemma3",
     defaults=_DEFAULTS
     | {"rope_theta": 1e6, "vocab_size": 262208, "max_position_embeddings": 131072}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4},
+    | {"num_attention_heads": 8},
     allowed_values={**_VALUES, "attn_logit_softcapping": (None,)},
     qk_norm=True,
     numbers={
         "query_pre_attn_scalar": _SCALAR,
-        "final_logit_softcapping": replace(_SCALAR, gguf="final_logit_softcapping"),
+        "final_logit_softcapping": replace(_CAP, gguf="final_logit_softcapping"),
         "rope_local_base_freq": HeaderField(float, 1.0, 1e12, "", "rope.freq_base_swa", default=10000.0),
     },
     full_layers=6,
+    window_keys=_WINDOW_KEYS | {"sliding_window_pattern"},
     layer=partial(_layer, largest=62),
     finish=_finish,
 )

@@ -42,8 +42,23 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 GPT_OSS = Architecture(
     name="GptOssForCausalLM",
     gguf="gpt-oss",
-    defaults={"head_dim": 64, "use_sliding_window": True, "rope_theta": 150000.0, "sliding_window": 128},
-    allowed_values={**LLAMA_VALUES, "attention_bias": (True, None)},
+    model_type="gpt_oss",
+    defaults={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    allowed_values={**LLAMA_VALUES, "attention_bias": (True, None), "sliding_window_pattern": (2, None)},
     attention_bias=True,
     numbers={
         "num_experts": EXPERTS,
@@ -54,5 +69,6 @@ GPT_OSS = Architecture(
     quantizations=frozenset({"mxfp4"}),
     yarn_truncate=False,
     full_layers=2,
+    window_keys=frozenset({"sliding_window", "layer_types"}),
     layer=_layer,
 )

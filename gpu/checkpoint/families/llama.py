@@ -4,4 +4,10 @@ from functools import partial
 
 from gpu.checkpoint.architecture import Architecture, llama_layer
 
-LLAMA = Architecture(name="LlamaForCausalLM", gguf="llama", layer=partial(llama_layer, gguf_heads=True))
+LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    gguf="llama",
+    nullable=frozenset({"head_dim", "num_key_value_heads"}),
+    layer=partial(llama_layer, gguf_heads=True),
+)

@@ -22,7 +22,10 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
-    defaults={"use_sliding_window": True},
+    model_type="mixtral",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    nullable=frozenset({"sliding_window", "head_dim"}),
+    window_keys=frozenset({"sliding_window"}),
     numbers={"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN},
     layer=_layer,
 )

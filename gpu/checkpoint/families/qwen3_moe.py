@@ -26,7 +26,9 @@ def _layer(config: ModelConfig, index: int) -> LayerSpec:
 QWEN3_MOE = Architecture(
     name="Qwen3MoeForCausalLM",
     gguf="qwen3moe",
-    defaults={"norm_topk_prob": False},
+    model_type="qwen3_moe",
+    defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096},
+    window_keys=frozenset({"sliding_window", "use_sliding_window"}),  # a window is in all layers
     qk_norm=True,
     numbers={
         "num_experts": EXPERTS,

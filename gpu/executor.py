@@ -19,7 +19,6 @@ from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions, rank_spec, resolve_device
 from gpu.parallel import Layout
 from gpu.perplexity import sample_text
-from gpu.runner import FinishedStep
 from gpu.weights import read_weights
 from gpu.weights.quantization import Quantization
 from gpu.worker import Worker
@@ -91,11 +90,8 @@ class UniProcExecutor:
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:
-            return FinishedStep(EngineDead("the executor has been shut down"))
-        try:
-            return self._worker.runner.submit(plan, abandoned)
-        except Exception as error:
-            return FinishedStep(error)
+            raise EngineDead("the executor has been shut down")
+        return self._worker.runner.submit(plan, abandoned)
 
     def prepare(self) -> bool:
         return self._worker is not None and self._worker.runner.prepare()

@@ -129,6 +129,7 @@ class RowTable:
         self._num_computed_tokens = self.columns["num_computed_tokens"]
         self._num_blocks = [0] * sizes.max_num_seqs
         self._rows: dict[str, int] = {}
+        self._broken: set[str] = set()  # requests of plans whose diffs were not applied as a whole, until removed
         self._free_rows = list(reversed(range(sizes.max_num_seqs)))  # low ones first: less memory is touched
 
     def __len__(self) -> int:
@@ -149,16 +150,18 @@ class RowTable:
         fit: mistakes of the scheduler, never of a client.
         """
         for request_id in plan.removed_request_ids:
-            row = self._rows.pop(request_id, None)
-            if row is not None:
-                self.biases.remove(row)
-                self.named_tokens.remove(row)
-                store.remove(row)
-                self._free_rows.append(row)
-        for request in plan.new_requests:
-            self._add(request, store)
-        for request_id, block_ids in plan.new_block_ids.items():
-            self._append_blocks(self._rows[request_id], block_ids, store)
+            self._remove(request_id, store)
+        if not self._broken.isdisjoint(plan.request_ids):
+            raise ValueError("The plan goes on with requests whose diffs were not applied.")
+        try:
+            for request in plan.new_requests:
+                self._add(request, store)
+            for request_id, block_ids in plan.new_block_ids.items():
+                self._append_blocks(self._rows[request_id], block_ids, store)
+        except BaseException:
+            # A plan that was made on top of this one would compute with blocks that never came.
+            self._broken.update(plan.request_ids)
+            raise
 
     def shape(self, plan: SchedulerOutput) -> StepShape:
         """The step of a plan whose diffs have been applied, and that schedules at least one request."""
@@ -192,6 +195,17 @@ class RowTable:
         """Count what a step does: all its tokens are computed, and those that are sampled stand behind them."""
         self._num_computed_tokens[shape.rows] = shape.seq_lens
         self._num_tokens[shape.sampling_rows] = shape.positions + 1
+
+    def _remove(self, request_id: str, store: RowStore) -> None:
+        self._broken.discard(request_id)
+        row = self._rows.get(request_id)
+        if row is not None:
+            # All of these may be repeated, so if one fails, the row is still known and removed by the next plan.
+            self.biases.remove(row)
+            self.named_tokens.remove(row)
+            store.remove(row)
+            del self._rows[request_id]
+            self._free_rows.append(row)
 
     def _add(self, request: NewRequestData, store: RowStore) -> None:
         if request.request_id in self._rows:

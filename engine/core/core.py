@@ -123,6 +123,7 @@ class EngineCore:
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self._profiler = StepProfiler(executor)
         self.is_closed = False  # it was told to end
+        self._broken_by: BaseException | None = None  # what a step raised that was not contained
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None  # is told who is new in a step, before it
 
     @property
@@ -210,8 +211,18 @@ class EngineCore:
         """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
 
         `is_abandoned` tells whether all of these requests are about to be ended; then the step need not be finished.
-        Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more.
+        Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more. After
+        any other exception the accounts may be half made, so from then on every call raises EngineDead.
         """
+        if self._broken_by is not None:
+            raise EngineDead("the engine has ended: a step of it was broken off; restart it") from self._broken_by
+        try:
+            return self._step(is_abandoned)
+        except BaseException as error:
+            self._broken_by = error
+            raise
+
+    def _step(self, is_abandoned: IsAbandoned) -> EngineCoreOutputs:
         self._plan_ahead(is_abandoned)
         step = self._in_flight.popleft()
         plan = step.plan
@@ -221,6 +232,14 @@ class EngineCore:
         began, outcome = max(step.planned_at, self._last_end), StepOutcome.DONE
         try:
             output = step.handle.result()
+            if len(output.sampled_token_ids) != len(plan.request_ids):
+                raise ValueError(
+                    f"the executor answered for {len(output.sampled_token_ids)} of {len(plan.request_ids)} requests"
+                )
+            ended = self.clock()
+            # What the host does between two steps is a part of what they cost.
+            lasted = ended - (self._last_end if self._goes_on else began)
+            self._costs.observe(plan, num_prefill_tokens, lasted)
         except StepAbandoned:
             outcome, ended = StepOutcome.ABANDONED, self.clock()
             self._last_end = ended
@@ -233,13 +252,9 @@ class EngineCore:
             outputs = self._contain(plan, error)
             ended = self._last_end
         else:
-            ended = self.clock()
             if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
                 self._failures_in_a_row = 0
-            # What the host does between two steps is a part of what they cost.
-            lasted = ended - (self._last_end if self._goes_on else began)
             self._last_end = ended
-            self._costs.observe(plan, num_prefill_tokens, lasted)
             outputs = self.scheduler.update(plan, output, ended)
             self._name_failed(outputs)
             if self._tiers is not None:
@@ -318,21 +333,26 @@ class EngineCore:
             if self._in_flight and not plan.request_ids:
                 self.scheduler.retract(plan)
                 return
-            if self._structured is not None:
-                plan.masks = self._structured.masks(self.scheduler.matchers_of(plan))
-                if not plan.request_ids:
-                    self._structured.wait_for_grammars()
-            if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
-                self._tiers.tier.wait()
-            if plan.new_requests:
-                self.on_begin([request.request_id for request in plan.new_requests])
             submitted_at = self.clock()
             handle: StepHandle
             try:
+                self._accompany(plan)
+                submitted_at = self.clock()
                 handle = self.executor.submit(plan, partial(is_abandoned, plan.request_ids))
             except Exception as error:
                 handle = FailedStep(error)
             self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, self._costs.prefill_tokens))
+
+    def _accompany(self, plan: SchedulerOutput) -> None:
+        """Do what a plan needs besides its execution. For a plan without requests: wait for what holds them up."""
+        if self._structured is not None:
+            plan.masks = self._structured.masks(self.scheduler.matchers_of(plan))
+            if not plan.request_ids:
+                self._structured.wait_for_grammars()
+        if self._tiers is not None and self._tiers.is_loading and not plan.request_ids:
+            self._tiers.tier.wait()
+        if plan.new_requests:
+            self.on_begin([request.request_id for request in plan.new_requests])
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
         """A step has raised: put its requests back, and end the one at fault once it is known.

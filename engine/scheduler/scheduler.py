@@ -22,6 +22,7 @@ the engine's thread. Deterministic: no clock, no randomness, no device.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ from engine.scheduler.tiers import BlockTier
 from engine.snapshot import WaitsFor
 from engine.stats import SchedulerStats
 from engine.structured import TokenMatcher
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -311,39 +314,45 @@ class Scheduler:
                 if request is not None:
                     self.shares.charge(request.tenant, max(num_scheduled, OUTPUT_TOKEN_COST))
                 continue
-            has_ended = bool(token_ids) and request.append_output_tokens(token_ids)
-            computed_before = request.num_computed_tokens
-            request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
-            if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
-                self._account_prefill(request, computed_before, num_scheduled, now)
-            if request.num_computed_tokens // block_size > request.num_committed_blocks:
-                self.kv.commit(request)
-            if token_ids:
-                num_sampled_of[request.tenant] += len(token_ids)
-            elif not request.events:
+            try:
+                has_ended = bool(token_ids) and request.append_output_tokens(token_ids)
+                computed_before = request.num_computed_tokens
+                request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
+                if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
+                    self._account_prefill(request, computed_before, num_scheduled, now)
+                if request.num_computed_tokens // block_size > request.num_committed_blocks:
+                    self.kv.commit(request)
+                if token_ids:
+                    num_sampled_of[request.tenant] += len(token_ids)
+                elif not request.events:
+                    continue
+                gain = EngineCoreOutput(
+                    request_id=request_id, new_token_ids=token_ids, num_cached_tokens=request.num_cached_tokens
+                )
+                if has_ended:
+                    self._describe_end(request, gain)
+                if logprobs and index in logprobs:
+                    gain.logprobs = logprobs[index][: len(token_ids)]
+                if request.events:
+                    gain.events = request.take_events()
+                # Few ask, so that usually no row is looked up. A prefill has been accounted for, so there is an output
+                # of it.
+                if prompt_logprobs and index in prompt_logprobs:
+                    gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
+                if embeddings and index in embeddings:
+                    gain.embedding = embeddings[index]
+            except Exception as error:  # its accounts may be half made, those of the others are not touched
+                logger.exception("a step could not be accounted for to request %s", request_id)
+                self.fail(request_id, f"the engine could not account for a step ({type(error).__name__})")
                 continue
-            gain = EngineCoreOutput(
-                request_id=request_id, new_token_ids=token_ids, num_cached_tokens=request.num_cached_tokens
-            )
             gained.append(gain)
             if has_ended:
-                self._describe_end(request, gain)
                 ended.append(request)
-            if logprobs and index in logprobs:
-                gain.logprobs = logprobs[index][: len(token_ids)]
-            if request.events:
-                gain.events = request.take_events()
-            # Few ask, so that usually no row is looked up. A prefill has been accounted for, so there is an output of
-            # it.
-            if prompt_logprobs and index in prompt_logprobs:
-                gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
-            if embeddings and index in embeddings:
-                gain.embedding = embeddings[index]
         for tenant, num_tokens in num_sampled_of.items():
             self.shares.charge(tenant, num_tokens * OUTPUT_TOKEN_COST)
         for request in ended:
             self._table.remove(request)
-        return gained
+        return gained + self.take_ended() if self._ended else gained
 
     def _account_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
         request.note(EventKind.PREFILL, now, num_tokens)

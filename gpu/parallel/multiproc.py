@@ -44,7 +44,6 @@ from gpu.parallel.messages import (
 from gpu.parallel.rank_child import RankChild
 from gpu.parallel.ring import RingWriter
 from gpu.parallel.stage_link import link_bytes
-from gpu.runner import FinishedStep
 
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # In which a step that has failed on one rank has to fail on all: else some are waiting for that one, and what ranks
@@ -165,7 +164,7 @@ class MultiprocExecutor:
 
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._is_closed:
-            return FinishedStep(EngineDead("the executor has been shut down"))
+            raise EngineDead("the executor has been shut down")
         self._num_submitted += 1
         sampled, self._sampled = self._sampled, {}
         self._write(Step(self._num_submitted, plan, sampled))

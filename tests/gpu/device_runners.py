@@ -19,6 +19,7 @@ from gpu.attention.torch_backend import TorchAttention
 from gpu.attention.triton_backend import TritonAttention
 from gpu.device import DeviceRunner
 from gpu.device.graphs import Replay
+from gpu.executor import UniProcExecutor
 from gpu.model_runner import ModelRunner
 from gpu.models import CausalLM
 from gpu.models.served import TorchModel
@@ -82,7 +83,9 @@ def make_executor(kind: str, graphs: Again | None = None) -> RunnerExecutor:
     return RunnerExecutor(runner)
 
 
-def make_core(executor: RunnerExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS) -> EngineCore:
+def make_core(
+    executor: RunnerExecutor | UniProcExecutor, pipeline_depth: int, *, num_blocks: int = NUM_BLOCKS
+) -> EngineCore:
     executor.num_blocks = num_blocks
     config = EngineConfig(
         max_model_len=MAX_MODEL_LEN,

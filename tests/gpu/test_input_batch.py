@@ -166,6 +166,43 @@ def test_a_request_may_fill_its_context_to_the_last_token():
     assert token_ids_of(rows, batch, "a") == [*range(8), 99]
 
 
+@pytest.mark.parametrize("part", ["biases", "named_tokens", "store"])
+def test_a_row_whose_removal_fails_is_removed_by_the_next_plan(part: str, monkeypatch: pytest.MonkeyPatch):
+    rows, batch = make_rows(1, MAX_MODEL_LEN, BLOCK_SIZE)
+    rows.apply(plan_of({"a": 2}, new=[new_request("a", [1, 2], block_ids=[0])]), batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch if part == "store" else getattr(rows, part), "remove", fail)
+        with pytest.raises(MemoryError):
+            rows.apply(plan_of({}, removed=["a"]), batch)
+    rows.apply(plan_of({"b": 1}, new=[new_request("b", [3], block_ids=[1])], removed=["a"]), batch)
+    assert token_ids_of(rows, batch, "b") == [3]
+
+
+@pytest.mark.parametrize("lost", ["new", "blocks"])
+def test_a_plan_on_top_of_one_that_was_not_applied_is_refused_until_its_requests_are_removed(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its blocks never came, so it would write where another request reads."""
+    rows, batch = make_rows(2, MAX_MODEL_LEN, BLOCK_SIZE)
+    first = plan_of({"a": 4}, new=[new_request("a", [1, 2, 3, 4], block_ids=[0])])
+    second = plan_of({"a": 1}, new_blocks={"a": [1]})
+    if lost == "blocks":
+        rows.apply(first, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "append_blocks", fail)
+        with pytest.raises(MemoryError):
+            rows.apply(first if lost == "new" else second, batch)
+    with pytest.raises(ValueError, match="were not applied"):
+        rows.apply(plan_of({"a": 1}), batch)
+    again = new_request("a", [1, 2, 3, 4, 5], block_ids=[0, 1])
+    rows.apply(plan_of({"a": 5}, new=[again], removed=["a"]), batch)
+    assert token_ids_of(rows, batch, "a") == [1, 2, 3, 4, 5]
+
+
+def fail(*args: Any) -> None:
+    raise MemoryError
+
+
 def test_a_request_beyond_the_rows_or_their_length_is_refused_and_leaves_nothing():
     rows, batch = make_rows(1, 8, 4)
     with pytest.raises(ValueError, match="10 tokens"):

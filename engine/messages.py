@@ -30,6 +30,7 @@ ALL_LOGPROBS = -1  # those of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
+MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of schemas that are enforced as far as a grammar of the size above can
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -99,9 +100,10 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 f" pattern, got {length}.",
                 param="structured_output",
             )
-        if len(self.value) > MAX_GRAMMAR_CHARACTERS:
+        limit = MAX_LENIENT_CHARACTERS if self.lenient else MAX_GRAMMAR_CHARACTERS
+        if len(self.value) > limit:
             raise InvalidRequest(
-                f"structured_output takes at most {MAX_GRAMMAR_CHARACTERS} characters, got {len(self.value)}.",
+                f"structured_output takes at most {limit} characters, got {len(self.value)}.",
                 param="structured_output",
             )
 

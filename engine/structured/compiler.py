@@ -18,6 +18,7 @@ from concurrent.futures import Future
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from msgspec import structs
 
 from engine.errors import InvalidRequest
 from engine.frontend.detokenizer import Vocabulary
@@ -162,7 +163,7 @@ class GrammarCompiler:
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
         """The grammar of all that this asks for."""
         try:
-            structured.check()
+            structs.replace(structured, lenient=False).check()
             text = to_llguidance(structured, self._special_tokens())
         except InvalidRequest as error:
             return error

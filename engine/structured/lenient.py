@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import structs
 
-from engine.messages import StructuredOutput, StructuredOutputKind, Unenforced
+from engine.messages import MAX_GRAMMAR_CHARACTERS, StructuredOutput, StructuredOutputKind, Unenforced
 from engine.structured.grammar import refused
 from engine.structured.json_schema import prepared
 from engine.structured.relaxation import ENOUGH_SECONDS, Relaxed, invalid, least, outermost, relax
@@ -49,11 +49,13 @@ def loosened(structured: StructuredOutput, can_compile: CanCompile) -> Loosened:
         changed = value if is_tagged else places[0]["schema"]
         return structs.replace(structured, value=_text(changed), lenient=False, closed=False)
 
+    asked: dict[int, Any] = {}
     for number, place in enumerate(places):
         schema = prepared(place["schema"], closed=structured.closed)
         place["schema"] = schema
         if not place["lenient"] or not isinstance(schema, dict):
             continue
+        asked[number] = schema
         if (complaint := invalid(schema)) is not None:
             raise refused(complaint)
 
@@ -70,6 +72,12 @@ def loosened(structured: StructuredOutput, can_compile: CanCompile) -> Loosened:
     if late and not can_compile(enforced()):
         for number, schema in late.items():
             leave_out(number, schema, Relaxed(outermost(schema), ("",)))
+    excess = len(enforced().value) - MAX_GRAMMAR_CHARACTERS
+    sizes = {number: len(_text(places[number]["schema"])) for number in asked} if excess > 0 else {}
+    for number in sorted(sizes, key=lambda number: -sizes[number]):  # the longest first, until all others fit
+        if excess > 0:
+            leave_out(number, asked[number], Relaxed(outermost(asked[number]), ("",)))
+            excess -= sizes[number] - len(_text(places[number]["schema"]))
     return Loosened(enforced(), tuple(unenforced[number] for number in sorted(unenforced)))
 
 

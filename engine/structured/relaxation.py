@@ -29,7 +29,7 @@ ENOUGH_SECONDS = 0.5  # of processor time, after which only the outermost shape 
 REFINING_SECONDS = 0.2  # of processor time, in which what need not have gone is put back
 MAX_TRIES = 16  # of the compiler, to put it back
 MAX_PATTERNS = 64  # tried one by one
-OPEN_DEPTH = 3  # levels that are left of what is too large or too deep as a whole
+OPEN_DEPTH = 3  # levels that are left, or fewer, of what is too large or too deep as a whole
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _ENFORCED_FORMATS = frozenset(
@@ -100,9 +100,26 @@ def least(schema: Any) -> Relaxed:
 
 
 def outermost(schema: Any) -> dict[str, Any]:
-    """No more than the type of a value."""
-    asked = schema.get("type") if isinstance(schema, dict) else None
+    """No more than the type of a value, which `allOf` or a reference may name."""
+    return _typed(schema, None if _ids(schema) else schema)
+
+
+def _typed(schema: Any, root: Any) -> dict[str, Any]:
+    asked = _type_of(schema, root)
     return {} if asked is None else {"type": asked}
+
+
+def _type_of(schema: Any, root: Any, depth: int = 8) -> Any:
+    """What `type` says of a value; None if nothing. References lead into the document `root`, if there is one."""
+    if not isinstance(schema, dict) or depth == 0:
+        return None
+    if "type" in schema:
+        return schema["type"]
+    parts = schema.get("allOf")
+    parts = list(parts) if isinstance(parts, list) else []
+    if isinstance(reference := schema.get("$ref"), str) and root is not None:
+        parts.append(resolved(root, reference))
+    return next((asked for part in parts if (asked := _type_of(part, root, depth - 1)) is not None), None)
 
 
 def _by_groups(schema: Any, fits: Fits, end: float) -> Relaxed | None:
@@ -117,10 +134,13 @@ def _by_groups(schema: Any, fits: Fits, end: float) -> Relaxed | None:
         cut = _Cut(schema, groups, frozenset())
         if fits(cut.schema):
             return _put_back(schema, groups, cut, sorted(set(cut.pointers) - set(first.pointers)), fits)
-    if time.thread_time() > end:
-        return None
-    shallow = _Cut(schema, groups, frozenset(), depth=OPEN_DEPTH)
-    return shallow.relaxed if fits(shallow.schema) else None
+    for depth in range(OPEN_DEPTH, 0, -1):
+        if time.thread_time() > end:
+            return None
+        shallow = _Cut(schema, groups, frozenset(), depth=depth)
+        if fits(shallow.schema):
+            return shallow.relaxed
+    return None
 
 
 def _put_back(schema: Any, groups: frozenset[str], cut: _Cut, candidates: list[str], fits: Fits) -> Relaxed:
@@ -167,7 +187,7 @@ class _Cut:
             return schema
         if self._depth is not None and depth > self._depth:
             self.pointers.append(pointer)
-            return outermost(schema)
+            return _typed(schema, None if self._ids else self._root)
         copy = dict(schema)
         for key in schema:
             if self._goes(key, schema[key], schema) and joined(pointer, key) not in self._spared:
@@ -176,6 +196,8 @@ class _Cut:
         if "patternProperties" in schema and "patternProperties" not in copy and "additionalProperties" in copy:
             del copy["additionalProperties"]  # it speaks of what no pattern took
             self.pointers.append(joined(pointer, "additionalProperties"))
+        if schema.keys() & {"allOf", "$ref"} != copy.keys() & {"allOf", "$ref"} and "type" not in copy:
+            copy |= _typed(schema, None if self._ids else self._root)
         if "oneOf" in copy:
             self.pointers.append(joined(pointer, "oneOf"))
             if "anyOf" in copy:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.messages import StructuredOutput
+from engine.messages import MAX_GRAMMAR_CHARACTERS, MAX_LENIENT_CHARACTERS, StructuredOutput
 from engine.structured import CompiledGrammar
 from engine.structured import lenient as lenient_schemas
 from engine.structured.relaxation import MAX_TRIES, relax
@@ -27,6 +27,13 @@ A_AND_B = {
     "b": {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]},
 }
 BY_KIND = {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": A_AND_B}
+CIRCLE = {
+    "n": {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/n"}},
+        "required": ["v"],
+    }
+}
 TAGS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
 
 
@@ -103,6 +110,18 @@ CASES: list[tuple[dict[str, Any], list[str], list[Any], list[Any]]] = [
         [{"b": "xx"}, {"c": [1, 2]}],
     ),
     ({"allOf": [{"$ref": "#/$defs/t"}], "$defs": {"t": TAGS}}, ["/$defs/t/uniqueItems"], [["a", "b"]], [[1]]),
+    (
+        {"allOf": [A_AND_B["b"], {"not": {"required": ["x"]}}]},
+        ["/allOf/1/not"],
+        [{"kind": "b"}],
+        [{"kind": "a"}, {}, 1],
+    ),
+    (  # references in circles beside alternatives are too much, and the type is left
+        {"allOf": [{"$ref": "#/$defs/n"}, {"anyOf": [{"$ref": "#/$defs/n"}, A_AND_B["a"]]}], "$defs": CIRCLE},
+        ["/allOf/0/$ref", "/allOf/1/anyOf"],
+        [{"v": 1}],
+        [1, [], None],
+    ),
 ]
 
 
@@ -201,6 +220,23 @@ def test_what_is_too_large_as_a_whole_keeps_its_outermost_levels() -> None:
     assert accepts(grammar, {"a": [[[]]]})
     assert not accepts(grammar, {})
     assert not accepts(grammar, {"a": 1})
+
+
+def test_a_schema_that_is_longer_than_a_grammar_may_be_is_enforced_as_far_as_one_can() -> None:
+    remarks = {"type": "object", "properties": {"a": {"type": "integer", "description": "x" * MAX_GRAMMAR_CHARACTERS}}}
+    assert lenient(remarks).unenforced == ()  # without what only people read it is short
+    names = {f"name_{number}": {"type": "object", "properties": {"a": {"const": "x" * 800}}} for number in range(200)}
+    grammar = lenient({"type": "object", "properties": {"all": {"type": "object", "properties": names}}})
+    assert grammar.unenforced[0].pointers
+    assert accepts(grammar, {"all": {"name_7": {"a": "x" * 80}}})
+    assert not accepts(grammar, {"all": 1})
+    tools = [{"type": "object", "properties": {"a": {"const": "x" * size}}} for size in (10, 90_000, 80_000, 20)]
+    grammar = COMPILER.compile(tagged_json([Tag(f"<{n}>", tool, "</>", lenient=True) for n, tool in enumerate(tools)]))
+    assert [(told.number, told.pointers) for told in grammar.unenforced] == [(1, ("",))]
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_GRAMMAR_CHARACTERS} characters"):
+        COMPILER.compile(json_schema(remarks))
+    with pytest.raises(InvalidRequest, match=f"at most {MAX_LENIENT_CHARACTERS} characters"):
+        lenient({"const": "x" * MAX_LENIENT_CHARACTERS})
 
 
 def test_the_compiler_is_asked_a_bounded_number_of_times() -> None:

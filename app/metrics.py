@@ -123,8 +123,12 @@ class Metrics:
         lora.labels("0", "", "").set_to_current_time()
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._generation_tokens = counter("generation_tokens", "Tokens that were generated for accepted requests.")
-        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens that the prefix cache provided.")
+        self._cache_queries = counter(
+            "prefix_cache_queries", "Tokens of starting and resumed requests looked up in the prefix cache."
+        )
+        self._cache_hits = counter(
+            "prefix_cache_hits", "Tokens of starting and resumed requests that the prefix cache provided."
+        )
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
 
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
@@ -150,7 +154,7 @@ class Metrics:
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
 
         self._finished = by("finished_reason", "request_success", "Requests that ended, by reason.", FinishReason)
-        text = "Prompt tokens of scheduled choices, by where their keys and values came from."
+        text = "Tokens of choices that started or resumed, by where their keys and values came from."
         by_source = by("source", "prompt_tokens_by_source", text, ("local_compute", "local_cache_hit"))
         self._computed_tokens, self._reused_tokens = by_source.values()
         text = "Requests that were refused with 429, by the limit that refused them."
@@ -251,8 +255,8 @@ class Metrics:
         self.on_expert_load(stats.expert_load or ())
         for tier in stats.tiers or ():
             self._on_tier(tier)
-        if tokens := stats.prompt_tokens + generated_tokens:
-            self._step_tokens.observe(tokens)
+        if stats.computed_tokens:
+            self._step_tokens.observe(stats.computed_tokens)
 
     def on_expert_load(self, layers: Iterable[tuple[int, float]]) -> None:
         """Of each layer with experts: their tokens, and how many times the mean of them the most loaded one had."""

@@ -26,7 +26,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_waiting: int
     kv_cache_usage: float  # 0..1: share of blocks that requests own
     num_preemptions: int
-    prompt_tokens: int  # prompt tokens whose KV was computed
+    prompt_tokens: int  # that were prefilled: of prompts, and of answers again after a preemption
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
     num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
@@ -35,3 +35,4 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
     # them the most loaded one had.
     expert_load: list[tuple[int, float]] | None = None
+    computed_tokens: int = 0  # all of the step, also for requests that have ended or were preempted meanwhile

@@ -49,10 +49,10 @@ class RequestTable:
         self.shares.start(request.tenant)
         request.status = RequestStatus.RUNNING
         request.note(EventKind.SCHEDULED, now, request.num_computed_tokens)
+        self.prefix_cache_queries += request.num_tokens * request.reads_prefix_cache
+        self.prefix_cache_hits += request.num_computed_tokens
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self.prefix_cache_queries += request.num_prompt_tokens * request.reads_prefix_cache
-            self.prefix_cache_hits += request.num_cached_tokens
             self.num_changed_prefixes += self._changing_prefixes.is_one(request)
 
     def preempt(self, request: Request, now: float) -> None:

@@ -79,7 +79,7 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._ended: list[EngineCoreOutput] = []  # ends that came between two updates
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._computed_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -288,6 +288,7 @@ class Scheduler:
         """Account for what the oldest step in flight computed and sampled. Returns what each request gained; finished
         ones are gone from here."""
         valid = self._in_flight.end()
+        self._count_computed(plan, output)
         all_valid = len(valid) == len(plan.request_ids)
         for index in output.not_finite:
             if plan.request_ids[index] in valid:
@@ -311,6 +312,8 @@ class Scheduler:
                 # Failed a moment ago, or gone or preempted since it was planned. Its running slot was used all the
                 # same: if it were free, two tenants could take it from each other for ever, each before a step of it is
                 # accounted for.
+                if num_scheduled > num_sampled:
+                    self._prompt_tokens += num_scheduled
                 if request is not None:
                     self.shares.charge(request.tenant, max(num_scheduled, OUTPUT_TOKEN_COST))
                 continue
@@ -319,7 +322,7 @@ class Scheduler:
                 computed_before = request.num_computed_tokens
                 request.num_computed_tokens += num_scheduled - num_sampled + len(token_ids)
                 if num_scheduled > num_sampled or computed_before < request.num_prompt_tokens:
-                    self._account_prefill(request, computed_before, num_scheduled, now)
+                    self._account_prefill(request, num_scheduled, now)
                 if request.num_computed_tokens // block_size > request.num_committed_blocks:
                     self.kv.commit(request)
                 if token_ids:
@@ -354,10 +357,17 @@ class Scheduler:
             self._table.remove(request)
         return gained + self.take_ended() if self._ended else gained
 
-    def _account_prefill(self, request: Request, computed_before: int, num_tokens: int, now: float) -> None:
+    def _count_computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Count all that a step computed, also for requests that have ended or were preempted meanwhile; of drafts
+        those that were taken."""
+        self._computed_tokens += plan.total_num_scheduled_tokens
+        if self.config.max_sampled_tokens > 1:
+            self._computed_tokens += sum(map(len, output.sampled_token_ids)) - sum(plan.num_sampled_tokens)
+
+    def _account_prefill(self, request: Request, num_tokens: int, now: float) -> None:
         request.note(EventKind.PREFILL, now, num_tokens)
         self.shares.charge(request.tenant, num_tokens)
-        self._prompt_tokens += max(0, min(request.num_computed_tokens, request.num_prompt_tokens) - computed_before)
+        self._prompt_tokens += num_tokens
 
     @staticmethod
     def _describe_end(request: Request, gain: EngineCoreOutput) -> None:
@@ -395,12 +405,13 @@ class Scheduler:
             kv_cache_usage=self.kv.usage,
             num_preemptions=self._table.num_preemptions,
             prompt_tokens=self._prompt_tokens,
+            computed_tokens=self._computed_tokens,
             prefix_cache_queries=self._table.prefix_cache_queries,
             prefix_cache_hits=self._table.prefix_cache_hits,
             num_changed_prefixes=self._table.num_changed_prefixes,
             tiers=None if self.kv.tiers is None else self.kv.tiers.take_stats(),
         )
-        self._prompt_tokens = self._table.num_preemptions = 0
+        self._prompt_tokens = self._computed_tokens = self._table.num_preemptions = 0
         self._table.prefix_cache_queries = self._table.prefix_cache_hits = self._table.num_changed_prefixes = 0
         return stats
 

@@ -78,11 +78,19 @@ def test_the_prefix_is_ours_to_choose() -> None:
 
 
 def test_gauges_follow_the_last_step_and_counters_add_up(metrics: Metrics) -> None:
-    metrics.on_step(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prompt_tokens=100), generated_tokens=0)
     metrics.on_step(
-        stats(num_running=2, kv_cache_usage=0.25, num_preemptions=1, prefix_cache_queries=64, prefix_cache_hits=48),
-        generated_tokens=2,
+        stats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prompt_tokens=100, computed_tokens=100),
+        generated_tokens=0,
     )
+    decoded = stats(
+        num_running=2,
+        kv_cache_usage=0.25,
+        num_preemptions=1,
+        prefix_cache_queries=64,
+        prefix_cache_hits=48,
+        computed_tokens=2,
+    )
+    metrics.on_step(decoded, generated_tokens=2)
     assert value(metrics, "vllm:num_requests_running") == 2
     assert value(metrics, "vllm:num_requests_waiting") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25

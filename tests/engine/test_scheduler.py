@@ -192,6 +192,26 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_for_its_last_token() -> Non
     assert core.step().stats.prefix_cache_queries == 0
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [14, 20])
+def test_work_that_a_preemption_makes_necessary_again_is_counted(depth: int, num_blocks: int) -> None:
+    core = make_core(
+        num_blocks=num_blocks, block_size=4, max_model_len=48, max_num_batched_tokens=12, pipeline_depth=depth
+    )
+    for number in range(6):
+        core.add(make_request(range(20 * number, 20 * number + 9), max_tokens=24, priority=number % 2))
+    stats = []
+    while core.has_work:
+        stats.append(core.step().stats)
+    plans = simulated(core).plans
+    resumed = [new for plan in plans for new in plan.new_requests]
+    assert sum(each.num_preemptions for each in stats) > 2
+    assert sum(each.prompt_tokens for each in stats) == sum(plan.num_prefill_tokens for plan in plans)
+    assert sum(each.computed_tokens for each in stats) == sum(plan.total_num_scheduled_tokens for plan in plans)
+    assert sum(each.prefix_cache_queries for each in stats) == sum(len(new.token_ids) for new in resumed)
+    assert sum(each.prefix_cache_hits for each in stats) == sum(new.num_computed_tokens for new in resumed) > 0
+
+
 def test_what_a_request_generated_is_found_by_the_next_turn_of_its_conversation() -> None:
     core = make_core(block_size=4)
     core.add(make_request(range(6), "turn-1", max_tokens=7))

@@ -7,8 +7,9 @@ made again where it is not. The work is on one thread, in slices, so that nobody
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Annotated, Any
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import anyio
 import msgspec
@@ -22,12 +23,15 @@ from protocol.errors import ApiError, to_api_error
 if TYPE_CHECKING:
     from app.simulate.session import Session
 
-MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**21  # simulations, and the tokens of their requests, one at least
+MAX_BODY = 64 * 1024  # bytes
+MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # simulations, and what they keep, some 200 MB; one at least
 MAX_OPEN = 8  # requests
 MAX_STEPS = 100  # with one request, and in a slice
-MAX_AGAIN = 5000  # steps that are made again
+MAX_WORK = 2**18  # the same: some 50 ms
+MAX_AGAIN, MAX_WORK_AGAIN = 5000, 2**24  # steps that are made again, and their work
 MAX_TOLD = 256  # requests that have come and gone, with one answer
 
+T = TypeVar("T")
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -64,15 +68,13 @@ class Simulator:
         """JSON with `time`, the `frame` then, `kpis`, and who was `sent` and who has `ended` since. Raises ApiError."""
         if self._num_open == MAX_OPEN:
             raise ApiError(429, f"{MAX_OPEN} simulations are waited for already; try again.", code="too_many_pages")
+        if len(body) > MAX_BODY:
+            raise ApiError(413, f"A simulation takes at most {MAX_BODY} bytes, got {len(body)}.")
         self._num_open += 1
         try:
-            piece = Piece.model_validate_json(body)
+            piece = await self._run(lambda: Piece.model_validate_json(body))
             session = self._kept.pop(_name(piece, piece.since), None) or await self._again(piece)
-            answer = await to_thread.run_sync(_tell, session, piece, limiter=self._thread)
-        except ValidationError as error:
-            raise to_api_error(error) from None
-        except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            answer = await self._run(lambda: _tell(session, piece))
         finally:
             self._num_open -= 1
         self._kept[_name(piece, session.now)] = session
@@ -82,19 +84,30 @@ class Simulator:
 
     @property
     def _kept_tokens(self) -> int:
-        return sum(session.load.open_tokens for session in self._kept.values())
+        return sum(session.kept_tokens for session in self._kept.values())
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run one slice of the work on the thread. Between two of them a client that has left, and a server that ends,
+        end the rest. Raises ApiError 400 for what the simulation refuses."""
+
+        def run() -> T:
+            try:
+                return work()
+            except ValidationError as error:
+                raise to_api_error(error) from None
+            except ValueError as error:
+                raise ApiError(400, str(error)) from None
+
+        return await to_thread.run_sync(run, limiter=self._thread)
 
     async def _again(self, piece: Piece) -> Session:
         """Everything up to where the piece begins."""
-        session = await to_thread.run_sync(_begin, piece, limiter=self._thread)
-        changes = sorted((change for change in piece.changes if change.at < piece.since), key=lambda each: each.at)
-        for until, change in [*((each.at, each) for each in changes), (piece.since, None)]:
-            while session.now < until:
-                if session.simulation.num_steps >= MAX_AGAIN:
-                    raise ValueError(f"since: what came before has more than {MAX_AGAIN} steps; begin a new simulation")
-                await to_thread.run_sync(session.advance, until, MAX_STEPS, limiter=self._thread)
-            if change is not None:
-                session.change(**change.parameters)
+        session = await self._run(lambda: _begin(piece))
+        changes = deque(
+            sorted((change for change in piece.changes if change.at < piece.since), key=lambda each: each.at)
+        )
+        while changes or session.now < piece.since:
+            await self._run(lambda: _catch_up(session, changes, piece.since))
         return session
 
 
@@ -102,6 +115,17 @@ def _begin(piece: Piece) -> Session:
     from app.simulate.session import Parameters, Session  # what serves needs nothing of it
 
     return Session(Parameters.model_validate(piece.parameters))
+
+
+def _catch_up(session: Session, changes: deque[Change], since: float) -> None:
+    """A slice of the way to `since`, with the changes that are due."""
+    simulation = session.simulation
+    if simulation.num_steps >= MAX_AGAIN or simulation.work >= MAX_WORK_AGAIN:
+        raise ValueError(f"since: what came before is more than {MAX_AGAIN} short steps; begin a new simulation")
+    until = changes[0].at if changes else since
+    session.advance(until, MAX_STEPS, MAX_WORK)
+    if changes and session.now >= until:
+        session.change(**changes.popleft().parameters)
 
 
 def _name(piece: Piece, now: float) -> bytes:
@@ -117,7 +141,7 @@ def _tell(session: Session, piece: Piece) -> bytes:
     for change in piece.changes:
         if change.at == since:
             session.change(**change.parameters)
-    session.advance(piece.until, piece.max_steps)
+    session.advance(piece.until, piece.max_steps, MAX_WORK)
     simulation = session.simulation
     ended = [each for each in list(simulation.ended)[-MAX_TOLD:] if (each.end_time or 0.0) > since]
     sent = [each for each in [*ended, *simulation.open.values()] if each.start_time > since][-MAX_TOLD:]

@@ -22,7 +22,7 @@ from engine.simulation.simulation import SimulatedRequest, Simulation
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2**15
-KEPT = 10_000  # ended requests, for percentiles
+KEPT, KEPT_TOKENS = 10_000, 2**20  # ended requests and their output tokens, for percentiles
 
 
 class Parameters(LoadShape):
@@ -35,6 +35,8 @@ class Parameters(LoadShape):
     num_blocks: int = Field(default=4096, ge=64, le=2**17)  # of 16 tokens; lengths are cut so that one request fits
     seed: int = Field(default=0, ge=0, le=2**31)
 
+
+_TOKENS_PER_BLOCK, _TOKENS_PER_REQUEST = 8, 32  # what takes as much memory
 
 FIXED = ("num_blocks", "seed", "admission")  # parameters that cannot change while it runs
 
@@ -50,7 +52,7 @@ a dozen others, and p99 is what hurts."""
 
 
 class Session:
-    """`advance` is bounded by its steps; a step takes about 0.1 to 0.5 ms of the caller's thread."""
+    """`advance` is bounded by its steps and its work; a step takes about 0.1 to 0.5 ms of the caller's thread."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -58,7 +60,7 @@ class Session:
         self.load = OpenLoad(lambda: self.parameters, self._longest, parameters.seed)
         settings = Settings().model_copy(update={"max_num_seqs": parameters.max_num_seqs})
         door = (lambda clock: AdmissionDoor(settings, clock)) if parameters.admission else None
-        self.simulation = Simulation(Engines(self._make_core), self.load, door, keep=KEPT)
+        self.simulation = Simulation(Engines(self._make_core), self.load, door, keep=KEPT, keep_tokens=KEPT_TOKENS)
         self._begin_account()
 
     def _make_core(self, clock: VirtualClock) -> tuple[EngineCore, CountingExecutor]:
@@ -96,10 +98,22 @@ class Session:
         )
         self._begin_account()
 
-    def advance(self, until: float = math.inf, max_steps: int = 1000) -> None:
-        """Go on to this virtual time, but make no more than so many steps. Raises ValueError where more has come than
-        is kept in memory; then it cannot go on."""
-        self.simulation.advance(until, max_steps)
+    def advance(self, until: float = math.inf, max_steps: int = 1000, max_work: float = math.inf) -> None:
+        """Go on to this virtual time, but make no more than so many steps, and no further one when so much work is
+        done. Raises ValueError where more has come than is kept in memory; then it cannot go on."""
+        self.simulation.advance(until, max_steps, max_work)
+
+    @property
+    def kept_tokens(self) -> int:
+        """How much it keeps in memory, in tokens of about 50 bytes: prompts, the times of tokens, blocks, requests."""
+        simulation = self.simulation
+        num_requests = len(simulation.open) + len(simulation.ended)
+        return (
+            self.load.open_tokens
+            + simulation.kept_tokens
+            + _TOKENS_PER_BLOCK * self.parameters.num_blocks
+            + _TOKENS_PER_REQUEST * num_requests
+        )
 
     # --- figures
 

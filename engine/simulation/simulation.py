@@ -13,6 +13,10 @@ import msgspec
 from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, FinishReason
 from engine.simulation.engines import Engines
 
+WORK_PER_STEP = 512
+WORK_PER_ROW = 32  # of a step's output
+WORK_PER_REQUEST = 512  # beside the tokens of its prompt, which are 1 each
+
 
 class SimulatedRequest(msgspec.Struct, kw_only=True):
     """What a client has seen of its request. Times are virtual seconds."""
@@ -90,16 +94,22 @@ class Simulation:
         inbound: Callable[[int], float] = lambda num_tokens: 0.0,
         outbound: float = 0.0,
         keep: int | None = None,
+        keep_tokens: float = math.inf,
         outages: Sequence[Outage] = (),
     ) -> None:
-        """`door` makes one of a clock. `keep` is how many ended requests are remembered, all if it is None."""
+        """`door` makes one of a clock. `keep` is how many ended requests are remembered, all if it is None, and
+        `keep_tokens` how many output tokens they may have together."""
         self.engines = engines
         self.load = load
         self.num_sent = self.num_ended = self.num_refused = self.num_placed_again = 0
         self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self.work = 0  # that was done so far, at some 0.2 microseconds a unit
+        self.kept_tokens = 0  # output tokens whose times are remembered
         self.request_seconds = 0.0  # the integral of how many requests are in the engines
         self.open: dict[str, SimulatedRequest] = {}
-        self.ended: deque[SimulatedRequest] = deque(maxlen=keep)
+        self.ended: deque[SimulatedRequest] = deque()
+        self._keep = math.inf if keep is None else keep
+        self._keep_tokens = keep_tokens
         self._door = None if door is None else door(lambda: engines.now)
         self._places: dict[str, Place] = {}
         self._inbound = inbound
@@ -133,10 +143,12 @@ class Simulation:
                 due = heap[0][0]
         return due
 
-    def advance(self, until: float = math.inf, max_steps: int | None = None) -> bool:
-        """Go on to this time, or for so many steps. Returns whether anything will happen afterwards."""
+    def advance(self, until: float = math.inf, max_steps: int | None = None, max_work: float = math.inf) -> bool:
+        """Go on to this time, or for so many steps, or until so much work is done: a step can be long, so that any
+        number of requests come in it. Returns whether anything will happen afterwards."""
         last_step = math.inf if max_steps is None else self.num_steps + max_steps
-        while self.num_steps < last_step:
+        most_work = self.work + max_work
+        while self.num_steps < last_step and self.work < most_work:
             due = self.due
             if due > until:
                 if until < math.inf:
@@ -162,6 +174,7 @@ class Simulation:
                 self.engines.restore(engines)
         for outputs, ends in self.engines.advance(now):
             stats = outputs.stats
+            self.work += len(ends) * WORK_PER_STEP + len(outputs.outputs) * WORK_PER_ROW
             self.num_preemptions += stats.num_preemptions
             self.prefix_cache_queries += stats.prefix_cache_queries
             self.prefix_cache_hits += stats.prefix_cache_hits
@@ -193,6 +206,7 @@ class Simulation:
             num_prompt_tokens=len(request.prompt_token_ids),
         )
         self.num_sent += 1
+        self.work += WORK_PER_REQUEST + record.num_prompt_tokens
         self.open[request.request_id] = record
         request.arrival_time = record.arrival_time = self.now + self._inbound(record.num_prompt_tokens)
         heapq.heappush(self._under_way, (record.arrival_time, record.number, request))
@@ -212,6 +226,7 @@ class Simulation:
     def _receive(self, output: EngineCoreOutput, now: float, ends: list[float]) -> None:
         record = self.open[output.request_id]
         time = now + self._outbound
+        self.kept_tokens += len(output.new_token_ids)
         if not record.token_times and output.new_token_ids and output.request_id in self._places:
             self._places[output.request_id].begin()
         if len(output.new_token_ids) == 1:
@@ -238,4 +253,6 @@ class Simulation:
         record.end_time = time
         self.num_ended += 1
         self.ended.append(record)
+        while len(self.ended) > self._keep or (self.kept_tokens > self._keep_tokens and self.ended):
+            self.kept_tokens -= len(self.ended.popleft().token_times)
         heapq.heappush(self._news, (time, record.number, record))

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from app.simulate.session import PRESETS, Parameters, Session
+from app.simulate.session import MAX_MODEL_LEN, PRESETS, Parameters, Session
+from engine.simulation.simulation import WORK_PER_REQUEST
 from engine.snapshot import EngineSnapshot
 
 
@@ -98,3 +99,38 @@ def test_whatever_is_asked_fits(num_blocks: int) -> None:
     session.advance(30.0, max_steps=2000)
     assert session.kpis()["num_ended"]
     assert not [each.error for each in session.simulation.ended if each.error]
+
+
+CROWD = Parameters(rate=1000, step_seconds=10, admission=True, input_len=8192, shared_prefix_len=8192, num_blocks=2**12)
+
+
+def test_advance_is_bounded_by_its_work_however_long_a_step_is() -> None:
+    """A thousand requests a second, nearly all of which are refused, come in steps of ten seconds."""
+    session = Session(CROWD)
+    for number in range(1, 6):
+        session.advance(1e6, max_steps=100, max_work=50_000)
+        assert session.simulation.work <= number * (50_000 + MAX_MODEL_LEN + 2 * WORK_PER_REQUEST)
+    assert session.simulation.num_steps <= 1
+
+
+def test_slices_of_work_come_to_the_same() -> None:
+    sliced, whole = Session(PRESETS["overloaded"]), Session(PRESETS["overloaded"])
+    while sliced.now < 3.0:
+        sliced.advance(3.0, max_work=1)
+    whole.advance(3.0)
+    assert sliced.core.snapshot() == whole.core.snapshot()
+    assert sliced.simulation.ended == whole.simulation.ended
+
+
+def test_what_a_session_keeps_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.simulate.session.KEPT_TOKENS", 3000)
+    session = Session(Parameters(rate=50, max_num_seqs=64, output_len=400, input_len=1))
+    for _ in range(30):
+        session.advance(1e6, max_steps=100)
+        simulation = session.simulation
+        records = [*simulation.ended, *simulation.open.values()]
+        assert simulation.kept_tokens == sum(len(each.token_times) for each in records)
+        assert simulation.kept_tokens <= 3000 or not simulation.ended
+        assert session.kept_tokens > simulation.kept_tokens + session.load.open_tokens
+    assert simulation.num_ended > len(simulation.ended)
+    assert session.kpis()["ttft_p50"] >= 0

@@ -28,7 +28,8 @@ class Admission:
 
         A request whose next block is being computed for somebody else, in this very step or in the one in flight,
         waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
-        crowd with one system prompt, prefill it once.
+        crowd with one system prompt, prefill it once. To look that up costs time: after `max_num_seqs` of them, the
+        requests with the same first block wait without being looked up, and those behind them have their turn.
 
         One whose prefix lies in a tier starts when that is loaded; nobody behind it waits for that.
 
@@ -40,12 +41,18 @@ class Admission:
         dismissed: list[Request] = []
         in_vain: list[Request] = []
         passed_over = 0
+        crowd: set[bytes] = set()  # first blocks of the requests that were passed over
         candidates: Iterable[Request] = table.waiting.below_limits()
         if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
             candidates = [request for request in table.waiting if request.request_id in only]
         for request in candidates:
-            if plan.budget == 0 or passed_over == self.max_num_seqs:
+            if plan.budget == 0:
                 break
+            if passed_over >= self.max_num_seqs:
+                if len(table.running) >= self.max_num_seqs:
+                    break
+                if self._first_block(request) in crowd:
+                    continue
             if request.grammar is not None and not request.grammar.is_ready:
                 if request.grammar.error is not None:
                     in_vain.append(request)
@@ -60,6 +67,7 @@ class Admission:
             num_found = len(prefix) // kv.num_groups
             if self._is_being_computed(request, num_found, being_computed):
                 passed_over += 1
+                crowd.add(kv.block_hash(request, 0))
                 continue
             if kv.tiers is not None and only is None and kv.tiers.begin(request, prefix):
                 continue
@@ -152,6 +160,12 @@ class Admission:
         start = request.num_computed_tokens
         end = min(start + num_tokens, len(request.token_ids))
         return range(start // self._kv.block_size, end // self._kv.block_size)
+
+    def _first_block(self, request: Request) -> bytes | None:
+        """The hash of a request's first block, if it is full and may be found in the prefix cache."""
+        if not request.reads_prefix_cache or request.num_tokens <= self._kv.block_size:
+            return None
+        return self._kv.block_hash(request, 0)
 
     def _is_being_computed(self, request: Request, index: int, being_computed: set[bytes]) -> bool:
         if not (being_computed and request.reads_prefix_cache):

@@ -172,6 +172,19 @@ def test_children_of_one_request_prefill_their_shared_prompt_once() -> None:
     assert len({tuple(tokens_of(outputs[child.request_id])) for child in children}) > 1
 
 
+def test_a_crowd_with_one_beginning_holds_up_nobody_behind_it() -> None:
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=64, block_size=4)
+    for number in range(30):
+        core.add(make_request([*range(40), 100 + number], f"crowd-{number}", max_tokens=2))
+    core.add(make_request([7, 8, 9], "short", max_tokens=2))
+    core.add(make_request([500, *range(1, 12)], "other", max_tokens=2))
+    core.step()
+    assert set(batches(core)[0]) == {"crowd-0", "short", "other"}
+    outputs = run_to_end(core)
+    assert len(outputs) == 32
+    assert sum(simulated(core).computed.values()) <= 40 + 30 * 2 + 2 * 13 + 8, "and its beginning was computed once"
+
+
 # --- prefix cache
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import orjson
 
 from app.trace_names import INPUT_MESSAGES, OUTPUT_MESSAGES
-from engine.messages import RequestOutput
+from engine.messages import SPECIAL_MARK, RequestOutput
 
 T = TypeVar("T")
 MAX_MESSAGES: Final = 32  # the last of a conversation, and the first choices
@@ -28,7 +28,7 @@ class Transcript:
 
         def note_and_write(output: RequestOutput) -> T:
             if output.index < MAX_MESSAGES and (room := MAX_CHARACTERS - len(self._answers[output.index])) > 0:
-                self._answers[output.index] += output.text[:room]
+                self._answers[output.index] += output.text.replace(SPECIAL_MARK, "")[:room]
             return write(output)
 
         return note_and_write

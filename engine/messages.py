@@ -116,6 +116,13 @@ class Unenforced(msgspec.Struct, frozen=True, kw_only=True):
     schema: str  # the whole schema in draft 2020-12, as JSON
 
 
+SPECIAL_MARK = "\ud800"
+"""Stands in `RequestOutput.text` before the text of each token of `SamplingParams.shown_special_tokens`.
+
+The same text spelled by other tokens has no mark. No decoded text holds this character.
+"""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The decoding knobs of one request.
 
@@ -146,7 +153,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # tell these instead of the most likely ones; needs `logprobs`
     skip_special_tokens: bool = True
-    shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same
+    shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same, after `SPECIAL_MARK`
     structured_output: StructuredOutput | None = None
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated, EOS included
     bad_words: tuple[str, ...] = ()  # never generated

@@ -32,6 +32,7 @@ import msgspec
 
 from engine.messages import RequestOutput
 from protocol.reasoning import ReasoningCounter, ReasoningSplitter, ReasoningTags
+from protocol.tags import NO_SPECIAL_TAGS, SpecialTagReader, SpecialTags
 
 TokenBytes = Callable[[int], bytes]
 """The bytes that a token id stands for: not always whole characters."""
@@ -100,6 +101,7 @@ class MessageFormat:
     false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_demanded` says that a grammar
     lets the model write nothing but calls, so what was begun of one when the text ends is no text. `call_is_named` says
     that the client has asked for this very call, which some wire formats then do not count as the model's decision.
+    `special_tags` are those tags that are special tokens.
     """
 
     reasoning: ReasoningTags | None = None
@@ -108,6 +110,7 @@ class MessageFormat:
     new_tool_reader: Callable[[], ToolReader] | None = None
     call_is_demanded: bool = False
     call_is_named: bool = False
+    special_tags: SpecialTags = NO_SPECIAL_TAGS
 
     @property
     def is_plain(self) -> bool:
@@ -128,9 +131,12 @@ class MessageParser:
         self._shows_reasoning = message_format.show_reasoning
         self._splitter: ReasoningSplitter | None = None
         self._counter: ReasoningCounter | None = None
-        if tags := message_format.reasoning:
-            self._splitter = ReasoningSplitter(tags, is_open=message_format.reasoning_is_open)
-            self._counter = ReasoningCounter(tags, token_bytes, is_open=message_format.reasoning_is_open)
+        special, is_open = message_format.special_tags, message_format.reasoning_is_open
+        self._special = SpecialTagReader(special) if special else None
+        if message_format.reasoning:
+            tags = ReasoningTags(*map(special.stand_in, message_format.reasoning))
+            self._splitter = ReasoningSplitter(tags, is_open=is_open)
+            self._counter = ReasoningCounter(tags, token_bytes, special, is_open=is_open)
         self._tools = message_format.new_tool_reader() if message_format.new_tool_reader else None
 
     @property
@@ -152,13 +158,23 @@ class MessageParser:
 
     def feed_text(self, text: str) -> list[MessagePart]:
         """The parts that are decided by `text`."""
+        if self._special is None:
+            return self._parts(text)
+        return self._spelled(self._parts(self._special.feed_text(text)))
+
+    def finish_text(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        if self._special is None:
+            return self._last_parts()
+        return self._spelled(self._parts(self._special.finish_text()) + self._last_parts())
+
+    def _parts(self, text: str) -> list[MessagePart]:
         if self._splitter is None:
             return self._answer(text)
         reasoning, answer = self._splitter.feed_text(text)
         return self._reasoning(reasoning) + self._answer(answer)
 
-    def finish_text(self) -> list[MessagePart]:
-        """The text has ended: what was held back."""
+    def _last_parts(self) -> list[MessagePart]:
         parts: list[MessagePart] = []
         if self._splitter is not None:
             reasoning, answer = self._splitter.finish_text()
@@ -176,6 +192,21 @@ class MessageParser:
         if not text:
             return []
         return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
+
+    def _spelled(self, parts: list[MessagePart]) -> list[MessagePart]:
+        """The parts without stand-ins of tags, and those without which nothing is left."""
+        spelled: list[MessagePart] = []
+        for part in parts:
+            match part:
+                case ReasoningDelta(text) | ContentDelta(text) if text := self.message_format.special_tags.spelled(
+                    text
+                ):
+                    spelled.append(type(part)(text))
+                case ToolCallArguments(index, text) | ToolCallInput(index, text):
+                    spelled.append(type(part)(index, self.message_format.special_tags.spelled(text)))
+                case ToolCallStart():
+                    spelled.append(part)
+        return spelled
 
     def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
         self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)

@@ -14,6 +14,7 @@ from msgspec import structs
 from engine.messages import StructuredOutput
 from protocol.message_parts import MessageFormat
 from protocol.reasoning import BRACKETS, THINK, ReasoningTags
+from protocol.tags import SpecialTags
 from protocol.tools.fallback import without_tools
 from protocol.tools.formats import FORMATS, ToolFormat, format_of_template
 from protocol.tools.functions import ToolUse
@@ -91,14 +92,16 @@ class MessageSyntax:
         hide_special_tokens: bool = True,
     ) -> MessageFormat:
         """How the answer is read. `prompt_end` is the text of the prompt's last `PROMPT_TAIL` tokens."""
-        hidden = [tag for tag in self._tags(tools) if tag in self._special_tokens] if hide_special_tokens else []
+        special = {tag: self._special_tokens[tag] for tag in self._tags(tools) if tag in self._special_tokens}
+        tags = SpecialTags(special, shown=not hide_special_tokens)
         return MessageFormat(
             reasoning=self._reasoning,
             reasoning_is_open=self._reasoning_is_open(prompt_end),
             show_reasoning=show_reasoning,
-            new_tool_reader=self._tools.reader(tools, hidden) if tools and self._reads(tools) else None,
+            new_tool_reader=self._tools.reader(tools, tags) if tools and self._reads(tools) else None,
             call_is_demanded=tools is not None and tools.choice == "required",
             call_is_named=tools is not None and tools.named is not None,
+            special_tags=tags,
         )
 
     def _with_known_ids(self, message: dict[str, Any]) -> dict[str, Any]:

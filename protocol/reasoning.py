@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from protocol.tags import Padding, unfinished_tag
+from protocol.tags import NO_SPECIAL_TAGS, Padding, SpecialTags, unfinished_tag
 
 
 class ReasoningTags(NamedTuple):
@@ -90,14 +90,22 @@ class ReasoningSplitter:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes that tokens stand for.
 
-    Text cannot tell: it trails the tokens, and control tokens are not in it.
+    Text cannot tell: it trails the tokens, and control tokens are not in it. Tags that are special tokens
+    stand in `tags` as `special` has them.
     """
 
-    def __init__(self, tags: ReasoningTags, token_bytes: Callable[[int], bytes], *, is_open: bool) -> None:
+    def __init__(
+        self,
+        tags: ReasoningTags,
+        token_bytes: Callable[[int], bytes],
+        special: SpecialTags = NO_SPECIAL_TAGS,
+        *,
+        is_open: bool,
+    ) -> None:
         self.num_tokens = 0
-        self._opening = tags.opening.encode()
-        self._closing = tags.closing.encode()
+        self._opening, self._closing = (tag.encode(errors="surrogatepass") for tag in tags)
         self._token_bytes = token_bytes
+        self._stand_ins = {each: tag.encode(errors="surrogatepass") for each, tag in special.stand_ins_of_ids.items()}
         self._is_open = is_open
         self._is_over = False
         self._seen = b""  # before the opening: everything; in the reasoning: what the closing tag may begin in
@@ -108,7 +116,7 @@ class ReasoningCounter:
         for token_id in token_ids:
             if self._is_over:
                 return
-            self._seen += self._token_bytes(token_id)
+            self._seen += self._stand_ins.get(token_id) or self._token_bytes(token_id)
             self._num_seen += 1
             if not self._is_open:
                 start = self._seen.lstrip()

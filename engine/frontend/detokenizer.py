@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
+
+from engine.messages import SPECIAL_MARK
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -55,11 +57,13 @@ class Vocabulary:
         return self.bytes_of[token_id] if token_id < len(self.bytes_of) else b""
 
     def decoder(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> TokenDecoder:
-        """A decoder of one sequence. Without special tokens those in `shown` are text all the same."""
+        """A decoder of one sequence. Those special tokens in `shown` are always text, after `SPECIAL_MARK`."""
         skipped = frozenset[int]()
         if skip_special_tokens:
             skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one for all
-        return _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped)
+        decoder: TokenDecoder
+        decoder = _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped)
+        return _MarkingDecoder(decoder, {each: self.token_bytes(each).decode() for each in shown}) if shown else decoder
 
 
 class _ByteLevelDecoder:
@@ -112,6 +116,23 @@ class _WindowDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+class _MarkingDecoder:
+    """Another decoder, with `SPECIAL_MARK` before the text of these tokens."""
+
+    __slots__ = ("_decoder", "_marked")
+
+    def __init__(self, decoder: TokenDecoder, marked: Mapping[int, str]) -> None:
+        self._decoder = decoder
+        self._marked = marked
+
+    def feed_token(self, token_id: int) -> str:
+        text = self._decoder.feed_token(token_id)
+        spelling = self._marked.get(token_id)
+        if spelling is None or not text.endswith(spelling):
+            return text
+        return f"{text.removesuffix(spelling)}{SPECIAL_MARK}{spelling}"
+
+
 class StopStrings:
     """Look for stop strings in a growing text and hold back what may still become one.
 
@@ -156,6 +177,36 @@ class StopStrings:
         """What was held back, when the text has ended without a match."""
         held, self._held = self._held, ""
         return held
+
+
+class MarkedStopStrings(StopStrings):
+    """The same in a text with marks (`SPECIAL_MARK`), which stop strings do not see."""
+
+    __slots__ = ("_marks", "_num_fed", "_num_given")
+
+    def __init__(self, automata: Sequence[StopAutomaton], *, include_in_output: bool) -> None:
+        super().__init__(automata, include_in_output=include_in_output)
+        self._marks: list[int] = []  # before which character of the text, without marks, they stand
+        self._num_fed = self._num_given = 0  # characters, without marks
+
+    def feed_text(self, text: str) -> str:
+        plain, *others = text.split(SPECIAL_MARK)
+        for other in others:
+            self._marks.append(self._num_fed + len(plain))
+            plain += other
+        self._num_fed += len(plain)
+        return self._marked(super().feed_text(plain))
+
+    def flush(self) -> str:
+        return self._marked(super().flush())
+
+    def _marked(self, text: str) -> str:
+        start, end = self._num_given, self._num_given + len(text)
+        self._num_given = end
+        while self._marks and self._marks[0] < end:
+            place = self._marks.pop(0) - start
+            text, start = f"{text[:place]}{SPECIAL_MARK}{text[place:]}", start - 1
+        return text
 
 
 class StopAutomaton:

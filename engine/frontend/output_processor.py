@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from engine.clock import Clock
-from engine.frontend.detokenizer import StopAutomaton, StopStrings, Vocabulary
+from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, Vocabulary
 from engine.frontend.observer import FinishedRequest, NullObserver, Observer
 from engine.frontend.request_stream import FAILURES, RequestStream
 from engine.messages import (
@@ -205,7 +205,8 @@ class _Choice:
         self._stops: StopStrings | None = None
         if sampling.stop:
             stops = [automata[stop] for stop in sampling.stop]
-            self._stops = StopStrings(stops, include_in_output=sampling.include_stop_str_in_output)
+            new_stops = MarkedStopStrings if sampling.shown_special_tokens else StopStrings
+            self._stops = new_stops(stops, include_in_output=sampling.include_stop_str_in_output)
         self._hide_stop_token = not sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
 

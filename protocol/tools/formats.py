@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import string
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from msgspec import structs
 from engine.messages import StructuredOutput
 from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, ToolReader
 from protocol.structured import JsonSchema, Tag, tagged_json
+from protocol.tags import SpecialTags
 from protocol.tools import hermes, llama3, mistral
 from protocol.tools.custom import CustomInputs
 from protocol.tools.functions import ANY_OBJECT, INPUT, CustomTool, Function, ToolUse
@@ -22,7 +23,7 @@ from protocol.tools.reader import NewCallId
 
 
 class _NewReader(Protocol):
-    def __call__(self, new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader: ...
+    def __call__(self, new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader: ...
 
 
 _MISTRAL_ID = 9  # characters
@@ -49,11 +50,11 @@ class ToolFormat:
     new_call_id: NewCallId = _new_openai_id
     known_call_id: Callable[[str], str] | None = None
 
-    def reader(self, tools: ToolUse, hidden: Collection[str]) -> Callable[[], ToolReader]:
-        """What makes a reader for a choice of such a request. `hidden` are tags that no client may see."""
+    def reader(self, tools: ToolUse, tags: SpecialTags) -> Callable[[], ToolReader]:
+        """What makes a reader for a choice of such a request."""
         names = frozenset(function.name for function in tools.functions)
         custom = frozenset(function.name for function in tools.functions if isinstance(function, CustomTool))
-        family_reader = partial(self.new_reader, self.new_call_id, names, tuple(hidden))
+        family_reader = partial(self.new_reader, self.new_call_id, names, tags)
 
         def new_reader() -> ToolReader:
             reader = CustomInputs(family_reader(), custom) if custom else family_reader()

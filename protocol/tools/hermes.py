@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from protocol.message_parts import ToolReader
 from protocol.structured import JsonSchema, Tag
+from protocol.tags import SpecialTags
 from protocol.tools.call_object import CallObject
 from protocol.tools.reader import BlockReader, NewCallId
 
@@ -15,9 +16,9 @@ CLOSING = "</tool_call>"
 TAGS = (OPENING, CLOSING)
 
 
-def new_reader(new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader:
+def new_reader(new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:
     """Reads one choice. A function that was not offered is still a call, since it is plainly meant as one."""
-    return BlockReader(CallObject, new_call_id, opening=OPENING, closing=CLOSING, hidden=hidden)
+    return BlockReader(CallObject, new_call_id, opening=tags.stand_in(OPENING), closing=tags.stand_in(CLOSING))
 
 
 def tag(name: str, schema: JsonSchema) -> Tag:

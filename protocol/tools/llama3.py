@@ -7,11 +7,12 @@ call only if it names a function that was offered.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from functools import partial
 
 from protocol.message_parts import ToolReader
 from protocol.structured import JsonSchema, Tag
+from protocol.tags import SpecialTags
 from protocol.tools.call_object import CallObject
 from protocol.tools.reader import BlockReader, NewCallId
 
@@ -19,10 +20,10 @@ OPENING = "<|python_tag|>"
 TAGS = (OPENING,)
 
 
-def new_reader(new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader:
+def new_reader(new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:
     """Reads one choice."""
     new_block = partial(CallObject, names=names)
-    return BlockReader(new_block, new_call_id, opening=OPENING, bare="{", separators=";", hidden=hidden)
+    return BlockReader(new_block, new_call_id, opening=tags.stand_in(OPENING), bare="{", separators=";")
 
 
 def tag(name: str, schema: JsonSchema) -> Tag:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container
+from functools import partial
 
 from protocol.message_parts import ToolReader
 from protocol.structured import JsonSchema, Tag
-from protocol.tags import find_tag
+from protocol.tags import SpecialTags, find_tag
 from protocol.tools.call_object import CallObject
 from protocol.tools.json_scanner import JsonScanner
 from protocol.tools.reader import Block, BlockReader, BlockState, CallSink, NewCallId
@@ -25,9 +26,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MAX_HEAD = 256  # characters of name and id
 
 
-def new_reader(new_call_id: NewCallId, names: Container[str], hidden: Sequence[str] = ()) -> ToolReader:
+def new_reader(new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:
     """Reads one choice. A function that was not offered is still a call, since it is plainly meant as one."""
-    return BlockReader(_Calls, new_call_id, opening=OPENING, hidden=hidden)
+    return BlockReader(partial(_Calls, tags), new_call_id, opening=tags.stand_in(OPENING))
 
 
 def tag(name: str, schema: JsonSchema) -> Tag:
@@ -38,8 +39,9 @@ def tag(name: str, schema: JsonSchema) -> Tag:
 class _Calls:
     """What follows the opening tag: an array of calls, or the name of one."""
 
-    def __init__(self, sink: CallSink) -> None:
+    def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
         self.state = BlockState.MORE
+        self._tags = tags
         self._sink = sink
         self._block: Block | None = None
 
@@ -49,7 +51,7 @@ class _Calls:
             start = text.lstrip()
             if not start:
                 return len(text)
-            self._block = _CallArray(self._sink) if start[0] == "[" else _NamedCall(self._sink)
+            self._block = _CallArray(self._sink) if start[0] == "[" else _NamedCall(self._tags, self._sink)
         size = self._block.step(start)
         self.state = self._block.state
         return len(text) - len(start) + size
@@ -94,8 +96,9 @@ class _CallArray:
 
 
 class _NamedCall:
-    def __init__(self, sink: CallSink) -> None:
+    def __init__(self, tags: SpecialTags, sink: CallSink) -> None:
         self.state = BlockState.MORE
+        self._call_id, self._arguments_tag = tags.stand_in(CALL_ID), tags.stand_in(ARGUMENTS)
         self._sink = sink
         self._scanner: JsonScanner | None = None
 
@@ -109,7 +112,7 @@ class _NamedCall:
                 self.state = BlockState.BROKEN
             return 0
         head = text[: found[0]]
-        name = head.partition(CALL_ID)[0].partition(ARGUMENTS)[0].strip()
+        name = head.partition(self._call_id)[0].partition(self._arguments_tag)[0].strip()
         if len(head) > _MAX_HEAD or not _NAME.fullmatch(name):
             self.state = BlockState.BROKEN
             return 0

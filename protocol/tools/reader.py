@@ -7,7 +7,7 @@ by itself, or breaks where it is no call any more. What has not become a call by
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from protocol.message_parts import ContentDelta, MessagePart, ToolCallArguments, ToolCallStart
@@ -76,7 +76,6 @@ class BlockReader:
 
     `opening` begins a block, `closing` is dropped after one. With `bare`, a block may also begin without the tag, at
     the start of the text or right after another block, by this character; `separators` are dropped in between.
-    `hidden` are tags that never reach the client as text.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class BlockReader:
         closing: str | None = None,
         bare: str | None = None,
         separators: str = "",
-        hidden: Sequence[str] = (),
     ) -> None:
         self._new_block = new_block
         self._sink = CallSink(new_call_id)
@@ -96,7 +94,6 @@ class BlockReader:
         self._closing = closing
         self._bare = bare
         self._separators = _SPACE + separators
-        self._hidden = tuple(hidden)
         self._block: Block | None = None
         self._raw: list[str] = []  # the block's text that is in no call
         self._held = ""
@@ -142,7 +139,7 @@ class BlockReader:
                 return True
         if not text:
             return False
-        tags = (self._opening, *self._hidden, *((self._closing,) if self._awaits_closing and self._closing else ()))
+        tags = (self._opening, *((self._closing,) if self._awaits_closing and self._closing else ()))
         found = find_tag(text, tags)
         if found is None:
             length = unfinished_tag(text, tags)
@@ -156,8 +153,7 @@ class BlockReader:
             self._open_block(self._padding.take() + tag, rest)
         else:
             self._held = rest
-            if tag == self._closing:
-                self._awaits_closing, self._is_after_block = False, True
+            self._awaits_closing, self._is_after_block = False, True
         return True
 
     def _prose(self, text: str) -> None:
@@ -195,9 +191,7 @@ class BlockReader:
     def _give_back(self) -> None:
         """What was taken for a block and has not become a call is content."""
         raw, self._raw = "".join(self._raw), []
-        for tag in self._hidden:
-            raw = raw.replace(tag, "")
-        if raw.strip(_BETWEEN_CALLS):
+        if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token, not shown
             self._say(self._padding.hold_back(raw))
 
     def _say(self, text: str) -> None:

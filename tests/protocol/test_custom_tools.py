@@ -15,6 +15,7 @@ from protocol.body import parse_body
 from protocol.message_parts import ContentDelta, MessagePart, ToolCallArguments, ToolCallInput, ToolCallStart, join
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.message import delta, message_fields
+from protocol.tags import NO_SPECIAL_TAGS
 from protocol.tools.custom import InputText
 from protocol.tools.formats import FORMATS
 from protocol.tools.functions import CustomTool, Function, ToolUse, partial_object
@@ -64,7 +65,7 @@ def test_every_family_gives_custom_calls_as_such(family: str) -> None:
     tag = tool_format.tag("patch", True)
     text = f'{tag.begin}{{"input": "a\\nb"}}{tag.end}'
     for size in (1, 4, len(text)):
-        reader = tool_format.reader(tools, ())()
+        reader = tool_format.reader(tools, NO_SPECIAL_TAGS)()
         parts: list[MessagePart] = []
         for start in range(0, len(text), size):
             parts += reader.feed_text(text[start : start + size])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from engine.messages import SPECIAL_MARK
 from protocol.chat_template import CHATML, ChatTemplate, segments_text
 from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
 from protocol.message_syntax import MessageSyntax
@@ -144,8 +145,10 @@ def test_tags_that_are_special_tokens_are_shown_to_the_reader_and_to_nobody_else
     assert syntax.shown_special_tokens(None) == ()
     assert syntax.shown_special_tokens(tools) == (1, 2)
     broken = "[TOOL_CALLS]oh no[ARGS], well [ARGS]."
-    assert read(syntax, broken, tools) == [ContentDelta("oh no, well .")]
-    assert read(syntax, broken, tools, hide_special_tokens=False) == [ContentDelta(broken)]
+    marked = broken.replace("[TOOL", f"{SPECIAL_MARK}[TOOL").replace("[ARGS", f"{SPECIAL_MARK}[ARGS")
+    assert read(syntax, marked, tools) == [ContentDelta("oh no, well .")]
+    assert read(syntax, marked, tools, hide_special_tokens=False) == [ContentDelta(broken)]
+    assert read(syntax, broken, tools) == [ContentDelta(broken)]  # spelled by other tokens
 
 
 def test_ids_have_the_form_that_the_familys_templates_ask_for():

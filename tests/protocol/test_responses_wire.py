@@ -31,6 +31,7 @@ from protocol.responses.items import chat_messages, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
 from protocol.responses.request import ResponsesRequest
 from protocol.responses.truncation import beginning_at, beginnings, fit
+from protocol.tags import NO_SPECIAL_TAGS
 from protocol.tools.formats import FORMATS
 from protocol.tools.functions import Function, ToolUse
 from protocol.writers import Head
@@ -297,7 +298,7 @@ async def test_as_much_of_a_conversation_is_kept_as_fits(roles, limit):
     ],
 )
 def test_a_call_that_is_cut_off_is_incomplete_and_so_is_its_response(text: str, status: str) -> None:
-    reader = FORMATS["hermes"].reader(ToolUse(functions=(Function(name="f"),)), ())
+    reader = FORMATS["hermes"].reader(ToolUse(functions=(Function(name="f"),)), NO_SPECIAL_TAGS)
     parser = MessageFormat(new_tool_reader=reader).parser(token_bytes)
     writer = ResponseBodyWriter(HEAD, ECHO).read_with(parser)
     writer.feed_output(output(f'<tool_call>{{"name": "f", "arguments": {text}', finish=FinishReason.STOP))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.messages import SPECIAL_MARK
 from protocol.message_parts import (
     ContentDelta,
     MessageFormat,
@@ -19,26 +20,35 @@ from protocol.message_parts import (
     join,
 )
 from protocol.reasoning import THINK
+from protocol.tags import NO_SPECIAL_TAGS, SpecialTags
 from protocol.tools import hermes, llama3, mistral
 from protocol.tools.json_scanner import JsonScanner
 from tests.protocol.wire_helpers import pieces_of, token_bytes
 
-FAMILIES = {
-    "hermes": (hermes, ()),
-    "llama3": (llama3, llama3.TAGS),
-    "mistral": (mistral, mistral.TAGS),
-}
+FAMILIES = {"hermes": (hermes, ()), "llama3": (llama3, llama3.TAGS), "mistral": (mistral, mistral.TAGS)}
 NAMES = frozenset({"f", "g"})
 
 
 def parts_of(family, *texts, reasoning=None):
-    module, hidden = FAMILIES[family]
+    """The parts of a text in which the tags that are special tokens of the family's vocabularies are such tokens."""
+    module, special = FAMILIES[family]
     ids = map("id{}".format, count())
-    new_reader = partial(module.new_reader, lambda: next(ids), NAMES, hidden)
-    parser = MessageFormat(reasoning=reasoning, new_tool_reader=new_reader).parser(token_bytes)
+    tags = SpecialTags({tag: number for number, tag in enumerate(special)})
+    new_reader = partial(module.new_reader, lambda: next(ids), NAMES, tags)
+    message_format = MessageFormat(reasoning=reasoning, new_tool_reader=new_reader, special_tags=tags)
+    parser = message_format.parser(token_bytes)
+    if len(texts) == 1:
+        texts = (marked(texts[0], special),)
     parts = join([part for text in texts for part in parser.feed_text(text)] + parser.finish_text())
     assert parser.num_tool_calls == sum(isinstance(part, ToolCallStart) for part in parts)
     return parts
+
+
+def marked(text, tags):
+    """The text with every tag as the engine gives it if it is a special token."""
+    for tag in tags:
+        text = text.replace(tag, SPECIAL_MARK + tag)
+    return text
 
 
 def call(index, name, arguments):
@@ -144,7 +154,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "text", "parts"), CASES)
 def test_calls_are_told_from_content(family, text, parts):
     assert parts_of(family, text) == parts
-    assert parts_of(family, *text) == parts
+    assert parts_of(family, *marked(text, FAMILIES[family][1])) == parts
 
 
 FRAGMENTS = [
@@ -171,8 +181,8 @@ def test_the_parts_do_not_depend_on_the_pieces(data):
     family = data.draw(st.sampled_from(list(FAMILIES)))
     seed = data.draw(st.sampled_from([text for of, text, _ in CASES if of == family] + [""]))
     text = seed + "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
-    pieces = data.draw(pieces_of(text))
-    assert parts_of(family, *pieces) == parts_of(family, text) == parts_of(family, *text)
+    pieces = data.draw(pieces_of(marked(text, FAMILIES[family][1])))
+    assert parts_of(family, "", *pieces) == parts_of(family, text) == parts_of(family, "", *"".join(pieces))
 
 
 json_values = st.recursive(
@@ -192,7 +202,8 @@ def test_any_arguments_arrive_as_they_were_written(data, arguments, ascii_only, 
         "llama3": f'{{"name": "f", "parameters": {written}}}',
         "mistral": f"[TOOL_CALLS]f[ARGS]{written}",
     }.items():
-        assert parts_of(family, *data.draw(pieces_of(text))) == call(0, "f", written)
+        pieces = data.draw(pieces_of(marked(text, FAMILIES[family][1])))
+        assert parts_of(family, "", *pieces) == call(0, "f", written)
 
 
 @settings(deadline=None)
@@ -221,7 +232,7 @@ def test_the_scanner_refuses_brackets_without_end():
 
 def test_arguments_are_sent_while_they_are_written():
     ids = iter(["id0"])
-    reader = hermes.new_reader(lambda: next(ids), NAMES)
+    reader = hermes.new_reader(lambda: next(ids), NAMES, NO_SPECIAL_TAGS)
     fed = [
         reader.feed_text(piece)
         for piece in (

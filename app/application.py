@@ -35,7 +35,7 @@ from app.hypercorn_patches import (
 )
 from app.listening import stop_listening
 from app.logs import configure_logging
-from app.middleware import Authentication, HeaderLimit, WithVersion
+from app.middleware import Access, Authentication, BrowserCheck, HeadCheck, WithVersion
 from app.reloading import reload_on_hangup
 from app.routes import administration, catalogue, dashboard, documents, embeddings, probes, requests, responses, tokens
 from app.server import Server, ServerHandler
@@ -74,8 +74,14 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
 
     shutdown = Shutdown(partial(server.drain, leave_port if shares_port else None))
 
-    def route(method: str, path: str, handler: ServerHandler, *, quiet: bool = False) -> Route:
-        return Route(path, Endpoint(server, path, partial(handler, server), quiet=quiet), methods=[method])
+    def route(
+        method: str, path: str, handler: ServerHandler, *, quiet: bool = False, access: Access = Access.CLIENT
+    ) -> Route:
+        endpoint = Endpoint(server, path, partial(handler, server), quiet=quiet, access=access)
+        return Route(path, endpoint, methods=[method])
+
+    open_route = partial(route, quiet=True, access=Access.OPEN)
+    admin_route = partial(route, access=Access.ADMIN)
 
     async def answer_http_exception(request: Request, error: Exception) -> Response:
         # All that Starlette asks of a response is that it is an ASGI application.
@@ -111,60 +117,58 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
         last_resort.cancel()
         await to_thread.run_sync(server.tracer.close)
 
-    administration_routes = (
-        route("GET", "/server_info", administration.server_info, quiet=True),
-        route("GET", "/engine_state", administration.engine_state, quiet=True),
-        route("POST", "/reset_prefix_cache", administration.reset_prefix_cache),
-        route("POST", "/abort_requests", administration.abort_requests),
-        route("POST", "/start_profile", administration.start_profile),
-        route("POST", "/stop_profile", administration.stop_profile),
-        route("POST", "/configure_logging", administration.configure_logging),
-    )
+    routes = [
+        *(route("POST", path, handler) for path, handler in dialect_handlers()),
+        route("POST", "/v1/embeddings", embeddings.embeddings),
+        route("POST", "/tokenize", tokens.tokenize),
+        route("POST", "/detokenize", tokens.detokenize),
+        route("POST", "/v1/tokenize", tokens.tokenize),
+        route("POST", "/v1/detokenize", tokens.detokenize),
+        *([route("GET", "/tokenizer_info", tokens.tokenizer_info)] if settings.enable_tokenizer_info_endpoint else ()),
+        route("POST", "/v1/responses", responses.create),
+        route("POST", "/v1/responses/input_tokens", responses.input_tokens),
+        route("GET", "/v1/responses/{id}", responses.retrieve),
+        route("DELETE", "/v1/responses/{id}", responses.delete),
+        route("POST", "/v1/responses/{id}/cancel", responses.cancel),
+        route("GET", "/v1/responses/{id}/input_items", responses.input_items),
+        route("GET", "/v1/requests/{id}/timeline", requests.timeline, quiet=True),
+        route("GET", "/v1/models", catalogue.list_models),
+        route("GET", "/v1/models/{id:path}", catalogue.show_model),
+        open_route("GET", "/livez", probes.livez),
+        open_route("GET", "/readyz", probes.readyz),
+        open_route("GET", "/startupz", probes.startupz),
+        open_route("GET", "/health", probes.health),
+        open_route("GET", "/ping", probes.health),
+        open_route("POST", "/ping", probes.health),
+        route("GET", "/load", probes.load, quiet=True),
+        route("GET", "/version", probes.show_version, quiet=True),
+        route("GET", "/metrics", probes.metrics, quiet=True, access=Access.CLIENT_OR_ADMIN),
+        route("GET", "/openapi.json", documents.openapi, quiet=True),
+        open_route("GET", "/docs", documents.docs),
+        open_route("GET", "/docs/files/{name}", documents.docs_file),
+        open_route("GET", "/", dashboard.home),
+        open_route("GET", "/dashboard", dashboard.page),
+        open_route("GET", "/dashboard/files/{name}", dashboard.file),
+        admin_route("GET", "/dashboard/frames", partial(dashboard.frames, Feed(server))),
+        admin_route("POST", "/dashboard/simulation", partial(dashboard.simulation, Simulator()), quiet=True),
+    ]
+    if server.tenants.administered:
+        routes += [
+            admin_route("GET", "/server_info", administration.server_info, quiet=True),
+            admin_route("GET", "/engine_state", administration.engine_state, quiet=True),
+            admin_route("POST", "/reset_prefix_cache", administration.reset_prefix_cache),
+            admin_route("POST", "/abort_requests", administration.abort_requests),
+            admin_route("POST", "/start_profile", administration.start_profile),
+            admin_route("POST", "/stop_profile", administration.stop_profile),
+            admin_route("POST", "/configure_logging", administration.configure_logging),
+        ]
     application = Starlette(
-        routes=[
-            *(route("POST", path, handler) for path, handler in dialect_handlers()),
-            route("POST", "/v1/embeddings", embeddings.embeddings),
-            route("POST", "/tokenize", tokens.tokenize),
-            route("POST", "/detokenize", tokens.detokenize),
-            route("POST", "/v1/tokenize", tokens.tokenize),
-            route("POST", "/v1/detokenize", tokens.detokenize),
-            *(
-                [route("GET", "/tokenizer_info", tokens.tokenizer_info)]
-                if settings.enable_tokenizer_info_endpoint
-                else ()
-            ),
-            route("POST", "/v1/responses", responses.create),
-            route("POST", "/v1/responses/input_tokens", responses.input_tokens),
-            route("GET", "/v1/responses/{id}", responses.retrieve),
-            route("DELETE", "/v1/responses/{id}", responses.delete),
-            route("POST", "/v1/responses/{id}/cancel", responses.cancel),
-            route("GET", "/v1/responses/{id}/input_items", responses.input_items),
-            route("GET", "/v1/requests/{id}/timeline", requests.timeline, quiet=True),
-            route("GET", "/v1/models", catalogue.list_models),
-            route("GET", "/v1/models/{id:path}", catalogue.show_model),
-            route("GET", "/livez", probes.livez, quiet=True),
-            route("GET", "/readyz", probes.readyz, quiet=True),
-            route("GET", "/startupz", probes.startupz, quiet=True),
-            route("GET", "/health", probes.health, quiet=True),
-            route("GET", "/ping", probes.health, quiet=True),
-            route("POST", "/ping", probes.health, quiet=True),
-            route("GET", "/load", probes.load, quiet=True),
-            route("GET", "/version", probes.show_version, quiet=True),
-            route("GET", "/metrics", probes.metrics, quiet=True),
-            route("GET", "/openapi.json", documents.openapi, quiet=True),
-            route("GET", "/docs", documents.docs, quiet=True),
-            route("GET", "/docs/files/{name}", documents.docs_file, quiet=True),
-            route("GET", "/", dashboard.home, quiet=True),
-            route("GET", "/dashboard", dashboard.page, quiet=True),
-            route("GET", "/dashboard/files/{name}", dashboard.file, quiet=True),
-            route("GET", "/dashboard/frames", partial(dashboard.frames, Feed(server))),
-            route("POST", "/dashboard/simulation", partial(dashboard.simulation, Simulator()), quiet=True),
-            *(administration_routes if server.tenants.administered else ()),
-        ],
+        routes=routes,
         middleware=[
             *([Middleware(WithVersion)] if settings.routes_without_v1 else ()),
-            Middleware(HeaderLimit, refuse=refuse),
-            Middleware(Authentication, tenants=server.tenants, refuse=refuse),
+            Middleware(HeadCheck, refuse=refuse),
+            Middleware(BrowserCheck, settings=settings, tenants=server.tenants, refuse=refuse),
+            Middleware(Authentication, routes=routes, tenants=server.tenants, refuse=refuse),
         ],
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.event_loop import in_steps
 from app.load_report import reporting
 from app.logs import log_request
+from app.middleware import Access
 from app.request_record import record_of
 from app.scope import Handler, RequestScope
 from app.server import Server
@@ -23,10 +24,14 @@ CLIENT_GONE = 499  # logged and counted, never sent: nginx's code for a client t
 class Endpoint:
     """Runs `handler` for one route. `route` is the path's template, which metrics and traces go by.
 
-    Quiet endpoints (probes, metrics) are counted but not logged, and a drain does not wait for them.
+    Quiet endpoints (probes, metrics) are counted but not logged, and a drain does not wait for them. `access` is the
+    key that `app.middleware.Authentication` asks for.
     """
 
-    def __init__(self, server: Server, route: str, handler: Handler, *, quiet: bool = False) -> None:
+    def __init__(
+        self, server: Server, route: str, handler: Handler, *, quiet: bool = False, access: Access = Access.CLIENT
+    ) -> None:
+        self.access = access
         self._server = server
         self._route = route
         self._handler = handler

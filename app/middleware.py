@@ -1,28 +1,37 @@
-"""Who may come in. Pure ASGI: it wraps calls and never touches `receive()`. `refuse` makes the application that answers
-with an error."""
+"""Checks that come before every handler: the request's head, and the API key that its route asks for. Pure ASGI: it
+wraps calls and never touches `receive()`. `refuse` makes the application that answers with an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.settings import Settings
 from app.tenants import Tenants
 from protocol.errors import ApiError
 
 Refuse = Callable[[ApiError], ASGIApp]
+RawHeaders = Sequence[tuple[bytes, bytes]]
 
 MAX_HEADERS = 128
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz", "/ping", "/dashboard", "/docs"})
-OPEN_FILES = ("/dashboard/files/", "/docs/files/")  # pages hold nothing; what they show needs a key
 WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
-ADMIN_PATHS = frozenset(
-    {
-        *("/server_info", "/engine_state", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"),
-        "/configure_logging",
-    }
-)
-DASHBOARD_PATHS = frozenset({"/dashboard/frames", "/dashboard/simulation"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # which change nothing here
+_HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^:/?#@\[\]\s]+))(?::[0-9]*)?")
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+class Access(Enum):
+    """The key that a route asks for. A route that does not say takes a client's key."""
+
+    OPEN = auto()  # none: probes, and pages that hold nothing by themselves
+    CLIENT = auto()  # a client's, where there are clients' keys
+    CLIENT_OR_ADMIN = auto()
+    ADMIN = auto()  # an administrator's, where there are keys of any kind
 
 
 class WithVersion:
@@ -40,65 +49,160 @@ class WithVersion:
         await self._app(scope, receive, send)
 
 
-class HeaderLimit:
-    """Refuses requests with too many headers (CVE-2025-48956); how long they are, the HTTP server limits."""
+class HeadCheck:
+    """Refuses requests with too many headers (CVE-2025-48956) or with control characters in the path. The HTTP server
+    limits how long headers are."""
 
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self._app = app
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (count := len(scope["headers"])) > MAX_HEADERS:
-            error = ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken.")
-            await self._refuse(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        error = _wrong_head(scope) if scope["type"] == "http" else None
+        await (self._app if error is None else self._refuse(error))(scope, receive, send)
+
+
+def _wrong_head(scope: Scope) -> ApiError | None:
+    if (count := len(scope["headers"])) > MAX_HEADERS:
+        return ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken.")
+    if _CONTROL_CHARACTERS.search(scope["path"]):
+        return ApiError(400, "The path contains a control character, such as %0A; no path here has one.")
+    return None
+
+
+class BrowserCheck:
+    """Keeps web pages from using a server without keys by way of a browser that reaches it.
+
+    A page of any origin may send a POST with a body of plain text, and it can read the answers too once its own name
+    resolves to the server's address (DNS rebinding). So a server without clients' keys refuses requests that change
+    something, from pages of other origins, on every address. On a loopback address it takes bodies of JSON only, for
+    which a browser asks first, and Host headers that are an IP address, localhost or one of `allowed_hosts`. Where
+    `allowed_hosts` is set, the Host header is checked on every address, with keys or without.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: Settings, tenants: Tenants, refuse: Refuse) -> None:
+        self._app = app
+        self._tenants = tenants
+        self._refuse = refuse
+        self._is_local = settings.host == "localhost" or _is_loopback(settings.host)
+        self._allowed = {name.lower() for name in settings.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._wrong_head(scope) if scope["type"] == "http" and "*" not in self._allowed else None
+        await (self._app if error is None else self._refuse(error))(scope, receive, send)
+
+    def _wrong_head(self, scope: Scope) -> ApiError | None:
+        is_open, headers = not self._tenants.required, scope["headers"]
+        server = scope.get("server")
+        is_local = is_open and self._is_local and server is not None and _is_loopback(server[0])
+        hosts = [value for name, value in headers if name == b"host"]
+        if (is_local or self._allowed) and not all(self._is_own(host) for host in hosts):
+            return _WRONG_HOST
+        if is_open and scope["method"] not in _SAFE_METHODS and self._is_foreign(headers, hosts):
+            return _FOREIGN_ORIGIN
+        return _NOT_JSON if is_local and _has_other_body(headers) else None
+
+    def _is_own(self, host: bytes) -> bool:
+        """Return True if the server goes by this name, a Host header or the part of an origin behind ``://``."""
+        found = _HOST.fullmatch(host.decode("latin-1").lower())
+        if found is None:
+            return False
+        name = (found["name"] or found["v6"]).removesuffix(".")
+        return name in self._allowed or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+    def _is_foreign(self, headers: RawHeaders, hosts: Sequence[bytes]) -> bool:
+        """Return True if a browser sends this for a page of another origin, by the headers that no page can change.
+        Apps and browser extensions have origins that are no URLs of the web."""
+        given = {name: value for name, value in headers if name in (b"sec-fetch-site", b"origin")}
+        site = given.get(b"sec-fetch-site")
+        if site in (b"same-origin", b"none"):
+            return False
+        scheme, _, place = given.get(b"origin", b"").lower().partition(b"://")
+        if place and (scheme not in (b"http", b"https") or place.partition(b":")[0].decode("latin-1") in self._allowed):
+            return False
+        return site is not None or (scheme != b"" and place not in hosts)
+
+
+def _has_other_body(headers: RawHeaders) -> bool:
+    """Return True if a body comes that is not JSON by its Content-Type."""
+    given = {name: value.strip().lower() for name, value in headers}
+    has_body = given.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in given
+    kinds = [value.partition(b";")[0].strip().lower() for name, value in headers if name == b"content-type"]
+    return any(kind != b"application/json" for kind in kinds or [b""] * has_body)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
 class Authentication:
-    """Asks for an API key on every path but those of probes and pages, unknown paths included, and names the tenant.
-    Where there are administrators, their paths take their keys and no others, and `/metrics` takes theirs as well. What
-    the dashboard shows is everybody's requests, so a client's key does not open it.
+    """Checks the API key that the matched route asks for, and names the tenant in the ASGI scope.
 
-    A key comes as `Authorization: Bearer` or as `x-api-key`. The path is ASGI's `scope["path"]`: anything rebuilt from
+    The route decides, as the router will match it, and not the path: two readings of one path would let a request pass
+    here as one thing and reach a handler as another. A path that no route matches takes a client's key, so that only
+    clients learn which paths there are. What the dashboard shows is everybody's requests, so a client's key does not
+    open it.
+
+    A key comes as `Authorization: Bearer` or as `x-api-key`. Routes match ASGI's `scope["path"]`: anything rebuilt from
     the Host header can be steered by the client (CVE-2026-48746).
     """
 
-    def __init__(self, app: ASGIApp, *, tenants: Tenants, refuse: Refuse) -> None:
+    def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute], tenants: Tenants, refuse: Refuse) -> None:
         self._app = app
+        self._routes = routes
         self._tenants = tenants
         self._no_key = refuse(_NO_KEY)
         self._no_admins = refuse(_NO_ADMINS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _is_open(scope):
-            await self._app(scope, receive, send)
-            return
+        app = self._app if scope["type"] != "http" else self._choose(scope)
+        await app(scope, receive, send)
+
+    def _choose(self, scope: Scope) -> ASGIApp:
+        """Return the application behind, or the one that refuses."""
+        tenants, access = self._tenants, self._access(scope)
+        if access is Access.OPEN:
+            return self._app
         key = _key_of(scope)
-        is_dashboard = scope["path"] in DASHBOARD_PATHS
-        if self._tenants.administered and (is_dashboard or scope["path"] in ADMIN_PATHS):
-            if key is None or not self._tenants.is_admin(key):
-                await self._no_key(scope, receive, send)
-                return
-        elif self._tenants.required and is_dashboard:
-            await self._no_admins(scope, receive, send)
-            return
-        elif self._tenants.required and not (scope["path"] == "/metrics" and key and self._tenants.is_admin(key)):
-            tenant = None if key is None else self._tenants.find(key)
-            if tenant is None:
-                await self._no_key(scope, receive, send)
-                return
-            scope["headrace.tenant"] = tenant
-        await self._app(scope, receive, send)
+        is_admin = key is not None and tenants.is_admin(key)
+        if access is Access.ADMIN:
+            if tenants.administered:
+                return self._app if is_admin else self._no_key
+            return self._no_admins if tenants.required else self._app
+        if not tenants.required or (access is Access.CLIENT_OR_ADMIN and is_admin):
+            return self._app
+        tenant = None if key is None else tenants.find(key)
+        if tenant is None:
+            return self._no_key
+        scope["headrace.tenant"] = tenant
+        return self._app
+
+    def _access(self, scope: Scope) -> Access:
+        """Return what the route asks for that the router will choose: the first that matches, best with the method."""
+        partial: BaseRoute | None = None
+        for route in self._routes:
+            match, _ = route.matches(scope)
+            if match is Match.FULL:
+                return _access_of(route)
+            if match is Match.PARTIAL and partial is None:
+                partial = route
+        return Access.CLIENT if partial is None else _access_of(partial)
 
 
-def _is_open(scope: Scope) -> bool:
-    path = scope["path"]
-    return path in OPEN_PATHS or path.startswith(OPEN_FILES) or (path == "/" and wants_page(scope))
+def _access_of(route: BaseRoute) -> Access:
+    return getattr(getattr(route, "endpoint", None), "access", Access.CLIENT)
 
 
 def wants_page(scope: Scope) -> bool:
-    """Whether it is a browser that asks."""
+    """Return True if a browser asks for a page."""
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
@@ -123,4 +227,22 @@ _NO_ADMINS = ApiError(
     "with the setting admin_keys.",
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
+)
+_WRONG_HOST = ApiError(
+    403,
+    "The Host header does not name this server. It goes by localhost, by IP addresses and by the names in the setting "
+    "allowed_hosts; a server with api_keys, or on another address than a loopback one, goes by any if that is not set.",
+    code="wrong_host",
+)
+_FOREIGN_ORIGIN = ApiError(
+    403,
+    "A web page of another origin sends this, and the server has no API keys. Set api_keys, or name the page's host in "
+    "the setting allowed_hosts.",
+    code="foreign_origin",
+)
+_NOT_JSON = ApiError(
+    415,
+    "The body must come with Content-Type: application/json, because the server has no API keys and any web page may "
+    "send other types.",
+    code="unsupported_content_type",
 )

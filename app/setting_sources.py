@@ -102,7 +102,9 @@ def allowed_values(field: FieldInfo) -> str:
     pattern = next((m.pattern for m in field.metadata if getattr(m, "pattern", None)), None)
     if pattern:
         return f"text that matches {pattern}"
-    return "a comma-separated list" if get_origin(annotation) is tuple else "text that is not empty"
+    if is_secret(field):
+        return "keys between commas or as a JSON array, at least one, none empty and none with blanks around it"
+    return "a comma-separated list or a JSON array" if get_origin(annotation) is tuple else "text that is not empty"
 
 
 def working_value(field: FieldInfo) -> str:
@@ -143,6 +145,7 @@ def _from_file(path: Path | None) -> dict[str, Given]:
 # Kubernetes tells pods about every Service through the environment; a Service called "headrace" gives HEADRACE_PORT,
 # HEADRACE_SERVICE_HOST and more, which are not meant for us.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP)(_.+)?)$")
+_LINK_OF_A_PORT = re.compile(r"\w+_PORT=(tcp|udp|sctp)://")
 
 
 def _from_environment() -> dict[str, Given]:
@@ -152,7 +155,7 @@ def _from_environment() -> dict[str, Given]:
         if name.startswith(ENV_PREFIX)
         and name != CONFIG_VARIABLE
         and not _SERVICE_LINK.search(name)
-        and not value.startswith(("tcp://", "udp://"))
+        and not _LINK_OF_A_PORT.match(f"{name}={value}")
     }
     known = {env_name(name): name for name in Settings.model_fields}
     problems = [unknown_setting(name, known) for name in variables if name not in known]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -11,8 +13,13 @@ from pydantic import AfterValidator, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
 
-def _split_commas(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+def _as_list(value: object) -> object:
+    """Read text as a JSON array if it begins like one, else as parts between commas."""
+    if not isinstance(value, str):
+        return value
+    if value.strip().startswith("["):
+        return json.loads(value)
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _not_empty(value: object) -> object:
@@ -21,9 +28,25 @@ def _not_empty(value: object) -> object:
     return value
 
 
-CommaSeparated = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
+def check_key(key: SecretStr) -> SecretStr:
+    """Return the key if a client can send it. Raises ValueError for an empty one, which a header without a value would
+    match, and for one with blanks around it or line breaks in it, which no header could match."""
+    text = key.get_secret_value()
+    if not text or text != text.strip() or not text.isprintable():
+        raise ValueError("not a key")
+    return key
+
+
+def _check_keys(keys: Iterable[SecretStr]) -> tuple[SecretStr, ...]:
+    checked = tuple(check_key(key) for key in keys)
+    if not checked:
+        raise ValueError("no key")  # a list that was given and has none would open the server to everybody
+    return checked
+
+
+StringList = Annotated[tuple[str, ...], BeforeValidator(_as_list)]
 UserPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(Path.expanduser)]
-CommaSeparatedSecrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_split_commas)]
+Keys = Annotated[tuple[SecretStr, ...], BeforeValidator(_as_list), AfterValidator(_check_keys)]
 
 
 def is_secret(field: FieldInfo) -> bool:

@@ -14,7 +14,7 @@ from pydantic import ByteSize, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.setting_rules import check_together
-from app.setting_types import CommaSeparated, CommaSeparatedSecrets, UserPath, is_secret
+from app.setting_types import Keys, StringList, UserPath, is_secret
 from engine.errors import HeadraceError
 from protocol.message_syntax import ReasoningParser, ToolParser
 
@@ -31,7 +31,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
-        enable_decoding=False,  # lists are written with commas, not as JSON
+        enable_decoding=False,  # `app.setting_types` reads lists, with commas or as JSON
         env_ignore_empty=True,  # `HEADRACE_X=` in a compose file means "not set"
         extra="forbid",
         frozen=True,
@@ -45,7 +45,7 @@ class Settings(BaseSettings):
         description="What to serve: the embedded model's alias, a .gguf file, a Hugging Face directory or a hub id.",
         min_length=1,
     )
-    served_model_name: CommaSeparated = Field(
+    served_model_name: StringList = Field(
         (),
         description="Names that clients may ask for, comma separated; responses carry the first. Default: the model's.",
         examples=["my-model"],
@@ -200,14 +200,21 @@ class Settings(BaseSettings):
         description="Share the port with other servers (SO_REUSEPORT, on Linux): it is opened when the model is loaded "
         "and closed when the drain begins, without losing a connection.",
     )
+    allowed_hosts: StringList = Field(
+        (),
+        description="Names that Host headers may give the server, comma separated, beside localhost and IP addresses; "
+        "pages of these hosts may use it. Default: any, but none on a loopback address without keys. *: any, always.",
+        examples=["llm.example.com"],
+    )
     worker_class: Literal["asyncio", "uvloop", "trio"] = Field("uvloop", description="The event loop.")
     drain_timeout: float = Field(
         30.0, description="Seconds that requests in flight have to finish after SIGTERM.", ge=0, le=86400
     )
-    api_keys: CommaSeparatedSecrets = Field(
+    api_keys: Keys = Field(
         (),
         description="Keys that clients must send, comma separated; none: no key is asked for. Flags show in process "
         "lists: set HEADRACE_API_KEYS or the file instead.",
+        validate_default=False,  # a list that is given must have a key
         examples=["key-one,key-two"],
     )
     api_keys_file: UserPath | None = Field(
@@ -216,7 +223,7 @@ class Settings(BaseSettings):
         "docs/reliability.md.",
         examples=["/etc/headrace/tenants.toml"],
     )
-    template_kwargs: CommaSeparated = Field(
+    template_kwargs: StringList = Field(
         ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string"),
         description="Template variables that chat_template_kwargs may set, comma separated; *: any.",
         examples=["enable_thinking,date_string"],
@@ -227,10 +234,11 @@ class Settings(BaseSettings):
         ge=0.1,
         le=3600,
     )
-    admin_keys: CommaSeparatedSecrets = Field(
+    admin_keys: Keys = Field(
         (),
         description="Keys for administrators' routes such as /server_info and /abort_requests, comma separated; "
         "none: there are no such routes. They open no other route.",
+        validate_default=False,
         examples=["admin-key-one"],
     )
     routes_without_v1: bool = Field(

@@ -24,6 +24,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
+from app.setting_types import check_key
 from app.settings import Settings, SettingsError
 
 MOST_CHOICES = 1_000_000
@@ -52,15 +53,8 @@ class Tenant(BaseModel):
 ANONYMOUS = Tenant.model_construct(name="")
 
 
-def _can_be_sent(key: SecretStr) -> SecretStr:
-    text = key.get_secret_value()
-    if not text or text != text.strip():  # an empty header would match, and one with blanks around it never could
-        raise ValueError
-    return key
-
-
 class _TenantEntry(Tenant):
-    keys: list[Annotated[SecretStr, AfterValidator(_can_be_sent)]] = Field(min_length=1)
+    keys: list[Annotated[SecretStr, AfterValidator(check_key)]] = Field(min_length=1)
 
 
 class Tenants:

@@ -124,9 +124,9 @@ class Connection:
         self.reader, self.writer = reader, writer
 
     def send(self, method: str, path: str, body: bytes) -> None:
-        head = f"{method} {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
         self.started = time.monotonic()
-        self.writer.write(head.encode() + body)
+        self.writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
 
     async def head(self) -> tuple[int, dict[str, str]]:
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

@@ -203,7 +203,7 @@ class Soak:
         body = json.dumps(message(draw, 4, 20) | {"max_tokens": 200, "stream": True}).encode()
         with closing(socket.create_connection((url.hostname or "", url.port or 80))) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: soak\r\nauthorization: Bearer {draw.choice(KEYS)}\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {draw.choice(KEYS)}\r\n"
             sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             for _ in range(draw.randint(1, 8)):
                 sock.recv(64)

@@ -68,6 +68,7 @@ def test_a_kubernetes_service_named_headrace_does_not_break_the_server(monkeypat
     monkeypatch.setenv("HEADRACE_PORT", "tcp://10.0.0.7:80")
     monkeypatch.setenv("HEADRACE_SERVICE_HOST", "10.0.0.7")
     monkeypatch.setenv("HEADRACE_PORT_80_TCP_ADDR", "10.0.0.7")
+    monkeypatch.setenv("HEADRACE_METRICS_PORT", "tcp://10.0.0.8:80")
     assert load_settings().port == 8000
 
 
@@ -169,6 +170,49 @@ def test_keys_are_never_shown(monkeypatch: pytest.MonkeyPatch, config_file: Path
     assert refused.value.__cause__ is None, "a traceback would show pydantic's error, and that the key"
     assert is_secret(Settings.model_fields["api_keys"])
     assert not is_secret(Settings.model_fields["model"])
+
+
+@pytest.mark.parametrize("name", ["api_keys", "admin_keys"])
+@pytest.mark.parametrize("value", [" ", ",", " , ", "[]", '[""]', '["a", ""]', '[" a"]', '["a ", "b"]', '["a\\nb"]'])
+def test_a_list_of_keys_without_a_key_that_can_be_sent_is_refused_wherever_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, config_file: Path, name: str, value: str
+) -> None:
+    """An empty key would be everybody's, and an empty list would open the server."""
+    allowed = f"{name}.*got a value that is not shown; allowed: keys .* at least one, none empty"
+    with pytest.raises(SettingsError, match=allowed.replace(name, flag_name(name), 1)):
+        load_settings({name: value})
+    as_toml = value if value.startswith("[") else f'"{value}"'
+    for line in (f"{name} = {as_toml}", f"{name} = '{value}'"):
+        config_file.write_text(line)
+        with pytest.raises(SettingsError, match=allowed):
+            load_settings(config_file=config_file)
+    monkeypatch.setenv(env_name(name), value)
+    with pytest.raises(SettingsError, match=allowed.replace(name, env_name(name), 1)):
+        load_settings()
+
+
+@pytest.mark.parametrize("value", ["", "tcp://10.0.0.7:80"])
+def test_what_stands_for_keys_is_never_passed_over(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """An empty flag does not undo a variable, and only a variable that ends in _PORT may be a link of Kubernetes."""
+    monkeypatch.setenv("HEADRACE_API_KEYS", value or "a-key")
+    if value:
+        assert load_settings().api_keys == (SecretStr(value),)
+    else:
+        with pytest.raises(SettingsError, match="--api-keys"):
+            load_settings({"api_keys": value})
+
+
+def test_keys_and_names_read_the_same_with_commas_and_as_json(
+    monkeypatch: pytest.MonkeyPatch, config_file: Path
+) -> None:
+    expected = load_settings({"api_keys": "a, b", "served_model_name": "x,y"})
+    config_file.write_text("""api_keys = '["a", "b"]'\nserved_model_name = ["x", "y"]\n""")
+    assert load_settings(config_file=config_file) == expected
+    monkeypatch.setenv("HEADRACE_API_KEYS", '["a", "b"]')
+    assert load_settings({"served_model_name": ' ["x", "y"]'}) == expected
+    for wrong in ('["x"', "[1]", '[["x"]]'):
+        with pytest.raises(SettingsError, match="--served-model-name: .* a comma-separated list or a JSON array"):
+            load_settings({"served_model_name": wrong})
 
 
 def test_settings_do_not_change() -> None:

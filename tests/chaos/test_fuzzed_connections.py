@@ -37,7 +37,7 @@ LEFT_OPEN = 25  # of the last ones
 
 
 def http1(method: str, path: str, body: bytes = b"", *more: str) -> bytes:
-    head = [f"{method} {path} HTTP/1.1", "host: a", *more]
+    head = [f"{method} {path} HTTP/1.1", "host: localhost", *more]
     if body and not more:
         head.append(f"content-length: {len(body)}")
     return "\r\n".join([*head, "", ""]).encode() + body
@@ -79,7 +79,7 @@ def http2(generator: random.Random) -> list[Frame]:
         fields = [
             (":method", "POST" if body else generator.choice(["GET", "HEAD", "CONNECT", "BREW"])),
             (":scheme", "http"),
-            (":authority", "a"),
+            (":authority", "localhost"),
             (":path", "/v1/completions" if body else generator.choice(["/livez", "/nowhere", "/v1/models"])),
             *generator.sample([("content-length", str(len(body))), ("te", "trailers"), ("x-a", "b" * 300)], 2),
         ]

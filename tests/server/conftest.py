@@ -50,7 +50,9 @@ def narrow_tiny_servers() -> Iterator[Callable[[str], Server]]:
     with ExitStack() as stack:
 
         def start(name: str) -> Server:
-            return stack.enter_context(_well(deployed_tiny_server(name, max_model_len=LONG_CONTEXT, **settings)))
+            return stack.enter_context(
+                _well(deployed_tiny_server(name, max_model_len=LONG_CONTEXT, allowed_hosts="headrace", **settings))
+            )
 
         yield cache(start)
 

@@ -52,7 +52,8 @@ class Server:
         self.worker_class = worker_class
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.base_url, timeout=TIMEOUT, trust_env=False)
+        json = {"content-type": "application/json"}  # for bodies that are sent as bytes, too
+        self.client = httpx.Client(base_url=self.base_url, headers=json, timeout=TIMEOUT, trust_env=False)
         self._settings = {
             "model": MODEL,
             "dtype": "auto",  # what users run, and loaded four times as fast as any other: the file's own bits

@@ -39,7 +39,7 @@ def test_probes_need_no_key(locked_server: Server, path: str) -> None:
         ("OPTIONS", "/v1/models"),
         ("GET", "/health/../v1/models"),
         ("GET", "/health%2f..%2fv1/models"),
-        ("GET", "//health"),
+        ("GET", "/%2fhealth"),
         ("GET", "/v1/models?/health"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_hostile_host_header_opens_nothing(locked_server: Server, host: str) -
 @pytest.mark.parametrize("target", ["http://a/health", "http://a/livez?x", "/v1/models#/health", "*", "a:80"])
 def test_a_hostile_target_opens_nothing(locked_server: Server, target: str) -> None:
     with locked_server.connect() as client:
-        client.send_bytes(f"GET {target} HTTP/1.1\r\nconnection: close\r\nhost: a\r\n\r\n".encode())
+        client.send_bytes(f"GET {target} HTTP/1.1\r\nconnection: close\r\nhost: localhost\r\n\r\n".encode())
         answer = client.read_raw()
     assert answer.split()[1] in (b"400", b"401")
 

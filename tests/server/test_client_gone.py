@@ -204,7 +204,10 @@ class TestOtherWaysToLeave:
     def test_client_gone_within_its_body_never_reaches_the_engine(self, narrow_server: Server) -> None:
         before = narrow_server.wait_idle()
         with narrow_server.connect() as client:
-            client.send_bytes(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{")
+            client.send_bytes(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+            )
             client.leave_with_fin()
         after = narrow_server.wait_until(
             lambda now: now.http_requests("/v1/completions", "4xx") > before.http_requests("/v1/completions", "4xx")

@@ -25,7 +25,7 @@ STORY: dict[str, Any] = {
 PATH = "/v1/completions"
 EVERY_LOOP = pytest.mark.parametrize("server", ["uvloop", "asyncio", "trio"], indirect=True, scope="module")
 
-USUAL = {":method": b"POST", ":path": b"/tokenize", ":scheme": b"http", ":authority": b"a"}
+USUAL = {":method": b"POST", ":path": b"/tokenize", ":scheme": b"http", ":authority": b"localhost"}
 
 MALFORMED: dict[str, dict[str, bytes | None]] = {
     "path not ASCII": {":path": b"/\xc3\xa9"},

@@ -73,7 +73,8 @@ def test_large_upload_that_nobody_reads_leaves_no_connection_behind(narrow_tiny_
         client.next_exchange()
     descriptors = server.metrics().samples["process_open_fds"]
     for client in clients:
-        client.send_bytes(b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 5000000\r\n\r\n")
+        client.send_bytes(b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n")
+        client.send_bytes(b"content-length: 5000000\r\n\r\n")
         try:
             for _ in range(PARTS):
                 client.send_bytes(b" " * 65536)

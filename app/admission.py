@@ -150,7 +150,7 @@ class QueueTicket:
             self._admission.release(self, self.choices, self.tokens, started=False)
         while self.running:
             self.running -= 1
-            self._admission.wait.end(self.tenant.name)
+            self._admission.wait.end(self.tenant)
 
 
 class Admission:
@@ -171,8 +171,11 @@ class Admission:
         self.clock = clock
         self.wait = ExpectedWait(settings, clock)
         self._max_queue_time = settings.max_queue_time or math.inf
-        self._answers = 0.0  # typical ones that those who wait are taken to get, all together
+        self._answers: defaultdict[str, float] = defaultdict(
+            float
+        )  # typical ones that those who wait are taken to get, by tenant
         self._waiting_weight = 0.0  # of the tenants that have somebody waiting
+        self._weights: dict[str, float] = {}  # of each of them
         self._on_waited = on_waited
         self.places = SharedRoom(settings.max_queued_requests, {})
         self.tokens = SharedRoom(settings.max_queued_tokens, {})
@@ -207,13 +210,13 @@ class Admission:
         could never be one.
         """
         self._advance(tenant)
-        answer = self.wait.typical.part_of_answer(max_tokens)
+        answer = self.wait.typical_of(tenant).part_of_answer(max_tokens)
         expected = self._expected(tenant, 1, tokens, answer)
         self._check(tenant, choices, tokens, timeout, expected)
         ticket = QueueTicket(self, tenant, choices, tokens, answer, expected)
         ticket.generates = max_tokens != 0
         self._count_tenant(tenant, 1)
-        self._answers += choices * answer
+        self._answers[tenant.name] += choices * answer
         self.places.take(tenant.name, choices)
         self.tokens.take(tenant.name, tokens)
         try:
@@ -229,32 +232,37 @@ class Admission:
         ticket.tokens -= tokens
         self.places.take(name, -choices)
         self.tokens.take(name, -tokens)
-        self._answers = max(0.0, self._answers - choices * ticket.answer) if self.places.total else 0.0
+        self._answers[name] -= choices * ticket.answer
+        if not self.places.taken_by(name):
+            del self._answers[name]
         self._count_tenant(ticket.tenant, -1)
         if started:
             self._pace.start(choices)
             self._paces[name].start(choices)
-            self.wait.begin(name)
+            self.wait.begin(ticket.tenant)
             if ticket.expected is not None:
                 waited, ticket_expected = self.clock() - ticket.since, ticket.expected
-                self._on_waited(waited, ticket_expected * self.wait.correction)
-                self.wait.learn_wait(waited, ticket_expected)
+                self._on_waited(waited, ticket_expected * self.wait.correction_of(name))
+                self.wait.learn_wait(waited, ticket_expected, name)
                 ticket.expected = None  # of the first choice only
 
     def ended(self, ticket: QueueTicket, num_output_tokens: int) -> None:
         """Called by a QueueTicket, for a choice that had begun."""
-        self.wait.end(ticket.tenant.name)
+        self.wait.end(ticket.tenant)
         if num_output_tokens and ticket.generates:
-            self.wait.typical.learn(ticket.prompt_tokens, num_output_tokens)
+            self.wait.learn_answer(ticket.tenant, ticket.prompt_tokens, num_output_tokens)
 
     def _count_tenant(self, tenant: Tenant, change: int) -> None:
         """The tenant is about to have its first choice waiting, or has none any more."""
         if not self.places.taken_by(tenant.name):
             self._num_waiting_tenants += change
-            # A tenant's weight may have changed while it waited.
-            self._waiting_weight = max(0.0, self._waiting_weight + change * tenant.weight)
-            if not self._num_waiting_tenants:
-                self._waiting_weight = 0.0
+            if change > 0:
+                self._weights[tenant.name] = tenant.weight  # which may change while it waits
+                self._waiting_weight += tenant.weight
+            else:
+                self._waiting_weight -= self._weights.pop(tenant.name)
+                if not self._weights:
+                    self._waiting_weight = 0.0
 
     def _expected(self, tenant: Tenant, choices: int, tokens: int, answer: float) -> float | None:
         """Seconds to the first token of the last of these choices, as the table of step costs has it."""
@@ -267,8 +275,9 @@ class Admission:
             own_tokens=own_tokens + tokens,
             others=others,
             others_tokens=self.tokens.total - own_tokens,
-            rival_weight=self._waiting_weight - (tenant.weight if own else 0.0),
-            part_of_answer=(self._answers + choices * answer) / (self.places.total + choices),
+            rival_weight=max(0.0, self._waiting_weight - self._weights.get(name, 0.0)),
+            who_waits=self._weights,
+            part_of_answer=(self._answers[name] + choices * answer) / (own + choices),
         )
 
     @property
@@ -277,8 +286,8 @@ class Admission:
         total = self.places.total
         if not total:
             return 0.0
-        seconds = self.wait.seconds(
-            ANONYMOUS, own=total, own_tokens=self.tokens.total, part_of_answer=self._answers / total
+        seconds = self.wait.seconds_of_all(
+            waiting=total, tokens=self.tokens.total, part_of_answer=sum(self._answers.values()) / total
         )
         return self.wait.correction * (seconds or 0.0)
 
@@ -304,7 +313,7 @@ class Admission:
             raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
         rate = self._paces[name].per_second  # its own: by their shares, nobody waits for the queue of another
         if expected is not None:
-            expected *= self.wait.correction
+            expected *= self.wait.correction_of(name)
         elif rate > 0:
             expected = own / rate
         if expected is None:

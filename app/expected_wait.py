@@ -1,14 +1,17 @@
 """How long a request that comes now would wait for its first token, by what is queued before it and what steps cost.
 
-    waiting for a running slot    the requests that have to end first * what it takes the engines to end one
+    waiting for a running slot    the tenant's requests that have to end first * what it takes the engines to end one
     prefill                       the prompts before it, and its own
 
-Those before it are its own tenant's and, as tenants take turns by weight, as many of the others as have theirs
-meanwhile. How many tokens an answer gets is unknown: it is taken to be as long as the latest answers were, or as
-`max_tokens` where that is less. While no answer has ended, or no step was measured, nothing is expected.
+The engines share running slots between tenants by weight: one that has fewer than its share takes slots from those that
+have more. So what a tenant waits for is its own requests, on its share of the slots and on those that no other tenant
+asks for. How many tokens an answer gets is unknown: it is taken to be as long as the tenant's latest answers were, or
+as `max_tokens` where that is less. While no answer has ended, or no step was measured, nothing is expected.
 
-An expectation that is wrong is put right by the waits of those who were let in: the latest waits, by what was expected
-of them, multiply it. Nobody is refused while there are running slots left, so there always are such waits.
+An expectation that is wrong is put right by the waits of those who were let in: the tenant's latest waits, by what was
+expected of them, multiply it. Nobody is refused while there are running slots left, so there always are such waits.
+
+A tenant that has no answers, or no waits, yet is taken to be like all together.
 
 Pure bookkeeping on the event loop. Owned by `app.admission`.
 """
@@ -16,8 +19,7 @@ Pure bookkeeping on the event loop. Owned by `app.admission`.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from app.settings import Settings
 from app.tenants import Tenant
@@ -31,49 +33,22 @@ _BELIEF = 5.0  # seconds of waits that came true, which the expectation begins w
 _MOST_OFF = 4.0
 
 
-class ExpectedWait:
-    """What is known of the engines and of the latest answers. `costs` is what an engine has said last."""
+class Waits:
+    """What the latest waits were, and what was expected of them."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        self.costs: StepCostTable | None = None
-        self.num_kv_tokens = math.inf  # that fit into the KV caches of all engines that there are at first
-        self.count_engines: Callable[[], int] = lambda: settings.data_parallel_size
-        self._max_num_seqs = settings.max_num_seqs
-        self._engines_at_first = settings.data_parallel_size
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._running: Counter[str] = Counter()  # choices that have begun, by tenant
-        self._num_running = 0
-        self.typical = TypicalRequest()
         self._waited = self._expected = 0.0  # seconds, the latest counting most
         self._updated = clock()
 
-    def set_costs(self, costs: StepCostTable) -> None:
-        """An engine says what its steps cost."""
-        self.costs = costs
-
-    def begin(self, tenant: str) -> None:
-        """A choice has its first token."""
-        self._running[tenant] += 1
-        self._num_running += 1
-
-    def end(self, tenant: str) -> None:
-        """A choice that has begun is over."""
-        self._num_running -= 1
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
-
-    def learn_wait(self, waited: float, expected: float) -> None:
-        """A request that was let in got its first token after so many seconds; `expected` is what `seconds` said,
-        before it was put right."""
-        if max(waited, expected) >= _LEAST_WAIT:
-            self._forget()
-            self._waited += waited
-            self._expected += expected
+    def learn(self, waited: float, expected: float) -> None:
+        self._forget()
+        self._waited += waited
+        self._expected += expected
 
     @property
     def correction(self) -> float:
-        """Truth by expectation, of the latest."""
+        """Truth by expectation."""
         self._forget()
         off = (self._waited + _BELIEF) / (self._expected + _BELIEF)
         return min(max(off, 1 / _MOST_OFF), _MOST_OFF)
@@ -85,6 +60,74 @@ class ExpectedWait:
         self._expected *= kept
         self._updated = now
 
+
+class ExpectedWait:
+    """What is known of the engines and of the latest answers. `costs` is what an engine has said last, `typical` a
+    request of any tenant."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.costs: StepCostTable | None = None
+        self.num_kv_tokens = math.inf  # that fit into the KV caches of all engines that there are at first
+        self.count_engines: Callable[[], int] = lambda: settings.data_parallel_size
+        self._max_num_seqs = settings.max_num_seqs
+        self._engines_at_first = settings.data_parallel_size
+        self._clock = clock
+        self._running: dict[str, tuple[int, float]] = {}  # choices that have begun, and the weight, by tenant
+        self._num_running = 0
+        self.typical = TypicalRequest()
+        self._typical_of: dict[str, TypicalRequest] = {}
+        self._waits = Waits(clock)
+        self._waits_of: dict[str, Waits] = {}
+
+    def set_costs(self, costs: StepCostTable) -> None:
+        """An engine says what its steps cost."""
+        self.costs = costs
+
+    def begin(self, tenant: Tenant) -> None:
+        """A choice has its first token."""
+        self._count(tenant, 1)
+
+    def end(self, tenant: Tenant) -> None:
+        """A choice that has begun is over."""
+        self._count(tenant, -1)
+
+    def _count(self, tenant: Tenant, change: int) -> None:
+        self._num_running += change
+        count = self._num_running_of(tenant) + change
+        if count:
+            self._running[tenant.name] = count, tenant.weight
+        else:
+            self._running.pop(tenant.name, None)
+
+    def _num_running_of(self, tenant: Tenant) -> int:
+        return self._running.get(tenant.name, (0, 0.0))[0]
+
+    def learn_answer(self, tenant: Tenant, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A choice of this tenant has ended by itself."""
+        self.typical.learn(num_prompt_tokens, num_output_tokens)
+        own = self._typical_of.setdefault(tenant.name, TypicalRequest())
+        own.learn(num_prompt_tokens, num_output_tokens)
+
+    def typical_of(self, tenant: Tenant) -> TypicalRequest:
+        """A request of this tenant."""
+        return self._typical_of.get(tenant.name, self.typical)
+
+    def learn_wait(self, waited: float, expected: float, tenant: str = "") -> None:
+        """A request that was let in got its first token after so many seconds; `expected` is what `seconds` said,
+        before it was put right."""
+        if max(waited, expected) >= _LEAST_WAIT:
+            self._waits.learn(waited, expected)
+            self._waits_of.setdefault(tenant, Waits(self._clock)).learn(waited, expected)
+
+    @property
+    def correction(self) -> float:
+        """Truth by expectation, of the latest waits of all tenants."""
+        return self._waits.correction
+
+    def correction_of(self, tenant: str) -> float:
+        """Truth by expectation, of the tenant's latest waits."""
+        return self._waits_of.get(tenant, self._waits).correction
+
     def seconds(
         self,
         tenant: Tenant,
@@ -95,29 +138,51 @@ class ExpectedWait:
         others: int = 0,
         others_tokens: int = 0,
         rival_weight: float = 0.0,
+        who_waits: Collection[str] = (),
     ) -> float | None:
         """Until the last of `own` choices has begun that this tenant will have waiting, with `own_tokens` of prompts;
-        others have some more, and together that weight. All who wait are taken to get that part of a typical answer.
-        None where there is nothing to go by; 0 where there are running slots for all."""
-        costs, typical = self.costs, self.typical
+        other tenants have some more, and together that weight. `who_waits` names all tenants that have some. All of the
+        tenant's that wait are taken to get that part of its typical answer. None where there is nothing to go by; 0
+        where there are running slots for all."""
+        running = self._num_running_of(tenant)
+        others_running = self._num_running - running
+        passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
+        for name, (_, weight) in self._running.items():
+            rival_weight += weight if name != tenant.name and name not in who_waits else 0.0
+        slots = self._effective_slots(self.count_engines())
+        its_slots = max(slots * tenant.weight / (tenant.weight + rival_weight), slots - others_running - others)
+        its_slots = min(its_slots, tenant.max_running or math.inf)
+        tokens = own_tokens + (others_tokens * passed / others if others else 0.0)
+        return self._seconds(self.typical_of(tenant), its_slots, own, running, tokens, part_of_answer, others)
+
+    def seconds_of_all(self, *, waiting: int, tokens: int, part_of_answer: float) -> float | None:
+        """Until all choices have begun that wait now, of whatever tenants."""
+        slots = self._effective_slots(self.count_engines())
+        return self._seconds(self.typical, slots, waiting, self._num_running, tokens, part_of_answer, 0)
+
+    def _seconds(
+        self,
+        typical: TypicalRequest,
+        slots: float,
+        waiting: int,
+        running: int,
+        tokens: float,
+        part_of_answer: float,
+        others: int,
+    ) -> float | None:
+        """Until the last of those that wait has begun, on so many slots, on which some run."""
+        costs = self.costs
         if costs is None or not costs.is_known or not typical.num_output_tokens:
             return None
-        engines = self.count_engines()
-        slots = self._effective_slots(engines)
-        passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
-        have_to_end = own + passed + self._num_running - slots
-        limit = tenant.max_running or slots
-        have_to_end_of_own = own + self._running[tenant.name] - limit
-        if have_to_end <= 0 and have_to_end_of_own <= 0:
+        have_to_end = waiting + running - slots
+        if have_to_end <= 0:
             return 0.0
-        rows = max(1, round(min(slots, self._num_running + own + others) / engines))
-        prices = typical.prices(costs, rows)
-        tokens = own_tokens + (others_tokens * passed / others if others else 0.0)
+        engines = self.count_engines()
+        rows = max(1, round(min(self._effective_slots(engines), self._num_running + waiting + others) / engines))
+        prices = self.typical.prices(costs, rows)
+        part = (part_of_answer * waiting + running) / (waiting + running)
         prefill = tokens * prices.prompt_token / engines
-        turns = max(have_to_end / slots, have_to_end_of_own / limit, 0.0)
-        waiting = own + others
-        part = (part_of_answer * waiting + self._num_running) / (waiting + self._num_running)
-        return turns * part * typical.num_output_tokens * prices.step + prefill
+        return have_to_end / slots * part * typical.num_output_tokens * prices.step + prefill
 
     def _effective_slots(self, engines: int) -> float:
         """Requests that run at once: fewer than there are running slots, where typical ones fill the KV caches."""

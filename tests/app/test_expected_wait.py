@@ -186,6 +186,45 @@ def test_a_tenant_without_a_queue_is_not_refused_for_anothers() -> None:
     assert num_refused <= before
 
 
+@pytest.mark.parametrize("num_short", [2, 12], ids=["within its share", "with a queue"])
+def test_a_tenants_long_answers_get_no_other_tenant_refused(num_short: int) -> None:
+    long, short = Tenant(name="long"), Tenant(name="short")
+    server = Server(long, short, max_queue_time=10)
+    server.clients = [Client(f"l{n}", long, (1500, 2500), max_tokens=False) for n in range(20)]
+    server.run(400)
+    assert server.refused, "of its own"
+    server.clients.append(Client("s0", short, (5, 15), max_tokens=False))
+    server.run(20)
+    server.clients += [Client(f"s{n}", short, (5, 15), max_tokens=False) for n in range(1, num_short)]
+    refused: list[str] = []
+    send = server.send
+
+    def noted(client: Client) -> ApiError | None:
+        refusal = send(client)
+        if refusal is not None:
+            refused.append(client.tenant.name)
+        return refusal
+
+    server.send = noted  # type: ignore[method-assign]
+    server.run(300)
+    waits = [truth for tenant, truth, _ in server.waits if tenant == "short"]
+    assert len(waits) > 100
+    assert max(waits) < 10
+    assert "short" not in refused
+    assert "long" in refused
+
+
+def test_a_tenant_is_corrected_by_its_own_waits_and_by_those_of_all_as_long_as_it_has_none() -> None:
+    server = Server(Tenant(name="slow"), Tenant(name="well"), Tenant(name="new"))
+    wait = server.admission.wait
+    for _ in range(20):
+        wait.learn_wait(40.0, 10.0, "slow")
+        wait.learn_wait(10.0, 10.0, "well")
+    assert wait.correction_of("slow") > 3
+    assert wait.correction_of("well") == pytest.approx(1)
+    assert wait.correction_of("new") == wait.correction
+
+
 def test_an_idle_server_and_one_that_has_just_started_refuse_nobody() -> None:
     server = Server(max_queue_time=0.001)
     server.clients = [Client(f"c{n}", ANONYMOUS, (5, 50)) for n in range(300)]

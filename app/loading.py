@@ -41,6 +41,7 @@ from gpu.checkpoint import (
     open_model,
 )
 from gpu.host import cuda_devices, usable_cores
+from protocol.tools.formats import END_TOKENS
 
 if TYPE_CHECKING:
     from engine.transport.process_client import ProcessClient
@@ -113,6 +114,18 @@ def tokenizer_info(files: ModelFiles) -> dict[str, Any]:
     }
 
 
+def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
+    """The tokens that end an answer: those that the model's files name, and those that its syntax of calls names.
+
+    Files often name one of several, and a model that is not ended runs on after its call.
+    """
+    added = files.tokenizer.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    ends = (special.get(token, files.config.vocab_size) for token in END_TOKENS)
+    named = files.config.eos_token_ids
+    return tuple(dict.fromkeys([*named, *(token_id for token_id in ends if token_id < files.config.vocab_size)]))
+
+
 def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
     """What compiles grammars for a model, at the front door and in the engine. Raises ModelError if none can be."""
     if not files.config.eos_token_ids:
@@ -121,7 +134,7 @@ def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
             f"tokenizer.ggml.eos_token_id) must be an id below {files.config.vocab_size}."
         )
     return GrammarCompiler(
-        Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=files.config.eos_token_ids
+        Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=end_token_ids(files)
     )
 
 
@@ -233,7 +246,7 @@ def core_factory(
         executor = make_executor(settings, files, kv_cache_share)
         logger.info("%s", executor.summary)
         config = engine_config(
-            settings, executor, eos_token_ids=files.config.eos_token_ids, compute_form=executor.compute_form
+            settings, executor, eos_token_ids=end_token_ids(files), compute_form=executor.compute_form
         )
         description = describe(executor, settings)
         description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many

@@ -123,6 +123,13 @@ FORMATS = {
 }
 
 
+END_TOKENS = (
+    *(*hermes.END_TOKENS, *llama3.END_TOKENS, *mistral.END_TOKENS),
+    *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma, whose calls nothing here reads
+)
+"""With which a turn or a call of a family ends. A vocabulary that has one as a special token means that by it."""
+
+
 def format_of_template(source: str) -> ToolFormat | None:
     """The syntax that a chat template teaches; None if it is none of ours."""
     if mistral.OPENING in source:

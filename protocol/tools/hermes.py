@@ -14,6 +14,7 @@ from protocol.tools.reader import BlockReader, NewCallId
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
 TAGS = (OPENING, CLOSING)
+END_TOKENS = ("<|im_end|>",)
 
 
 def new_reader(new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:

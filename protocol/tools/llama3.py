@@ -18,6 +18,7 @@ from protocol.tools.reader import BlockReader, NewCallId
 
 OPENING = "<|python_tag|>"
 TAGS = (OPENING,)
+END_TOKENS = ("<|eot_id|>", "<|eom_id|>")
 
 
 def new_reader(new_call_id: NewCallId, names: Container[str], tags: SpecialTags) -> ToolReader:

@@ -21,6 +21,7 @@ OPENING = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGUMENTS = "[ARGS]"
 TAGS = (OPENING, CALL_ID, ARGUMENTS)
+END_TOKENS = ("</s>",)
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MAX_HEAD = 256  # characters of name and id

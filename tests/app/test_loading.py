@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from app import loading
 from app.loading import divide, make_client, open_files
+from app.offline import LLM
 from app.settings import Settings
 from engine.errors import ConfigError
+from engine.messages import FinishReason, SamplingParams
 from engine.transport.child import Child
 from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
@@ -21,6 +25,7 @@ from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.progress import no_progress
 from gpu.model_loader import WorkerOptions
+from tests.engine.helpers import id_of
 from tests.server.tiny_model import write_tiny_model
 
 SECRET = "sk-not-for-the-engine"
@@ -106,3 +111,23 @@ def test_each_engine_gets_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -
         divide(settings.model_copy(update={"data_parallel_size": 4}))
     process = cast(DataParallelClient, make_client(settings, cast(ModelFiles, None), no_progress)).replicas[1].client
     assert environment_of(process)["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+
+
+def test_an_answer_ends_with_the_end_tokens_of_its_syntax_though_the_files_name_others(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", vocab_size=512)
+    ends = ["<|eot_id|>", "<|eom_id|>", "<|call|>", "<|observation|>", "<|tool_response>", "</s>"]
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(ends)
+    tokenizer.add_tokens(["<|channel|>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    write_tiny_model(tmp_path / "config", vocab_size=520)
+    (tmp_path / "config" / "config.json").rename(model / "config.json")
+    llm = LLM(str(model), load_format="dummy", kv_cache_memory="1MiB", max_model_len=64, device="cpu", progress=False)
+    for token in [*ends, "<|channel|>"]:
+        forced = SamplingParams(max_tokens=3, logit_bias={id_of(tokenizer, token): 100.0})
+        answers = [
+            llm.generate([[5, 6]], sampling, progress=False)[0].choices[0]
+            for sampling in (forced, msgspec.structs.replace(forced, ignore_eos=True))
+        ]
+        assert [len(answer.token_ids) for answer in answers] == [1 if token in ends else 3, 3]
+        assert answers[0].finish_reason is (FinishReason.STOP if token in ends else FinishReason.LENGTH)

@@ -121,6 +121,7 @@ def log_request(record: RequestRecord) -> None:
         "output_tokens": record.num_output_tokens,
         "ttft_seconds": None if to_first_token is None else round(to_first_token, 3),
         "error": record.error,
+        "param": record.param,
         "request_id": record.request_id,
     }
     # The level says whose fault it was: 5xx is ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from app.scope import RequestScope
 class RequestRecord:
     """Times are `time.monotonic()`; what is None was not reached, or the request generates nothing.
 
-    `route` is the path's template. `error` is a type or code, not a message that may quote the prompt.
+    `route` is the path's template. `error` is a type or code, not a message that may quote the prompt, and `param` the
+    path of the field at fault, up to the first name that a client may have made up.
     """
 
     request_id: str
@@ -24,6 +26,7 @@ class RequestRecord:
     arrival_time: float
     ended_time: float
     error: str | None = None
+    param: str | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_reason: str | None = None
@@ -36,10 +39,17 @@ class RequestRecord:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
+
 _OF_OUTPUTS = (
     *("first_scheduled_time", "first_token_time", "finish_reason"),
     *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
 )
+
+
+def _known(param: str | None) -> str | None:
+    head = None if param is None or param.startswith("metadata.") else _PATH.match(param)
+    return param and (head[0] if head else param.partition(".")[0])
 
 
 def record_of(request: RequestScope, *, route: str, model: str, status: int) -> RequestRecord:
@@ -55,5 +65,6 @@ def record_of(request: RequestScope, *, route: str, model: str, status: int) -> 
         arrival_time=request.arrival_time,
         ended_time=time.monotonic(),
         error=request.error_code,
+        param=_known(request.error_param),
         **of_outputs,
     )

@@ -74,9 +74,9 @@ class RequestScope:
         *("_bodies", "_last_sent", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
         *("_shield", "_task_group", "answer_id", "arrival_time", "blocked", "body", "client_gone"),
         *("blocked_seconds", "error_status", "marks", "span", "transcript"),
-        *("connection", "error_code", "headers", "http_version", "method", "outputs", "path", "path_params"),
+        *("connection", "error_code", "error_param", "headers", "http_version", "method", "outputs", "path"),
         *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
-        "warning",
+        *("path_params", "warning"),
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, bodies: Bodies) -> None:
@@ -98,6 +98,7 @@ class RequestScope:
         self.status: int | None = None
         self.client_gone = False
         self.error_code: str | None = None
+        self.error_param: str | None = None  # the field at fault
         self.error_status: int | None = None  # of the error, which may have come too late to be the answer's
         self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
         self.outputs: RequestStream | None = None
@@ -338,6 +339,7 @@ class RequestScope:
         if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
             request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
         self.error_code, self.error_status = api_error.code or api_error.type, api_error.status
+        self.error_param = api_error.param
         await self._send_error(api_error)
 
     async def _send_error(self, error: ApiError) -> None:

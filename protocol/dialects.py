@@ -11,7 +11,8 @@ from protocol.responses.dialect import RESPONSES
 
 DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
 
-_BELOW = [(dialect.root + "/", dialect) for dialect in sorted(DIALECTS, key=lambda each: len(each.root), reverse=True)]
+_ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
+_BELOW = [(root + "/", dialect) for root, dialect in sorted(_ROOTS, key=lambda each: len(each[0]), reverse=True)]
 _SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.shared_roots]
 
 

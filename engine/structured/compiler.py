@@ -169,7 +169,7 @@ class GrammarCompiler:
             return error
         prototype = LLMatcher(self.build_tokenizer(), text, log_level=0, limits=_LIMITS)
         if not prototype.is_error():
-            self._try_out(prototype)
+            prototype = self._tried_out(prototype)
         if prototype.is_error():
             reason = _error_in_own_grammar(structured) or prototype.get_error()
             if "NoExtension" in reason:
@@ -177,12 +177,13 @@ class GrammarCompiler:
             return refused(_first_words(reason), code=GRAMMAR_TOO_COMPLEX if _LIMIT_MET.search(reason) else None)
         return CompiledGrammar(prototype, structured)
 
-    def _try_out(self, prototype: LLMatcher) -> None:
-        """Follow the grammar for a few tokens, whichever it allows, and go back to its start.
+    def _tried_out(self, prototype: LLMatcher) -> LLMatcher:
+        """Follow the grammar for a few tokens, whichever it allows, and return it at its start, or with its error.
 
         What is too complex to be followed mostly shows now, while it can be refused; and the lexer, which learns as it
         goes, does its dearest work here and not for each of its copies.
         """
+        fresh = prototype.deep_copy()
         mask = np.zeros(self.mask_words_of_tokenizer, dtype=np.uint32)
         chance = random.Random(0)
         end = time.thread_time() + TRIED_SECONDS
@@ -193,8 +194,9 @@ class GrammarCompiler:
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if prototype.is_stopped() or not prototype.consume_token(int(chance.choice(allowed))):
                 break
-        if not prototype.is_error():
-            prototype.reset()
+        if prototype.is_error() or prototype.reset():
+            return prototype
+        return fresh  # lexemes that end after some tokens or at a text cannot go back
 
     @property
     def mask_words_of_tokenizer(self) -> int:

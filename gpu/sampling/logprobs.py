@@ -44,12 +44,13 @@ class NamedTokens:
         self._token_ids.pop(row, None)
 
     def told(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
-        """An entry that has `every`, as the request in this row wants it."""
+        """An entry that has `every`, as the request in this row wants it: the named tokens, then the sampled one."""
         token_ids = self._token_ids.get(row)
         if token_ids is None or entry.every is None:
             return entry
-        named = zip(token_ids.tolist(), np.frombuffer(entry.every, np.float32)[token_ids].tolist(), strict=True)
-        return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, list(named))
+        named = dict(zip(token_ids.tolist(), np.frombuffer(entry.every, np.float32)[token_ids].tolist(), strict=True))
+        named.setdefault(entry.token_id, entry.logprob)
+        return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, list(named.items()))
 
 
 def token_logprobs(

@@ -20,6 +20,7 @@ _MESSAGES = GenerationRoute(
 
 ANTHROPIC = Dialect(
     root="/v1/messages",
+    retired=("/v1/complete",),
     generation=(_MESSAGES,),
     counting=(
         CountingRoute(path="/v1/messages/count_tokens", summary="Count its tokens.", request=CountTokensRequest),

@@ -136,7 +136,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    service_tier: None
+    service_tier: Literal["default"] | None
     system_fingerprint: str | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
@@ -164,7 +164,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
-    service_tier: None
+    service_tier: Literal["default"] | None
     system_fingerprint: str | None
     kv_transfer_params: None
 

@@ -85,6 +85,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions | None = None
+    service_tier: str | None = None  # there is one tier, and the answer names it to clients that ask for any
 
     @model_validator(mode="after")
     def _options_have_what_they_need(self) -> Self:

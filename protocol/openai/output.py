@@ -108,6 +108,7 @@ class _ChoicesWriter:
         self._meter = UsageMeter(request.n, list(map(len, answer.prompts)))
         self._as_token_ids = request.return_tokens_as_token_ids
         self._in_old_form = request.answers_in_old_form
+        self._tier: Mapping[str, Any] = _NOTHING if request.service_tier is None else {"service_tier": "default"}
 
     def _new_logprobs_writer(self, index: int) -> LogprobsWriter:
         echoes = self._parts is not None and self._parts.echo_logprobs is not None
@@ -248,6 +249,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             "model": self._answer.head.model,
             "system_fingerprint": self._answer.fingerprint,
             "choices": choices,
+            **self._tier,
         }
         # Without include_usage the key is absent: some clients take its presence for the last chunk.
         return {**chunk, "usage": usage} if self._include_usage else chunk
@@ -294,6 +296,7 @@ class ChoicesBodyWriter(_ChoicesWriter):
             "usage": self._meter.usage(),
             "system_fingerprint": self._answer.fingerprint,
             **self._wire.body_nulls,
+            **self._tier,
         }
         if not self._wire.prompt_in_choice and indices:
             body |= self._of_prompt(indices[0], self._choices[indices[0]].prompt_logprobs)

@@ -52,11 +52,14 @@ Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Fiel
 
 
 class NamedSchema(ClientModel):
-    """Without `strict` it is enforced as far as a grammar can, and the rest is checked when the answer is there."""
+    """Without `strict` it is enforced as far as a grammar can, and the rest is checked when the answer is there.
+
+    Without a schema it is any JSON object.
+    """
 
     name: str | None = None
     description: str | None = None
-    schema_: Schema = Field(alias="schema")
+    schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool = False
 
 
@@ -215,14 +218,12 @@ class StructuredOutputFields(ClientModel):
         """By the names of the fields that ask for them; one at most."""
         found: dict[str, StructuredOutput] = {}
         match self.response_format:
-            case JsonSchemaFormat(json_schema=named):
-                found["response_format"] = structured.json_schema(named.schema_, lenient=not named.strict)
-            case JsonObjectFormat(schema_=schema):
-                found["response_format"] = (
-                    _of(StructuredOutputKind.JSON_OBJECT, "")
-                    if schema is None
-                    else structured.json_schema(schema, lenient=True)
-                )
+            case JsonSchemaFormat(json_schema=NamedSchema(schema_=None)) | JsonObjectFormat(schema_=None):
+                found["response_format"] = _of(StructuredOutputKind.JSON_OBJECT, "")
+            case JsonSchemaFormat(json_schema=NamedSchema(schema_=schema, strict=strict)) if schema is not None:
+                found["response_format"] = structured.json_schema(schema, lenient=not strict)
+            case JsonObjectFormat(schema_=schema) if schema is not None:
+                found["response_format"] = structured.json_schema(schema, lenient=True)
             case StructuralTagFormat() as tags:
                 found["response_format"] = tags.grammar()
         if self.structured_outputs is not None:

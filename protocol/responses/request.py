@@ -230,7 +230,7 @@ class ResponsesRequest(InputTokensRequest):
     store: bool | None = None
     background: bool = False
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA, "entries")] = Field(default_factory=dict)
-    max_tool_calls: int | None = None
+    max_tool_calls: int | None = Field(default=None, ge=0)
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None

@@ -107,7 +107,7 @@ def test_a_traceback_shows_no_local_variables(log_format: str) -> None:
 
 
 def test_the_request_line_has_no_place_for_text() -> None:
-    allowed = {"method", "path", "route", "model", "request_id", "finish_reason", "error"}
+    allowed = {"method", "path", "route", "model", "request_id", "finish_reason", "error", "param"}
     text = {field.name for field in fields(RequestRecord) if "str" in str(field.type)}
     assert text == allowed
 

@@ -90,12 +90,22 @@ def outcome(structured: StructuredOutput, **sampling) -> tuple[str, EngineCoreOu
         (choice(["yes", "no", 'may"be\n', "ja, é"]), 'yes|no|may"be\n|ja, é'),
         (grammar('start: "a" b "."\nb: /[0-9]/ | "x" b'), r"ax*[0-9]\."),
         (grammar('root ::= "a" b "."\nb ::= [0-9] | "x" b'), r"ax*[0-9]\."),
+        (grammar('start: x "b"\nx[stop="!"]: /[a-z]*/'), r"[a-z]*!b"),
     ],
 )
 def test_the_output_is_what_the_grammar_says_and_ends_with_it(structured: StructuredOutput, pattern: str) -> None:
     text, last = outcome(structured)
     assert re.fullmatch(pattern, text)
     assert last.finish_reason is FinishReason.STOP
+
+
+def test_a_lexeme_has_no_more_tokens_than_its_grammar_says() -> None:
+    counted = grammar('start: x "."\nx[max_tokens=3]: /[a-z]+/')
+    for seed in range(20):
+        outputs = run(core_with(), make_request([1, seed], structured_output=counted, temperature=1.0, seed=seed))
+        (of_request,) = outputs.values()
+        assert re.fullmatch(r"[a-z]+\.", text_of(of_request))
+        assert len(tokens_of(of_request)) <= 4
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

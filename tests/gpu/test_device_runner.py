@@ -117,7 +117,7 @@ def test_all_and_named_log_probabilities_are_those_of_both_runners() -> None:
         known = dict(likely)
         assert likely[0][0] == everything.token_id
         assert [token_id for token_id, _ in likely[:2]] == [token_id for token_id, _ in two.top]
-        assert [token_id for token_id, _ in named.top] == [9, 3, 200]
+        assert [token_id for token_id, _ in named.top] == [9, 3, 200, named.token_id]
         for token_id, value in ((everything.token_id, everything.logprob), *two.top, *named.top):
             assert value == pytest.approx(known[token_id], abs=1e-5)
         assert (named.token_id, named.every, two.every) == (two.token_id, None, None)

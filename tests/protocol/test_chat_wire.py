@@ -54,6 +54,14 @@ def test_a_stream_is_role_then_text_then_an_empty_delta_with_the_finish_reason()
     )
 
 
+def test_clients_that_name_a_tier_are_told_the_only_one():
+    outputs = [output("Hel"), output("lo", finish=STOP)]
+    assert whole(outputs, service_tier="auto")["service_tier"] == "default"
+    assert whole(outputs)["service_tier"] is None
+    assert {chunk.get("service_tier") for chunk in events(stream(outputs, service_tier="flex"))} == {"default"}
+    assert not any("service_tier" in chunk for chunk in events(stream(outputs)))
+
+
 @settings(deadline=None)
 @given(text=texts.filter(bool), head=st.builds(Head, id=texts, created=st.integers(0, 2**40), model=texts))
 @pytest.mark.parametrize("usage", [False, True])

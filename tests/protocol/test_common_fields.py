@@ -91,6 +91,7 @@ VALUES: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "seed": 5,
+    "service_tier": "auto",
     "skip_special_tokens": False,
     "spaces_between_special_tokens": False,
     "stop": "a",
@@ -159,8 +160,8 @@ def outcome(model: type[RequestFields], name: str, value: Any) -> str:
     if name == "web_search_options":
         assert given.left_out.tools == ("web_search",)
         return "warned"
-    if name == "stream_options" and model in (MessagesRequest, ResponsesRequest):
-        return "obeyed"  # usage always comes
+    if name in model.labels:
+        return "obeyed"  # nothing but a name, or what always comes
     before = parse_body(model, orjson.dumps(without)).translate()
     assert chat.model_dump() != before.model_dump(), f"{model.__name__} ignores {name}"
     return "obeyed"

@@ -26,6 +26,8 @@ from protocol.responses.dialect import RESPONSES
         ("/v1/messages/", ANTHROPIC),
         ("/v1/messages/there/is/nothing", ANTHROPIC),
         ("/v1/messagesandmore", OPENAI),
+        ("/v1/complete", ANTHROPIC),
+        ("/v1/completions", OPENAI),
         ("/v1/responses/resp_1/cancel", RESPONSES),
         ("/v1/chat/completions", OPENAI),
         ("/nothing", OPENAI),

@@ -28,7 +28,6 @@ def test_labels_are_taken_in_silence_and_unknown_fields_are_remembered():
         "safety_identifier": "s",
         "metadata": {"a": "b"},
         "store": True,
-        "service_tier": "auto",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
         "verbosity": "low",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,6 +221,27 @@ def test_unknown_model_is_404_and_never_generated_for(server: Server) -> None:
         assert answer.status_code == 404
         assert check_refusal(answer.status_code, answer.text)["code"] == "model_not_found"
     assert server.metrics().finished == before.finished
+
+
+def test_the_log_names_the_field_that_was_refused_and_nothing_that_the_client_made_up(server: Server) -> None:
+    made_up = "Sec-ret"
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 3}, "temperature"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages.0.content.0.text"),
+        ({"logit_bias": {made_up: 1}}, "logit_bias"),
+        ({"chat_template_kwargs": {"messages": made_up}}, "chat_template_kwargs.messages"),
+    ]
+
+    def lines_with(text: str) -> list[str]:
+        return [line for line in server.log.splitlines() if text in line]
+
+    for number, (fields, param) in enumerate(bodies):
+        request_id = f"refused-{number}"
+        body = {**BODIES["/v1/chat/completions"], **fields}
+        assert server.post("/v1/chat/completions", body, **{"x-request-id": request_id}).status_code == 400
+        (line,) = server.poll(partial(lines_with, f'"{request_id}"'), bool)
+        assert json.loads(line)["param"] == param
+    assert made_up not in server.log
 
 
 def test_nulls_and_unknown_fields_are_no_mistakes(server: Server) -> None:

@@ -57,7 +57,8 @@ def test_named_tokens_are_told_beside_the_sampled_one(server: Server) -> None:
         assert told == {name: pytest.approx(known[name], abs=1e-5) for name in told}
     body = {**CHAT, **GREEDY, "max_tokens": 2, "logprob_token_ids": [9, 3]}
     for position in server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]:
-        assert len(position["top_logprobs"]) == 2
+        assert len(position["top_logprobs"]) == 3
+        assert position["top_logprobs"][2] == {name: position[name] for name in ("token", "logprob", "bytes")}
 
 
 def test_what_would_be_too_many_is_refused_with_a_limit_that_works(server: Server) -> None:

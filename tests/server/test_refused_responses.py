@@ -26,6 +26,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"type": "computer"}]}, "input.0.type", "computer"),
     ({"input": [{"type": "function_call", "name": "a", "arguments": "{}"}]}, "input.0.call_id", "required"),
     ({"input": "word " * 5000}, "input", "maximum context length"),
+    ({"max_tool_calls": -1}, "max_tool_calls", "at least 0"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, or -1"),
     ({"temperature": 3}, "temperature", "[0.0, 2.0]"),
     ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be in"),

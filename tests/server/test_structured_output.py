@@ -90,7 +90,12 @@ def test_every_spelling_is_honoured_in_chats_and_completions(server: Server, fie
 
 
 def test_any_json_object(sdk: openai.OpenAI) -> None:
-    for fields in ({"response_format": {"type": "json_object"}}, {"extra_body": {"guided_json_object": True}}):
+    unsaid = {"type": "json_schema", "json_schema": {"name": "any"}}
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"response_format": unsaid}},
+        {"extra_body": {"guided_json_object": True}},
+    ):
         answer = sdk.chat.completions.create(**ASKING | {"max_tokens": 6}, **fields)
         assert (answer.choices[0].message.content or "").startswith("{")
 
@@ -121,7 +126,7 @@ def test_choices_of_a_mixed_batch_do_not_disturb_each_other(server: Server, sdk:
     ("fields", "param", "words"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", ""),
+        ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format.json_schema", "object"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
         ({"response_format": TAG | {"triggers": ["<g"]}}, "response_format.structures.0.begin", "triggers"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),

@@ -2,7 +2,7 @@
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and the single fields of SGLang
 (`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) all mean the same few things. At most one of
-them may be used at a time.
+them may be used at a time, but for clients that send vLLM's new and old fields together: then the new one holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
 from protocol import structured
-from protocol.body import ClientModel, at_most, fail_fast, json_type, known_types, type_tag
+from protocol.body import ClientModel, RequestBody, at_most, fail_fast, json_type, known_types, type_tag
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -169,7 +169,10 @@ class StructuredOutputs(ClientModel):
         )
 
 
-class StructuredOutputFields(ClientModel):
+_OLDER = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object")
+
+
+class StructuredOutputFields(RequestBody):
     """The part of a generation request that asks for structured output."""
 
     response_format: ResponseFormat | None = None
@@ -213,9 +216,18 @@ class StructuredOutputFields(ClientModel):
         where = "Without strict" if name == "response_format" else "In response_format without strict"
         return f" {where}, a schema is enforced as far as it can be, and the rest is checked."
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        older = () if self.structured_outputs is None else _OLDER
+        return super().without_effect + tuple(name for name in older if getattr(self, name) not in (None, False))
+
     @cached_property
     def grammars_asked_for(self) -> dict[str, StructuredOutput]:
         """By the names of the fields that ask for them; one at most."""
+        found = self._grammars()
+        return found if self.structured_outputs is None else {k: v for k, v in found.items() if k not in _OLDER}
+
+    def _grammars(self) -> dict[str, StructuredOutput]:
         found: dict[str, StructuredOutput] = {}
         match self.response_format:
             case JsonSchemaFormat(json_schema=NamedSchema(schema_=None)) | JsonObjectFormat(schema_=None):

@@ -66,7 +66,7 @@ class LeftOut(NamedTuple):
         if warnings[0]:
             warnings[0] += " (nobody serves them here)"
         if self.fields:
-            warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not know them)")
+            warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not use them)")
         return "; ".join(filter(None, warnings)) or None
 
 

@@ -196,7 +196,7 @@ def test_a_dialect_refuses_what_chat_refuses(model: type[RequestFields]) -> None
 def test_a_warning_names_no_byte_that_a_client_made_up() -> None:
     body = {"messages": [USER], "a\r\nb": 1, "ä": 1, "x" * 100: 1, "fine": 1, "empty": None}
     warning = parse_body(ChatCompletionRequest, orjson.dumps(body)).left_out.warning()
-    assert warning == "fields without effect: other, fine (this server does not know them)"
+    assert warning == "fields without effect: other, fine (this server does not use them)"
 
 
 def test_labels_bring_no_warning() -> None:

@@ -89,6 +89,20 @@ def test_every_spelling_is_honoured_in_chats_and_completions(server: Server, fie
         assert reason == ("stop" if "max_tokens" not in fields else "length")
 
 
+def test_what_is_said_in_the_new_field_of_vllm_and_in_the_old_one_too_holds_as_the_new_one_says(server: Server) -> None:
+    """As clients do that do not know which vLLM they talk to; guidance's grammars count tokens."""
+    lark = '%llguidance {}\nstart: "It is " answer "."\nanswer[capture, max_tokens=3]: /[a-z]+/\n'
+    both = {"structured_outputs": {"grammar": lark}, "guided_grammar": 'root ::= "no"', "guided_decoding_backend": "x"}
+    for path, body in (("/v1/chat/completions", ASKING), ("/v1/completions", {"prompt": "Hi", "temperature": 0})):
+        answer = server.post(path, {**body, **both, "logprobs": None})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(r"It is [a-z]+\.", text)
+        unused = "guided_decoding_backend, guided_grammar (this server does not use them)"
+        assert answer.headers["x-headrace-warning"] == f"fields without effect: {unused}"
+
+
 def test_any_json_object(sdk: openai.OpenAI) -> None:
     unsaid = {"type": "json_schema", "json_schema": {"name": "any"}}
     for fields in (

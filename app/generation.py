@@ -126,6 +126,7 @@ def encode_prompts(
 
 async def count_tokens(server: Server, chat: ChatCompletionRequest) -> int:
     """The length of a conversation. Who counts tokens asks whether it is too long, so one that is gets a number."""
+    chat.check_template_kwargs(server.settings.template_kwargs)
     model = server.model
     longest = model.engine_info.max_model_len
     try:

@@ -78,6 +78,7 @@ class PromptEncoder:
             source,
             special,
             knows_tools=self._template.knows_tools,
+            variables=self._template.variables,
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
         )
@@ -110,7 +111,7 @@ class PromptEncoder:
                 continue_final_message=body.continue_final_message,
                 tools=tools,
                 documents=body.documents,
-                variables=body.template_variables(),
+                variables=self.syntax.thinking_variables(body.template_variables()),
             )
             # What a template adds to the messages is its own affair.
             num_rendered = sum(len(text) for text, _ in segments)

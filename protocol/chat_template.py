@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from engine.errors import HeadraceError, InvalidRequest
@@ -55,7 +55,10 @@ class ChatTemplateError(HeadraceError):
 class Renderer(Protocol):
     """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.template_process`)."""
 
-    knows_tools: bool
+    @property
+    def variables(self) -> Set[str]:
+        """The names that the source reads."""
+        ...
 
     def render(self, context: dict[str, Any]) -> str:
         """Raises `RenderingFailed`. Threads may render at once."""
@@ -66,8 +69,8 @@ class ChatTemplate:
 
     `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
     strings that the tokenizer turns into control tokens; user text that spells one stays text.
-    `make_renderer` compiles the source. `knows_tools` says whether the template does anything with tools. Raises
-    `ChatTemplateError` if `source` does not parse.
+    `make_renderer` compiles the source. `variables` are the names of the variables that it reads, `knows_tools`
+    says whether tools are one of them. Raises `ChatTemplateError` if `source` does not parse.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class ChatTemplate:
         except RenderingFailed as exc:
             what = "does not parse" if exc.kind is Failure.SYNTAX else "cannot be compiled"
             raise ChatTemplateError(f"The chat template {what}: {exc.words}.") from exc
-        self.knows_tools = self._renderer.knows_tools
+        self.variables = self._renderer.variables
+        self.knows_tools = "tools" in self.variables
 
     def render(
         self,

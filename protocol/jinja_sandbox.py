@@ -46,12 +46,13 @@ class RenderingFailed(Exception):
 
 
 class CompiledTemplate:
-    """Immutable: any number of threads may render at once. Raises `RenderingFailed`."""
+    """Immutable: any number of threads may render at once. `variables` are the names that the source reads. Raises
+    `RenderingFailed`."""
 
     def __init__(self, source: str) -> None:
         try:
             names = _ENVIRONMENT.parse(source).find_all(nodes.Name)
-            self.knows_tools = any(node.name == "tools" for node in names)
+            self.variables = frozenset(node.name for node in names if node.ctx == "load")
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as exc:
             raise RenderingFailed(Failure.SYNTAX, f"{exc.message} (line {exc.lineno})") from exc

@@ -6,7 +6,8 @@ asked here: what the template gets, what the grammar is, which special tokens ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from msgspec import structs
@@ -29,9 +30,9 @@ PROMPT_TAIL = 16
 class MessageSyntax:
     """The served model's way of writing. Immutable.
 
-    `template` is the source of its chat template, `knows_tools` whether that takes tools, and `special_tokens` the ids
-    of the tokens that are left out of text. A template that knows tools of an unknown syntax counts as knowing none:
-    the model is told of them in words.
+    `template` is the source of its chat template, `knows_tools` whether that takes tools, `variables` the names that it
+    reads, and `special_tokens` the ids of the tokens that are left out of text. A template that knows tools of an
+    unknown syntax counts as knowing none: the model is told of them in words.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class MessageSyntax:
         special_tokens: Mapping[str, int],
         *,
         knows_tools: bool,
+        variables: Set[str] = frozenset(),
         tool_parser: ToolParser = "auto",
         reasoning_parser: ReasoningParser = "auto",
     ) -> None:
@@ -50,6 +52,8 @@ class MessageSyntax:
         self._reads_calls = tool_parser != "none"
         self._uses_fallback = not knows_tools or (tool_parser == "auto" and chosen is None)
         self._reasoning = _reasoning_tags(template, reasoning_parser)
+        self._variables = variables
+        self._knows_no_effort = re.search(r"""(['"])none\1""", template) is not None
 
     def for_template(
         self, messages: Sequence[dict[str, Any]], tools: ToolUse | None
@@ -60,6 +64,19 @@ class MessageSyntax:
         if self._uses_fallback:
             return without_tools(messages, functions, self._tools), None
         return messages, [function.for_template() for function in functions] or None
+
+    def thinking_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The template's variables as they are `given`, and those that switch thinking under every name it reads.
+
+        Clients know one of the names, `enable_thinking`, `thinking` or `reasoning_effort`, and each family another.
+        """
+        effort = given.get("reasoning_effort")
+        thinks = given.get("enable_thinking", given.get("thinking", None if effort is None else effort != "none"))
+        if effort is None and thinks is not None and (thinks or self._knows_no_effort):
+            effort = ("high" if self._knows_no_effort else "medium") if thinks else "none"
+        same = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+        read = {name: value for name, value in same.items() if value is not None and name in self._variables}
+        return {**read, **given}
 
     def grammar(
         self, tools: ToolUse | None, asked: StructuredOutput | None, *, prompt_end: bytes

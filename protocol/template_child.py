@@ -4,7 +4,7 @@ It is started by `protocol.template_process`, and imports the standard library a
 second. What bounds it is told in `protocol.bounded_child`.
 
     parent → child   first the template's source, then the variables of one rendering each (JSON)
-    child → parent   0 and the text (first: whether it knows tools, ``1`` or ``0``), or a `Failure` and words
+    child → parent   0 and the text (first: the names of the variables that it reads, as JSON), or a `Failure` and words
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(timeout: float) -> None:
             text = to_text(message)
             if template is None:
                 template = CompiledTemplate(text)
-                return 0, b"1" if template.knows_tools else b"0"
+                return 0, json.dumps(sorted(template.variables)).encode()
             return 0, to_bytes(template.render(json.loads(text)))
         except RenderingFailed as failure:
             return failure.kind, to_bytes(failure.words[:_MOST_WORDS])

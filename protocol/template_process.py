@@ -45,7 +45,7 @@ class TemplateProcesses:
         except BaseException:
             self.close()
             raise
-        self.knows_tools = answer == "1"
+        self.variables = frozenset[str](json.loads(answer))
         self._pool.give_back(first)
 
     def render(self, context: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ behind that (template, tools, reasoning, grammars, sampling) exists once.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
@@ -23,9 +23,6 @@ class TranslatedChat(ChatCompletionRequest):
     """A chat request that was written by a dialect. `client_names` are the dialect's names of chat's fields."""
 
     client_names: ClassVar[Mapping[str, str]] = {}
-
-    def check_template_kwargs(self, allowed: Collection[str]) -> None:
-        """They are the dialect's, not the client's."""
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's refusal of this request, with the fields called what this client calls them."""

@@ -53,6 +53,7 @@ async def create(server: Server, request: RequestScope) -> None:
 
     chat, context, echo, left_out = await server.workload.read(request, read, _num_stored_bytes(body, previous))
     tell_left_out(server, request, left_out)
+    chat.check_template_kwargs(server.settings.template_kwargs)
     head = new_head(server, request, "resp_", body.model)
 
     log = EventLog() if body.background else None

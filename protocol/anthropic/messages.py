@@ -44,6 +44,11 @@ class MessagesChat(TranslatedChat):
         "parameters": "input_schema",
     }
 
+    thinks: bool
+
+    def template_variables(self) -> dict[str, Any]:
+        return {"enable_thinking": self.thinks} | super().template_variables()
+
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
         """As for every dialect; agents find Anthropic's own words for a long prompt, and shorten the conversation."""
         if isinstance(error, PromptTooLong):
@@ -183,12 +188,13 @@ class CountTokensRequest(DialectRequest):
             schema = {"name": "answer", "schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         thinks = self.thinking is not None and self.thinking.type != "disabled"
+        is_off = self.thinking is not None and not thinks
         budget = self.thinking.budget_tokens if thinks and self.thinking else None
         return {
             **fields,
-            "reasoning_effort": config.effort or self.reasoning_effort,
+            "reasoning_effort": "none" if is_off else config.effort or self.reasoning_effort,
             "thinking_token_budget": self.thinking_token_budget if budget is None else budget,
-            "chat_template_kwargs": {"enable_thinking": thinks},
+            "thinks": thinks,
         }
 
 

@@ -171,6 +171,7 @@ class ConversationFields(RequestFields):
     add_generation_prompt: bool | None = None  # unless the final message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False  # the template writes those that the model wants
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("thinking_token_budget")
     @classmethod
@@ -184,6 +185,14 @@ class ConversationFields(RequestFields):
     def _documents_fit(cls, documents: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         check_size(documents, MAX_DOCUMENT_BYTES)
         return documents
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(_RESERVED_VARIABLES & variables.keys()):
+            raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
+        check_size(variables, MAX_TEMPLATE_KWARGS)
+        return variables
 
 
 class ChatCompletionRequest(ConversationFields, GenerationRequest):
@@ -210,7 +219,6 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     functions: Functions | None = None  # tools in their old form
     function_call: FunctionCall | None = None
     web_search_options: dict[str, Any] | None = None  # nobody searches
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Self:
@@ -244,14 +252,6 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
                 "continue_final_message needs a final message with content to continue.", param="continue_final_message"
             )
         return self
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _template_kwargs_add_only(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(_RESERVED_VARIABLES & variables.keys()):
-            raise PydanticCustomError("rule", "is set by the server; leave it out", {"field": taken[0]})
-        check_size(variables, MAX_TEMPLATE_KWARGS)
-        return variables
 
     def check_template_kwargs(self, allowed: Collection[str]) -> None:
         if "*" not in allowed and (refused := sorted(self.chat_template_kwargs.keys() - set(allowed))):

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from engine.errors import InvalidRequest
 from protocol.anthropic.messages import MessagesChat, MessagesRequest
 from protocol.body import parse_body
+from protocol.chat_template import ChatTemplate, segments_text
 from protocol.errors import ApiError
+from protocol.message_syntax import MessageSyntax
+from protocol.openai.chat import ChatCompletionRequest
 from protocol.responses.request import ResponsesChat, ResponsesRequest
 
 USER = {"role": "user", "content": "Hi"}
@@ -23,6 +26,10 @@ SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
 def messages_chat(**fields: Any) -> MessagesChat:
     body = {"max_tokens": 2048, "messages": [USER], **fields}
     return parse_body(MessagesRequest, orjson.dumps(body)).translate()
+
+
+def chat_of(**fields: Any) -> ChatCompletionRequest:
+    return parse_body(ChatCompletionRequest, orjson.dumps({"messages": [USER], **fields}))
 
 
 def responses_chat(**fields: Any) -> ResponsesChat:
@@ -51,6 +58,51 @@ def test_messages_say_it_in_chats_words():
 )
 def test_thinking_is_on_if_it_was_asked_for(thinking, thinks):
     assert messages_chat(thinking=thinking).template_variables()["enable_thinking"] is thinks
+
+
+# What a template that reads one name only is given to render.
+THINKING = [
+    (messages_chat, {"thinking": {"type": "adaptive"}}, ("True", "True", "medium", "high")),
+    (
+        messages_chat,
+        {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}},
+        ("True", "True", "low", "low"),
+    ),
+    (messages_chat, {"thinking": {"type": "disabled"}}, ("False", "False", "none", "none")),
+    (messages_chat, {}, ("False", "False", "", "none")),
+    (messages_chat, {"chat_template_kwargs": {"enable_thinking": True}}, ("True", "True", "medium", "high")),
+    (responses_chat, {"reasoning": {"effort": "high"}}, ("True", "True", "high", "high")),
+    (responses_chat, {"chat_template_kwargs": {"thinking": True}}, ("True", "True", "medium", "high")),
+    (responses_chat, {"reasoning": {"effort": "none"}}, ("False", "False", "none", "none")),
+    (responses_chat, {}, ("", "", "", "")),
+    (chat_of, {"reasoning_effort": "low"}, ("True", "True", "low", "low")),
+    (chat_of, {"reasoning_effort": "none"}, ("False", "False", "none", "none")),
+    (
+        chat_of,
+        {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+        ("False", "True", "none", "none"),
+    ),
+    (chat_of, {"chat_template_kwargs": {"enable_thinking": False}}, ("False", "False", "", "none")),
+    (chat_of, {"chat_template_kwargs": {"reasoning_effort": "high"}}, ("True", "True", "high", "high")),
+]
+
+
+@pytest.mark.parametrize(("chat", "fields", "rendered"), THINKING)
+def test_what_switches_thinking_reaches_the_template_under_the_name_that_it_reads(chat, fields, rendered):
+    variables = chat(**fields).template_variables()
+    sources = [f"{{{{ {name} }}}}" for name in ("enable_thinking", "thinking", "reasoning_effort")]
+    sources.append("{% if reasoning_effort != 'none' or true %}{{ reasoning_effort }}{% endif %}")
+    for source, expected in zip(sources, rendered, strict=True):
+        template = ChatTemplate(source, {})
+        syntax = MessageSyntax(source, {}, knows_tools=False, variables=template.variables)
+        assert segments_text(template.render([USER], variables=syntax.thinking_variables(variables))) == expected
+
+
+def test_names_that_a_template_only_sets_or_finds_in_messages_are_none_that_it_reads():
+    source = "{% set thinking = 1 %}{{ messages[0].reasoning_effort }}{% for tools in messages %}{% endfor %}"
+    template = ChatTemplate(source, {})
+    assert template.variables == {"messages"}
+    assert not template.knows_tools
 
 
 def test_claude_codes_accounting_line_stays_out_of_the_prompt():

@@ -23,7 +23,7 @@ from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import Request
 from protocol.chat_template import ChatTemplate, ChatTemplateError
 from tests.server.exposed_server import BODY_LIMIT, CHAT, COMPLETIONS, KEY, MIB, OTHER_KEY, assert_well, exposed_server
-from tests.server.harness import Server
+from tests.server.harness import MODEL, Server
 from tests.server.tiny_model import CONTEXT, VOCABULARY
 
 
@@ -237,6 +237,14 @@ def test_cve_2025_62426_template_arguments_replace_nothing_that_the_server_sets(
 
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         refused(server, CHAT, "chat_template_kwargs", chat_template_kwargs={name: []})
+    for path, body in (
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+    ):
+        for counted in ("", "/count_tokens" if "max_tokens" in body else "/input_tokens"):
+            answer = server.post(path + counted, {"model": MODEL, **body, "chat_template_kwargs": {"self": 1}})
+            assert answer.status_code == 400
+            assert "may not be set" in answer.text
     plain = prompt_tokens()
     assert prompt_tokens(enable_thinking=True) == plain
     for name in ("tokenize", "return_dict", "chat_template", "conversation", "self", "bos_token", "eos_token", "loop"):

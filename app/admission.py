@@ -121,6 +121,8 @@ class QueueTicket:
         self.answer = answer
         self.expected = expected
         self.since = admission.clock()
+        self.progress = admission.wait.progress
+        self.step = admission.wait.step  # seconds, by which `expected` was computed
         self.prompt_tokens = 0  # of each choice, once they are counted
         self.generates = True
         self._admission = admission
@@ -241,9 +243,10 @@ class Admission:
             self._paces[name].start(choices)
             self.wait.begin(ticket.tenant)
             if ticket.expected is not None:
-                waited, ticket_expected = self.clock() - ticket.since, ticket.expected
-                self._on_waited(waited, ticket_expected * self.wait.correction_of(name))
-                self.wait.learn_wait(waited, ticket_expected, name)
+                self._on_waited(self.clock() - ticket.since, ticket.expected * self.wait.correction_of(name))
+                step = self.wait.step
+                steps = self.wait.progress - ticket.progress
+                self.wait.learn_wait(steps * step, ticket.expected / ticket.step * step, name)
                 ticket.expected = None  # of the first choice only
 
     def ended(self, ticket: QueueTicket, num_output_tokens: int) -> None:

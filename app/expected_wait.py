@@ -10,6 +10,8 @@ as `max_tokens` where that is less. While no answer has ended, or no step was me
 
 An expectation that is wrong is put right by the waits of those who were let in: the tenant's latest waits, by what was
 expected of them, multiply it. Nobody is refused while there are running slots left, so there always are such waits.
+Both are counted in steps (`ExpectedWait.progress`), because steps may take longer or shorter while a request waits than
+when it came: in seconds, a machine that was busy for a minute would have refused requests for some minutes more.
 
 A tenant that has no answers, or no waits, yet is taken to be like all together.
 
@@ -25,7 +27,7 @@ from app.settings import Settings
 from app.tenants import Tenant
 from engine.clock import Clock
 from engine.scheduler.expected_work import TypicalRequest
-from engine.scheduler.step_cost import StepCostTable
+from engine.scheduler.step_cost import StepCostTable, StepLoad
 
 _MEMORY = 60.0  # seconds after which a wait counts a third
 _LEAST_WAIT = 0.25  # seconds: shorter ones say nothing of a queue
@@ -78,10 +80,25 @@ class ExpectedWait:
         self._typical_of: dict[str, TypicalRequest] = {}
         self._waits = Waits(clock)
         self._waits_of: dict[str, Waits] = {}
+        self._progress = 0.0
+        self._advanced = clock()
 
     def set_costs(self, costs: StepCostTable) -> None:
         """An engine says what its steps cost."""
+        self._progress, self._advanced = self.progress, self._clock()
         self.costs = costs
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step with all running slots and some prefill, which tells how fast the engines are; 1 where
+        nothing is known."""
+        load = StepLoad(self._max_num_seqs, 0, 1, 128)
+        return (self.costs.cost(load) if self.costs is not None else 0.0) or 1.0
+
+    @property
+    def progress(self) -> float:
+        """How many steps an engine can have made since the start."""
+        return self._progress + (self._clock() - self._advanced) / self.step
 
     def begin(self, tenant: Tenant) -> None:
         """A choice has its first token."""
@@ -114,7 +131,7 @@ class ExpectedWait:
 
     def learn_wait(self, waited: float, expected: float, tenant: str = "") -> None:
         """A request that was let in got its first token after so many seconds; `expected` is what `seconds` said,
-        before it was put right."""
+        before it was put right. Both as if steps had always taken what they take now."""
         if max(waited, expected) >= _LEAST_WAIT:
             self._waits.learn(waited, expected)
             self._waits_of.setdefault(tenant, Waits(self._clock)).learn(waited, expected)

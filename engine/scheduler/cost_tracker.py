@@ -7,8 +7,8 @@ where steps vary, the table tells the middle of them. What was measured less tha
 tracker was made, takes a quicker step at its word, because nothing makes a step quicker than it is.
 
 What is told of a size that has not been measured lately follows its neighbours: it may be of a time when the machine
-was busy, or of another process. And no size costs more than its share of a smaller one that was measured just now
-(`Curve.limit_larger`), or pacing would never try it again.
+was busy, or of another process. And no size costs more than its share of a smaller one, where one of them was measured
+just now (`Curve.share_out`), or pacing would never try it again.
 
 A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost is
 known from the steps without prefill; those with both only lower it, where it is more than they take.
@@ -132,7 +132,7 @@ class StepCostTracker:
                 if blame:
                     scale(share * blame)
         if log_ratio <= change:  # the step took no longer than is told now
-            curve.limit_larger(size, beside)
+            curve.share_out(size, beside)
 
     def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
         table = self.table

@@ -3,6 +3,7 @@ have waited too long."""
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from app.tenants import ANONYMOUS, Tenant
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.scheduler.plan import SchedulerOutput
+from engine.scheduler.step_cost import StepCostTable
 from engine.simulation.clock import VirtualClock
 from protocol.errors import ApiError
 from tests.engine.helpers import make_request
@@ -45,7 +47,14 @@ class Client:
 class Server:
     """One engine behind its admission."""
 
-    def __init__(self, *tenants: Tenant, slots: int = 8, max_queue_time: float = 30.0, seed: int = 1) -> None:
+    def __init__(
+        self,
+        *tenants: Tenant,
+        slots: int = 8,
+        max_queue_time: float = 30.0,
+        seed: int = 1,
+        table: StepCostTable | None = None,
+    ) -> None:
         self.random = random.Random(seed)
         self.clock = VirtualClock(1000.0)
         settings = Settings(max_num_seqs=slots, max_queue_time=max_queue_time)
@@ -55,7 +64,9 @@ class Server:
         self.speed = 1.0
         executor = SimulatedExecutor(20000, 16, 1000, cost=self._cost, clock=self.clock, sleep=self.clock.sleep)
         config = EngineConfig(max_model_len=4096, max_num_seqs=slots)
-        self.core = EngineCore(config, executor, clock=self.clock)
+        self.core = EngineCore(config, executor, clock=self.clock, costs=table)
+        if table is not None:
+            self.admission.wait.set_costs(StepCostTable.from_json(table.to_json()))
         self.clients: list[Client] = []
         self.living: dict[str, Client] = {}
 
@@ -98,7 +109,7 @@ class Server:
                 continue
             outputs = self.core.step()
             if outputs.stats.step_costs:
-                self.admission.wait.costs = self.core.costs
+                self.admission.wait.set_costs(StepCostTable.from_json(outputs.stats.step_costs))
             for output in outputs.outputs:
                 client = self.living[output.request_id]
                 assert client.ticket is not None
@@ -249,3 +260,56 @@ def test_a_wrong_expectation_puts_itself_right() -> None:
     server.run(400)
     assert 0.7 < server.admission.wait.correction < 1.4
     assert off(server.waits[-100:]) < 0.2
+
+
+@functools.cache
+def learned() -> bytes:
+    """The true table of a `Server`."""
+    server = Server(max_queue_time=0)
+    server.clients = [Client(f"c{n}", ANONYMOUS, (10, 60), prompt_tokens=300) for n in range(40)]
+    server.run(60)
+    return server.core.costs.to_json()
+
+
+def wrong_table(factor: float, from_tokens: int) -> StepCostTable:
+    """The true table, wrong by a factor for steps of at least so many tokens of prompts, or a sixteenth as many of
+    decodes."""
+    table = StepCostTable.from_json(learned())
+    for curve, first in ((table.decode, from_tokens / 16), (table.prefill, from_tokens), (table.mixed, from_tokens)):
+        wrong = zip(curve.sizes, curve.seconds, strict=True)
+        curve.seconds = [seconds * (factor if size >= first else 1.0) for size, seconds in wrong]
+    if not from_tokens:
+        table.decode_key *= factor
+        table.prefill_key *= factor
+    return table
+
+
+def served_beside_40(server: Server) -> int:
+    """How many requests start in 30 s, from the sixth second on."""
+    server.clients = [Client(f"c{n}", ANONYMOUS, (10, 60), prompt_tokens=300) for n in range(40)]
+    server.run(5)
+    before = sum(client.number for client in server.clients)
+    server.run(30)
+    return sum(client.number for client in server.clients) - before
+
+
+@pytest.mark.parametrize(("factor", "from_tokens"), [(0.1, 0), (10, 0), (10, 32)], ids=["tenth", "tenfold", "step"])
+def test_a_table_that_is_wrong_costs_no_throughput_and_refuses_nobody(factor: float, from_tokens: int) -> None:
+    server, right = Server(max_queue_time=25, table=wrong_table(factor, from_tokens)), Server(table=wrong_table(1, 0))
+    assert served_beside_40(server) > 0.8 * served_beside_40(right)
+    assert max(truth for _, truth, _ in server.waits) < 20
+    assert not server.refused, "all true waits are below the limit"
+
+
+def test_a_machine_that_was_busy_for_a_while_refuses_nobody_afterwards() -> None:
+    server = Server(max_queue_time=25)
+    server.clients = [Client(f"c{n}", ANONYMOUS, (10, 60), prompt_tokens=300) for n in range(40)]
+    server.run(40)
+    server.speed = 10.0
+    server.run(50)
+    assert server.refused, "some were expected to wait a minute, and would have"
+    server.speed = 1.0
+    server.run(10)
+    server.refused.clear()
+    server.run(30)
+    assert not server.refused

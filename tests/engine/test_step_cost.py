@@ -80,20 +80,17 @@ def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
 
 @given(curves(), st.integers(1, 5000), costs)
 @settings(deadline=None)
-def test_no_larger_size_costs_more_than_its_share_of_one_that_was_measured(
+def test_no_size_costs_more_than_its_share_of_a_smaller_one_where_one_of_them_was_measured(
     curve: Curve, size: int, beside: float
 ) -> None:
     curve.counts = [3] * len(curve.sizes)
-    before, seconds = curve.seconds, curve.at(size)
-    curve.limit_larger(size, beside)
+    before, seconds = curve.seconds[:], curve.at(size)
+    curve.share_out(size, beside)
     again = Curve(curve.sizes, curve.seconds, curve.counts)  # which raises for what is no curve
-    assert again.at(size) <= seconds
-    for larger, least, most in zip(again.sizes, again.seconds, before, strict=True):
-        assert least <= most
-        if larger >= size:
-            assert least + beside <= (seconds + beside) * larger / size * (1 + 1e-9) + 1e-9
-        else:
-            assert least == most
+    for other, after, earlier in zip(again.sizes, again.seconds, before, strict=True):
+        share = (seconds + beside) * other / size - beside
+        limit = min(earlier, share) if other >= size else max(earlier, share)
+        assert after == pytest.approx(limit, abs=1e-9)
 
 
 @pytest.mark.parametrize(

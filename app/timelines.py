@@ -2,48 +2,71 @@
 
 The segments follow each other without a gap, so they add up to the request's time: `receive` (body), `tokenize`
 (validation, template, tokens), `queue`, `prefill`, `decode`, `deliver` (until the client has everything). Events are
-what the engine did in between. Kept in memory for the last `timeline_size` requests; a tenant sees its own only, and
-one that asks a lot pushes out its own.
+what the engine did in between. Kept in memory for the last `timeline_size` requests, fewer where many events make them
+long; a tenant sees its own only, and one that asks a lot pushes out its own.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any
+from collections import Counter, OrderedDict
+from typing import Any, Final
+
+import orjson
 
 from app.scope import RequestScope
 
+BYTES_PER_TIMELINE: Final = 8 * 1024  # on average; most have some 1,500
+LEAST_BYTES: Final = 2**20  # for all of them
+
 
 class Timelines:
-    """Timelines of ended requests. The oldest of the tenant that has the most is forgotten first."""
+    """Timelines of ended requests, as JSON. The oldest of the tenant that has the most is forgotten first."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._num_kept = 0
-        self._kept: dict[str, OrderedDict[str, dict[str, Any]]] = {}  # by tenant and request id
+        self._max_bytes = max(LEAST_BYTES, BYTES_PER_TIMELINE * size)
+        self._num_bytes: Counter[str] = Counter()  # by tenant
+        self._bytes_in_all = 0
+        self._kept: dict[str, OrderedDict[str, bytes]] = {}  # by tenant and request id
 
     def keep(self, request: RequestScope, status: int, end: float) -> None:
         """Remember a generation request that has ended at `end`."""
-        if self._size:
-            own = self._kept.setdefault(request.tenant.name, OrderedDict())
-            self._num_kept += request.request_id not in own
-            own[request.request_id] = timeline(request, status, end)
-            own.move_to_end(request.request_id)
-            if self._num_kept > self._size:
-                self._forget_one(request.tenant.name)
+        if not self._size:
+            return
+        tenant, story = request.tenant.name, orjson.dumps(timeline(request, status, end))
+        own = self._kept.setdefault(tenant, OrderedDict())
+        self._count(tenant, own.pop(request.request_id, None), -1)
+        own[request.request_id] = story
+        self._count(tenant, story, 1)
+        while self._num_kept > 1 and (self._num_kept > self._size or self._bytes_in_all > self._max_bytes):
+            self._forget_one(tenant)
+
+    def _count(self, tenant: str, story: bytes | None, change: int) -> None:
+        if story is not None:
+            self._num_kept += change
+            self._num_bytes[tenant] += change * len(story)
+            self._bytes_in_all += change * len(story)
 
     def _forget_one(self, latest: str) -> None:
-        num_own = len(self._kept[latest])
+        limit, size_of = self._max_bytes, self._num_bytes_of
+        if self._num_kept > self._size:
+            limit, size_of = self._size, self._num_kept_of
         tenant = latest
-        if num_own == 1 or num_own * len(self._kept) <= self._size:  # else nobody looks at all the others
-            tenant = max(self._kept, key=lambda each: len(self._kept[each]))
-        self._kept[tenant].popitem(last=False)
-        self._num_kept -= 1
+        if self._num_kept_of(latest) == 1 or size_of(latest) * len(self._kept) <= limit:  # else it has the most
+            tenant = max(self._kept, key=size_of)
+        self._count(tenant, self._kept[tenant].popitem(last=False)[1], -1)
         if not self._kept[tenant]:
-            del self._kept[tenant]
+            del self._kept[tenant], self._num_bytes[tenant]
 
-    def find(self, request_id: str, tenant: str) -> dict[str, Any] | None:
-        """A tenant's own request, if it is still remembered."""
+    def _num_kept_of(self, tenant: str) -> int:
+        return len(self._kept[tenant])
+
+    def _num_bytes_of(self, tenant: str) -> int:
+        return self._num_bytes[tenant]
+
+    def find(self, request_id: str, tenant: str) -> bytes | None:
+        """A tenant's own request as JSON, if it is still remembered."""
         own = self._kept.get(tenant)
         return None if own is None else own.get(request_id)
 

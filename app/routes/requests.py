@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import orjson
-
 from app.scope import RequestScope
 from app.server import Server
 from protocol.errors import ApiError
@@ -20,4 +18,4 @@ async def timeline(server: Server, request: RequestScope) -> None:
             param="id",
             code="request_not_found",
         )
-    await request.send_json(200, orjson.dumps(found))
+    await request.send_json(200, found)

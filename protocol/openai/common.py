@@ -128,8 +128,8 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return None
 
     def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidRequest` if the log-probabilities of such prompts, or those of the whole vocabulary for each
-        token that may follow them, would fill the memory."""
+        """Raise `InvalidRequest` if the log-probabilities of such prompts, or of the tokens that may follow them, would
+        fill the memory. One choice as long as the context may have some likely tokens of each."""
         likely = _larger(self.prompt_logprobs, self._echo_logprobs())
         if likely is not None:
             per_token = vocab_size if likely == ALL_LOGPROBS else likely + 1
@@ -141,17 +141,23 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
                     param=name,
                 )
         name, asked = self._logprobs()
+        if asked is None:
+            return
+        limit_name, limit = self._max_tokens()
+        longest = max_model_len if limit is None or limit == NO_LIMIT else limit
+        num_tokens = self.n * sum(min(longest, max_model_len - length) for length in prompt_lengths)
+        per_token, most = (len(self.logprob_token_ids) or asked) + 1, MAX_LOGPROBS_IN_ALL
         if asked == ALL_LOGPROBS and not self.logprob_token_ids:
-            limit_name, limit = self._max_tokens()
-            longest = max_model_len if limit is None or limit == NO_LIMIT else limit
-            num_tokens = self.n * sum(min(longest, max_model_len - length) for length in prompt_lengths)
-            if num_tokens * vocab_size > MAX_LOGPROBS_IN_ALL:
-                fitting = MAX_LOGPROBS_IN_ALL // (vocab_size * self.n * len(prompt_lengths))
-                raise InvalidRequest(
-                    f"{name}: {ALL_LOGPROBS} gives those of all {vocab_size} tokens, at most {MAX_LOGPROBS_IN_ALL} in "
-                    f"one answer; ask for {limit_name} of at most {fitting}, or for fewer log-probabilities.",
-                    param=name,
-                )
+            per_token = vocab_size
+        else:
+            most = max(most, max_model_len * per_token)
+        if num_tokens * per_token > most:
+            fitting = most // (per_token * self.n * len(prompt_lengths))
+            raise InvalidRequest(
+                f"{name} would give {per_token} log-probabilities with each of {num_tokens} tokens, and one answer has "
+                f"at most {most}; ask for {limit_name} of at most {fitting}, for fewer choices or log-probabilities.",
+                param=name,
+            )
 
     def answer_room(self, max_model_len: int) -> int:
         """How much of the context a prompt that is cut to fit leaves to the answer: as much as the client asks for, but

@@ -10,7 +10,7 @@ import pytest
 
 from app import timelines as timelines_module
 from app.scope import RequestScope
-from app.timelines import Timelines
+from app.timelines import LEAST_BYTES, Timelines
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_a_tenant_that_asks_a_lot_pushes_out_its_own() -> None:
     for number in range(100):
         keep(timelines, "flood", f"flood-{number}")
     assert kept(timelines) == {"guest": 3, "flood": 7}
-    assert timelines.find("guest-0", "guest") == {"id": "guest-0"}
+    assert timelines.find("guest-0", "guest") == b'{"id":"guest-0"}'
     assert timelines.find("guest-0", "flood") is None
     assert timelines.find("flood-92", "flood") is None
     for number in range(100):
@@ -48,3 +48,15 @@ def test_of_more_tenants_than_timelines_the_latest_are_kept() -> None:
         keep(timelines, f"tenant-{number}", "same")
         keep(timelines, f"tenant-{number}", "same")
     assert kept(timelines) == {"tenant-7": 1, "tenant-8": 1, "tenant-9": 1}
+
+
+def test_timelines_are_bounded_in_bytes_and_long_ones_push_out_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    timelines = Timelines(100)
+    keep(timelines, "guest", "short")
+    long = {"events": ["x" * 1000] * 100}
+    monkeypatch.setattr(timelines_module, "timeline", lambda request, status, end: long)
+    for number in range(50):
+        keep(timelines, "flood", f"long-{number}")
+        keep(timelines, "flood", f"long-{number}")  # a request id that comes again
+    assert kept(timelines) == {"guest": 1, "flood": LEAST_BYTES // 100_000}
+    assert timelines.find("long-49", "flood") is not None

@@ -203,3 +203,26 @@ def test_log_probabilities_of_the_whole_vocabulary_are_bounded(lengths, fields, 
     with pytest.raises(InvalidRequest, match=words) as refused:
         asked.check_logprobs(lengths, vocab_size=vocab_size, max_model_len=64)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("context", "fields", "fitting"),
+    [
+        (8192, {"logprobs": 20, "n": 12}, None),
+        (8192, {"logprobs": 20, "n": 128}, MAX_LOGPROBS_IN_ALL // (21 * 128)),
+        (8192, {"logprobs": 20, "n": 128, "max_tokens": 780}, None),
+        (8192, {"logprobs": 0, "n": 128}, None),
+        (8192, {"logprobs": 0, "n": 128, "logprob_token_ids": [*range(128)]}, MAX_LOGPROBS_IN_ALL // (129 * 128)),
+        (2**20, {"logprobs": 20}, None),  # one choice, of whatever length
+        (2**20, {"logprobs": 20, "n": 2}, 2**19),
+    ],
+)
+def test_log_probabilities_of_generated_tokens_are_bounded_in_all(context, fields, fitting):
+    asked = completion(**{"max_tokens": -1, **fields})
+    if fitting is None:
+        asked.check_logprobs([10], vocab_size=50_000, max_model_len=context)
+        return
+    with pytest.raises(InvalidRequest, match=f"max_tokens of at most {fitting}, ") as refused:
+        asked.check_logprobs([10], vocab_size=50_000, max_model_len=context)
+    assert refused.value.param == "logprobs"
+    completion(**{**fields, "max_tokens": fitting}).check_logprobs([10], vocab_size=50_000, max_model_len=context)

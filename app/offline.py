@@ -21,12 +21,13 @@ from app.loading import core_factory, default_sampling, open_files
 from app.progress import generating, loading
 from app.setting_sources import load_settings
 from app.settings import SettingsError
-from engine.frontend.llm import Generation, OnStep
+from engine.frontend.llm import Generation
+from engine.frontend.shared_engine import OnStep
 from engine.messages import SamplingParams
 
 
 class LLM(engine.frontend.llm.LLM):
-    """A loaded model. It computes on the calling thread, one call of `generate` at a time."""
+    """A loaded model. Threads may share it: calls of `generate` that overlap run together, as one batch."""
 
     def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
         """Fetch the model where it is missing, and load it. `settings` are those of the server, by name; what is not
@@ -43,7 +44,7 @@ class LLM(engine.frontend.llm.LLM):
             core = core_factory(chosen, files)()
             sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
         super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
-        weakref.finalize(self, core.shutdown)  # processes that compute for it are not freed as memory is
+        weakref.finalize(self, self._engine.close)  # processes that compute for it are not freed as memory is
 
     def generate(
         self,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.frontend.llm import OnStep
+    from engine.frontend.shared_engine import OnStep
     from gpu.checkpoint import Progress
 
 

@@ -91,6 +91,7 @@ class UniProcExecutor:
     def submit(self, plan: SchedulerOutput, abandoned: Callable[[], bool] | None = None) -> StepHandle:
         if self._worker is None:
             raise EngineDead("the executor has been shut down")
+        self._worker.enter_thread()
         return self._worker.runner.submit(plan, abandoned)
 
     def prepare(self) -> bool:

@@ -6,6 +6,7 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +50,12 @@ class Worker:
         """
         self.device = use_device(options.device)
         self._on_cuda = self.device != "cpu"
+        self._num_threads = options.num_threads or usable_cores()
+        self._entered = threading.local()
         model = load_model(config, weights, options, self.device, spec, communicator)
         self._links = links
         self.compute_form = f"{self.device.partition(':')[0]}, {model.forms}"
-        self.computes = f"{self.device}, {model.forms}, {options.num_threads or usable_cores()} threads"  # in words
+        self.computes = f"{self.device}, {model.forms}, {self._num_threads} threads"  # in words
         self._model: ServedModel | None = model
         self._native = model if isinstance(model, CPUCausalLM) else None
         self.prompt_form_differs = model.prompt_form_differs
@@ -81,6 +84,16 @@ class Worker:
             self.perplexity = perplexity(model, text[:room], options.block_size, len(self.kv_windows))
         # How many steps should be on their way at once: more than one where a step runs on by itself.
         self.pipeline_depth = 2 if self._on_cuda else 1
+
+    def enter_thread(self) -> None:
+        """Give this thread, which may be another than the one that loaded the model, what torch keeps for each thread:
+        the current device and how many threads help it."""
+        if self._native is None and not hasattr(self._entered, "num_threads"):
+            from gpu.models.served import use_threads
+
+            use_device(self.device)
+            use_threads(self._num_threads)
+            self._entered.num_threads = self._num_threads
 
     @property
     def is_native(self) -> bool:

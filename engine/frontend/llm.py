@@ -1,12 +1,12 @@
 """The offline front door: prompts in, completions out, no event loop.
 
-The same core, the same checks and the same text as the server's; only the loop is a plain `while`.
+The same core, the same checks and the same text as the server's. `engine.frontend.shared_engine` makes the steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -17,10 +17,8 @@ from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestStream
+from engine.frontend.shared_engine import Call, OnStep, SharedEngine
 from engine.messages import EngineCoreRequest, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-
-OnStep = Callable[[int, int], None]
-"""Is told after each step how many prompts have finished, and how many tokens have been generated so far."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +43,10 @@ class Generation:
 
 
 class LLM:
-    """Generates for lists of prompts on the calling thread. `app.offline` opens one by the name of a model."""
+    """Generates for lists of prompts. `app.offline` opens one by the name of a model.
+
+    Threads may share it: calls of `generate` that overlap run together, as one batch.
+    """
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class LLM:
             seed=seed,
             tokenizer=tokenizer,
         )
-        self._outputs = OutputProcessor(Vocabulary(tokenizer))
+        self._engine = SharedEngine(core, OutputProcessor(Vocabulary(tokenizer)))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` samples with where it is given none: what the model's authors recommend, in `app.offline`."""
@@ -82,8 +83,10 @@ class LLM:
         A string is one prompt.
 
         `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
-        later if only that shows it, and RequestFailed if one fails in the engine.
+        later if only that shows it, RequestFailed if one fails in the engine, and EngineDead if the engine has ended.
+        What interrupts the call, an exception of `on_step` among it, aborts its requests and nothing else.
         """
+        self._engine.check_process()
         prompts = [prompts] if isinstance(prompts, str) else prompts
         per_prompt = self._per_prompt(sampling, len(prompts))
         requests = [
@@ -96,34 +99,12 @@ class LLM:
             for number, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
         self.core.check_grammars(request.sampling for request in requests)
-        children = self._inputs.process(requests)
-        streams = [self._outputs.open([request], kids) for request, kids in zip(requests, children, strict=True)]
-        try:
-            for kids in children:
-                for child in kids:
-                    self.core.add(child)
-            self._run(streams, on_step)
-        finally:
-            for stream in streams:
-                for child_id in self._outputs.close(stream):
-                    self.core.finish_request(child_id, FinishReason.ABORT)
-            while self.core.has_work:
-                self.core.step()
+        call = Call(requests, self._inputs.process(requests), is_watched=on_step is not None)
+        self._engine.run(call, on_step)
         return [
             _collect(request, stream, params.n)
-            for request, stream, params in zip(requests, streams, per_prompt, strict=True)
+            for request, stream, params in zip(requests, call.streams, per_prompt, strict=True)
         ]
-
-    def _run(self, streams: list[RequestStream], on_step: OnStep | None) -> None:
-        num_tokens = 0
-        while self._outputs.num_choices:
-            batch = self.core.step()
-            for child_id in self._outputs.process(batch):
-                self.core.finish_request(child_id, FinishReason.STOP)
-            self._outputs.hand_over()
-            num_tokens += sum(len(output.new_token_ids) for output in batch.outputs)
-            if on_step is not None:
-                on_step(sum(stream.num_unfinished == 0 for stream in streams), num_tokens)
 
     def _per_prompt(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -141,6 +122,8 @@ def _collect(request: EngineCoreRequest, stream: RequestStream, n: int) -> Gener
     choices = [Completion(index=index) for index in range(n)]
     for output in stream.drain():
         _add(choices[output.index], output)
+    if stream.error is not None:
+        raise stream.error
     return Generation(
         prompt_token_ids=request.prompt_token_ids, num_cached_tokens=stream.num_cached_tokens, choices=choices
     )

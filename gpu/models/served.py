@@ -106,6 +106,11 @@ class TorchModel:
         return torch.from_numpy(array).to(self.device)
 
 
+def use_threads(number: int) -> None:
+    """Have so many threads help the calling one: torch keeps their number for each thread."""
+    torch.set_num_threads(number)
+
+
 def load_torch_model(
     config: ModelConfig,
     weights: Iterable[tuple[str, Any]],
@@ -118,8 +123,8 @@ def load_torch_model(
     spec: DecoderSpec | None = None,
     communicator: Communicator | SharedMemoryCommunicator | None = None,
 ) -> TorchModel:
-    """Call it in the thread that will run the steps, because torch's thread count belongs to a thread."""
-    torch.set_num_threads(num_threads)
+    """A model whose steps are to run on this thread, or on one that has called `use_threads`."""
+    use_threads(num_threads)
     # By default cuBLAS may add the parts of a long sum in 16 bits, which no other form of ours does.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from engine.core.core import EngineCore
-from engine.errors import InvalidRequest, RequestFailed
-from engine.frontend.llm import LLM
+from engine.errors import EngineDead, InvalidRequest, RequestFailed
+from engine.frontend.llm import LLM, Generation
 from engine.messages import FinishReason, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, simulated
 from tests.engine.simulated_tokens import expected_output
+from tests.interrupts import interrupted_after
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
@@ -100,40 +107,142 @@ def test_a_failed_step_is_raised_and_the_next_call_works() -> None:
     assert len(llm.generate(["one"], sampling)[0].choices[0].token_ids) == 4
 
 
-def test_an_interrupt_leaves_nothing_behind() -> None:
-    def interrupt(plan: SchedulerOutput) -> None:
-        if plan.step == 3:
-            raise KeyboardInterrupt
+def test_a_failed_callback_ends_its_call_and_nothing_else(core: EngineCore) -> None:
+    def fail(num_finished: int, num_tokens: int) -> None:
+        if num_tokens >= 5:
+            raise LookupError("of the caller")
 
-    core = make_core(vocab_size=VOCAB_SIZE, before_step=interrupt)
+    llm = LLM(core, TOKENIZER)
+    sampling = SamplingParams(temperature=0.0, max_tokens=30)
+    with pytest.raises(LookupError, match="of the caller"):
+        llm.generate(["one", "two"], sampling, on_step=fail)
+    assert_nothing_left(core)
+    told: list[tuple[int, int]] = []
+    (result,) = llm.generate(["one"], sampling, on_step=lambda *news: told.append(news))
+    assert (
+        result.choices[0].token_ids
+        == expected_output(result.prompt_token_ids, sampling, vocab_size=VOCAB_SIZE, max_model_len=128).token_ids
+    )
+    assert told[-1] == (1, 30)
+    assert len(told) == 30
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_after_a_hundred_interrupts_every_answer_is_that_of_a_new_object(depth: int) -> None:
+    """At random moments: while the call starts, in prefill and decode, and as it ends."""
+    core = make_core(vocab_size=VOCAB_SIZE, max_num_seqs=2, pipeline_depth=depth, before_step=pause)
+    llm, draw = LLM(core, TOKENIZER), random.Random(depth)
+    sampling = SamplingParams(temperature=0.0, max_tokens=8)
+    prompts = ["The sea is", "a prompt that takes two steps of prefill, or three"]
+    expected = [tokens(each) for each in LLM(make_core(vocab_size=VOCAB_SIZE), TOKENIZER).generate(prompts, sampling)]
+    num_interrupted = 0
+    for _ in range(100):
+        with interrupted_after(draw.random() * 0.012):
+            try:
+                llm.generate(prompts[::-1], sampling, on_step=(lambda *news: None) if draw.random() < 0.5 else None)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+        assert [tokens(each) for each in llm.generate(prompts, sampling)] == expected
+        assert_nothing_left(core)
+    assert num_interrupted > 20
+
+
+def test_a_call_whose_thread_could_not_start_is_dropped(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(core, TOKENIZER)
+    started = threading.Thread.start
+    attempts = iter([KeyboardInterrupt()])
+
+    def start(thread: threading.Thread) -> None:
+        for error in attempts:
+            raise error
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(KeyboardInterrupt):
-        LLM(core, TOKENIZER).generate(["one", "two"], SamplingParams(max_tokens=20))
+        llm.generate(["one"], SamplingParams(max_tokens=20))
+    assert core.num_steps == 0
     assert_nothing_left(core)
 
 
-def test_a_stop_string_ends_a_completion_early(core: EngineCore) -> None:
+def test_threads_that_share_an_object_run_together_and_get_what_each_gets_alone() -> None:
+    core = make_core(vocab_size=VOCAB_SIZE, max_num_seqs=8, num_blocks=128, before_step=pause)
+    llm = LLM(core, TOKENIZER)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20)
+    texts = [f"thread {number}" for number in range(6)]
+    ready = threading.Barrier(len(texts))
+
+    def ask(text: str) -> list[list[int]]:
+        ready.wait()
+        return [tokens(llm.generate(text, sampling)[0]) for _ in range(5)]
+
+    with ThreadPoolExecutor(len(texts)) as threads:
+        answers = list(threads.map(ask, texts))
+    for text, answer in zip(texts, answers, strict=True):
+        prompt = TOKENIZER.encode(text).ids
+        alone = expected_output(prompt, sampling, vocab_size=VOCAB_SIZE, max_model_len=128).token_ids
+        assert answer == [alone] * 5
+    assert max(len(plan.request_ids) for plan in simulated(core).plans) > 3
+    assert core.num_steps < 5 * 6 * 20 / 2
+
+
+def test_an_interrupted_call_does_not_touch_those_of_other_threads() -> None:
+    core = make_core(vocab_size=VOCAB_SIZE, before_step=pause)
     llm = LLM(core, TOKENIZER)
     sampling = SamplingParams(temperature=0.0, max_tokens=60)
-    free = llm.generate(["one"], sampling)[0].choices[0].text
-    stop = free[10:12]
-    (choice,) = llm.generate(["one"], SamplingParams(temperature=0.0, max_tokens=60, stop=(stop,)))[0].choices
-    assert choice.text == free[: free.index(stop)]
-    assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, stop)
-    assert sum(simulated(core).computed.values()) < 2 * (3 + 60)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(llm.generate, "the other", sampling)
+        with pytest.raises(LookupError):
+            llm.generate("mine", sampling, on_step=raise_lookup)
+        (result,) = other.result()
+    expected = expected_output(result.prompt_token_ids, sampling, vocab_size=VOCAB_SIZE, max_model_len=128)
+    assert tokens(result) == expected.token_ids
     assert_nothing_left(core)
 
 
-def test_whoever_asks_is_told_of_every_step(core: EngineCore) -> None:
-    told: list[tuple[int, int]] = []
-    LLM(core, TOKENIZER).generate(
-        ["one", "two"], SamplingParams(max_tokens=3), on_step=lambda finished, tokens: told.append((finished, tokens))
-    )
-    assert told == sorted(told)
-    assert told[-1] == (2, 6)
+def test_an_engine_that_dies_says_so_then_and_later(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(core, TOKENIZER)
+    with monkeypatch.context() as patch:
+        patch.setattr(core.scheduler, "update", raise_lookup)
+        with pytest.raises(EngineDead, match="load the model again"):
+            llm.generate("one", SamplingParams(max_tokens=5))
+    with pytest.raises(EngineDead, match="load the model again"):
+        llm.generate("one", SamplingParams(max_tokens=5))
 
 
-@pytest.mark.parametrize("max_tokens", [None, 128, 10**12])
-def test_a_limit_beyond_the_context_is_cut_to_what_fits(core: EngineCore, max_tokens: int | None) -> None:
-    (result,) = LLM(core, TOKENIZER).generate([[1, 2, 3]], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    assert len(result.choices[0].token_ids) == core.config.max_model_len - 3
-    assert result.choices[0].finish_reason is FinishReason.LENGTH
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_use_in_a_forked_process_is_refused_by_name(core: EngineCore) -> None:
+    llm = LLM(core, TOKENIZER)
+    receiver, sender = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("one")
+        except EngineDead as error:
+            os.write(sender, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(receiver, 4096).decode()
+    assert f"loaded by process {os.getpid()} and cannot be used in process {child}" in said
+    assert "spawn" in said
+    assert llm.generate("one", SamplingParams(max_tokens=2))
+
+
+@pytest.mark.anyio
+async def test_it_works_inside_a_running_event_loop_and_beside_another(core: EngineCore) -> None:
+    other = make_core(vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    (one,), (two,) = (LLM(each, TOKENIZER).generate("text", sampling) for each in (core, other))
+    assert tokens(one) == tokens(two)
+
+
+def tokens(result: Generation) -> list[int]:
+    return result.choices[0].token_ids
+
+
+def pause(plan: SchedulerOutput) -> None:
+    time.sleep(0.0005)
+
+
+def raise_lookup(*args: object) -> None:
+    raise LookupError

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import headrace
 from app.offline import LLM
 from app.settings import SettingsError
 from engine.messages import SamplingParams
+from tests.interrupts import interrupted_after
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -33,6 +37,38 @@ def test_what_is_left_open_is_sampled_as_the_models_authors_recommend() -> None:
     assert authors == SamplingParams(temperature=0.2, top_p=0.9)
     neutral = LLM("smollm2-135m-instruct", progress=False, sampling_defaults="openai").get_default_sampling_params()
     assert neutral == SamplingParams()
+
+
+def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
+    """Within the C library too, which asks now and then whether a step is still wanted."""
+    llm, draw = LLM("smollm2-135m-instruct", progress=False, max_model_len=512), random.Random(0)
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    prompts = ["The sea is", "Once upon a time " * 12]
+    expected = [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
+    began = time.monotonic()
+    assert [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)] == expected
+    seconds = time.monotonic() - began
+    num_interrupted = 0
+    for _ in range(25):
+        with interrupted_after(draw.random() * seconds):
+            try:
+                llm.generate(prompts[::-1], sampling, progress=False)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+        again = [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
+        assert again == expected
+        llm.core.scheduler.check_integrity()
+        assert not llm.core.has_work
+    assert num_interrupted > 2  # how many depends on what else the machine does
+
+
+def test_threads_share_an_object(smollm2: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=8)
+    texts = ["The sea is", "The sky is", "One, two,"]
+    alone = [smollm2.generate(text, sampling, progress=False)[0].choices[0].text for text in texts]
+    with ThreadPoolExecutor(len(texts)) as threads:
+        together = threads.map(lambda text: smollm2.generate(text, sampling, progress=False), texts)
+        assert [results[0].choices[0].text for results in together] == alone
 
 
 @pytest.mark.parametrize("progress", [True, False])

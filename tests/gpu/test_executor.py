@@ -165,6 +165,26 @@ def test_loading_reports_progress_and_sets_the_threads_of_its_own_thread():
     assert 0 <= outputs[1].sampled_token_ids[0][0] < CONFIG.vocab_size
 
 
+def test_steps_on_another_thread_have_as_many_threads_to_help_as_those_on_the_first():
+    before = torch.get_num_threads()
+    worker = Worker(CONFIG, random_weights(), replace(OPTIONS, num_threads=1))
+    executor = UniProcExecutor(worker, CONFIG.vocab_size)
+    request = new_request("a", [1, 2, 3], block_ids=[0], temperature=0.0)
+    told: list[int] = []
+
+    def step(plan: SchedulerOutput) -> None:
+        torch.set_num_threads(2)
+        executor.submit(plan).result()
+        told.append(torch.get_num_threads())
+
+    for plan in (plan_of({"a": 3}, new=[request]), plan_of({"a": 1})):
+        thread = threading.Thread(target=step, args=(plan,))
+        thread.start()
+        thread.join()
+    torch.set_num_threads(before)
+    assert told == [1, 1]
+
+
 def test_engines_that_share_a_host_share_what_one_would_take_for_its_cache(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gpu.model_loader.available_memory", lambda: 2**20)
     options = replace(OPTIONS, max_model_len=None)

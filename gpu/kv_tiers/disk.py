@@ -8,6 +8,9 @@
 
 A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
 synced for that case: what does not match its header is a miss, and is removed with a line in the log.
+
+Other files in a namespace are left alone, and a link in the place of a namespace is not followed: nothing is stored or
+read there.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ import fcntl
 import logging
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +39,7 @@ SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines
 SCAN_SHARE = 0.01  # of the time, at most, goes into looks
 AT_A_STRETCH = 1000  # files, between which others get the interpreter
 STALE = 86400.0  # seconds without an engine, after which a namespace's pieces are given up before others
+_DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
 NO_RANK = 1e9  # what is dated later (2001) is not a rank: a copy, whose rank is lost
 
 
@@ -85,7 +90,9 @@ class DiskStore:
         """Read a piece. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
         path = self._path(name)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe has no size and no writer
+            with self._opened() as folder:
+                # A pipe has no size and no writer.
+                descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
             try:
                 header = bytearray(HEADER_BYTES)
                 status = os.fstat(descriptor)
@@ -137,8 +144,8 @@ class DiskStore:
     def discard(self, name: bytes) -> None:
         """Forget a piece for good."""
         self._forget(name)
-        with suppress(OSError):
-            self._path(name).unlink()
+        with suppress(OSError), self._opened() as folder:
+            os.unlink(self._path(name).name, dir_fd=folder)
 
     def _forget(self, name: bytes) -> None:
         with self._lock:
@@ -168,7 +175,21 @@ class DiskStore:
                 self._pause_until = math.inf
                 logger.warning("%s has another key now: nothing is stored until this engine starts again", self._root)
         self._directory.mkdir(mode=0o700, exist_ok=True)
-        (self._directory / "used").touch(0o600)
+        with self._opened() as folder:
+            used = os.open("used", os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+            try:
+                os.utime(used)
+            finally:
+                os.close(used)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the namespace's folder. Raises OSError if it is a link, which may lead to another's files."""
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
 
     def _namespaces(self) -> list[os.DirEntry[str]]:
         length = 2 * len(self._seal.namespace)
@@ -191,27 +212,28 @@ class DiskStore:
         return False
 
     def _write(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> None:
-        draft = self._directory / f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
+        draft = f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
         header = self._seal.header(name, payload, worth)
-        descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
-                raise OSError("it is full")
-            _set_rank(descriptor, rank(self._floor, worth, 0))
-            draft.rename(self._path(name))
-        except BaseException:
-            with suppress(OSError):
-                draft.unlink()
-            raise
-        finally:
-            os.close(descriptor)
+        with self._opened() as folder:
+            descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
+                    raise OSError("it is full")
+                _set_rank(descriptor, rank(self._floor, worth, 0))
+                os.rename(draft, self._path(name).name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=folder)
+                raise
+            finally:
+                os.close(descriptor)
 
     def _make_room(self, num_bytes: int) -> bool:
         """Give up pieces of any namespace until so many bytes fit. Returns False while another engine does so."""
         if self._total + num_bytes <= self._max_bytes:
             return True
-        with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR, 0o600), "wb") as lock:
+        with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600), "wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -237,7 +259,7 @@ class DiskStore:
                 for number, file in enumerate(os.scandir(folder.path), 1):
                     if number % AT_A_STRETCH == 0:
                         time.sleep(0.001)
-                    if file.name.endswith(".tmp"):
+                    if _DRAFT.fullmatch(file.name):
                         _remove_if_left(file.path)
                     elif (name := _name_of(file.name)) is not None:
                         with suppress(FileNotFoundError):

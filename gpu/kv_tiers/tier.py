@@ -67,7 +67,7 @@ class _Read:
     """A piece that was read, from the store of that name, or was not there."""
 
     wanted: _Wanted
-    buffer: NDArray[np.uint8]
+    buffer: NDArray[np.uint8] | None  # None: there was no memory for one
     store: str | None
     seconds: float
 
@@ -158,7 +158,7 @@ class KVTier:
             read = self._arrived.popleft()
             wait = nothing_to_wait_for
             if read.wanted.ticket in self._living:
-                if read.store is not None:
+                if read.store is not None and read.buffer is not None:
                     began = time.perf_counter()
                     wait = self._memory.copy_in(read.wanted.block_ids, read.buffer)
                     took = time.perf_counter() - began
@@ -176,10 +176,14 @@ class KVTier:
         if not self._free:
             return False
         buffer = self._free.popleft()
-        if buffer is None:
-            buffer = self._memory.buffer(self.payload_bytes)
         began = time.perf_counter()
-        wait = self._memory.copy_out(block_ids, buffer)
+        try:
+            if buffer is None:
+                buffer = self._memory.buffer(self.payload_bytes)
+            wait = self._memory.copy_out(block_ids, buffer)
+        except BaseException:
+            self._free.append(buffer)
+            raise
         self._copy_seconds = _average(self._copy_seconds, time.perf_counter() - began)
         worth = worth_seconds / self.payload_bytes * 1e6 * (LIVING if is_living else 1.0)
         self._tasks.put(partial(self._store, name, buffer, wait, worth))
@@ -260,7 +264,6 @@ class KVTier:
                     self._count(store.name, failed_loads=1)
         except Exception:
             logger.exception("loading a piece of the KV cache has failed")
-        assert buffer is not None
         self._arrived.append(_Read(wanted, buffer, found, time.perf_counter() - began))
         self._news.set()
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
+from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from app.offline import LLM
+from engine.messages import SamplingParams
+from gpu.executor import UniProcExecutor
 from gpu.kv_tiers.memory import HostMemory
 from gpu.kv_tiers.tier import NUM_BUFFERS, KVTier
 
@@ -81,3 +88,56 @@ def test_what_was_cancelled_is_not_read() -> None:
     assert found == [(ticket, 0, "disk")]
     assert store.num_loads <= 3, "what two threads had begun, and what is wanted"
     tier.close()
+
+
+class ForgetfulMemory(HostMemory):
+    """Has no memory for the first buffers."""
+
+    refusals = NUM_BUFFERS
+
+    def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        if self.refusals:
+            self.refusals -= 1
+            raise MemoryError
+        return super().buffer(num_bytes)
+
+
+def test_readers_go_on_where_there_was_no_memory_for_a_buffer() -> None:
+    store = HangingStore()
+    store.go_on.set()
+    tier = KVTier(ForgetfulMemory([np.zeros((32, 16), np.uint8)]), b"k" * 32, 1, 16, lambda: [store])
+    found: dict[int, str | None] = {}
+    ticket = tier.load([NAME] * 20, [[block] for block in range(20)])
+    while len(found) < 20:
+        tier.wait()
+        found |= {index: source for at, index, source in tier.poll(0.1) if at == ticket}
+    assert sorted(found.values(), key=str) == [None] * NUM_BUFFERS + ["disk"] * (20 - NUM_BUFFERS)
+    tier.close()
+
+
+def test_no_buffer_is_lost_where_there_was_no_memory_for_it() -> None:
+    store = HangingStore()
+    store.go_on.set()
+    tier = KVTier(ForgetfulMemory([np.zeros((32, 16), np.uint8)]), b"k" * 32, 1, 16, lambda: [store])
+    for _ in range(NUM_BUFFERS):
+        with pytest.raises(MemoryError):
+            tier.store(NAME, [1], 1.0, is_living=False)
+    assert not tier.is_storing
+    assert tier.store(NAME, [1], 1.0, is_living=False)
+    tier.close()
+
+
+def test_a_library_that_is_dropped_keeps_neither_threads_nor_buffers(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    llm = LLM(progress=False, max_model_len=256, kv_cache_memory="32MiB", kv_cache_dir=tmp_path)
+    llm.generate("The sea is", SamplingParams(max_tokens=2), progress=False)
+    executor = llm.core.executor
+    assert isinstance(executor, UniProcExecutor)
+    assert executor.tier is not None
+    tier = weakref.ref(executor.tier)
+    assert "kv-tier" in {thread.name for thread in set(threading.enumerate()) - before}
+    del executor
+    del llm
+    gc.collect()
+    assert tier() is None
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "kv-tier" in thread.name]

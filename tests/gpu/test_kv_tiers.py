@@ -261,3 +261,42 @@ def test_copies_to_and_from_a_card_wait_for_no_step(monkeypatch: pytest.MonkeyPa
         memory.copy_in([1, -1, 6], data)()
     assert stalls.found == []
     assert stalls.num_copies == 4  # the blocks' numbers, twice; which of them are wanted; and the blocks
+
+
+def test_a_link_in_place_of_a_namespace_is_not_followed(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "kv"
+    for each in (elsewhere, folder):
+        each.mkdir()
+    (elsewhere / f"{name(7).hex()}.kv").write_bytes(b"another's")
+    (folder / (b"n" * 16).hex()).symlink_to(elsewhere)
+    before = {path.name: path.stat().st_mtime_ns for path in elsewhere.iterdir()}
+    store = open_store(folder)
+    assert not store.store(name(1), payload(1), 1.0)
+    assert loaded(store, 7) is None
+    store.discard(name(7))
+    store.refresh()
+    assert {path.name: path.stat().st_mtime_ns for path in elsewhere.iterdir()} == before
+
+
+def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path, max_pieces=4)
+    store.store(name(1), payload(1), 1.0)
+    namespace = file_of(tmp_path, 1).parent
+    foreign = [namespace / f"{number}.{kind}" for number in range(200) for kind in ("tmp", "txt", "kv")]
+    for path in foreign:
+        path.touch()
+    left = namespace / f"{name(9).hex()}.99999.99999.tmp"  # of a writer that died
+    left.touch()
+    opened: list[str] = []
+
+    def remove(path: str) -> None:
+        opened.append(path)
+        os.unlink(path)
+
+    monkeypatch.setattr("gpu.kv_tiers.disk._remove_if_left", remove)
+    store = open_store(tmp_path, max_pieces=4)
+    assert all(store.store(name(number), payload(number), 1.0) for number in range(2, 12))
+    assert opened == [str(left)]
+    assert all(path.exists() for path in foreign)

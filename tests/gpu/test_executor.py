@@ -227,10 +227,9 @@ def test_dtype_auto_suits_the_device():
         resolve_dtype("int8", half, "cpu")
 
 
-def test_sums_of_products_are_kept_in_float32_on_a_card(monkeypatch: pytest.MonkeyPatch):
+def test_sums_of_products_are_kept_in_float32_on_a_card():
     settings = torch.backends.cuda.matmul
-    monkeypatch.setattr(settings, "allow_bf16_reduced_precision_reduction", True)
-    monkeypatch.setattr(settings, "allow_fp16_reduced_precision_reduction", True)
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = True
     Worker(CONFIG, random_weights(), OPTIONS)
     assert not settings.allow_bf16_reduced_precision_reduction
     assert not settings.allow_fp16_reduced_precision_reduction

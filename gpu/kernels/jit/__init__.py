@@ -20,3 +20,8 @@ step               a step's diffs, inputs and tokens: one program per segment or
 logprobs           log-probabilities: one program per row
 dependent          of all that a layer starts: how a kernel is started before its predecessor has ended
 """
+
+import os
+
+# Triton 3.10 no longer joins multiplications and additions by default, which would change the last bits of every kernel.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

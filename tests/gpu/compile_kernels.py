@@ -1,4 +1,6 @@
-"""Compiles every kernel for a Hopper GPU, without one: `python -m tests.gpu.compile_kernels`.
+"""Compiles every kernel for a GPU, without one: `python -m tests.gpu.compile_kernels 90 bfloat16`.
+
+The first number is a compute capability, 9.0; further words are the kernels to compile, by default all.
 
 The public functions are called with CPU tensors of real types and shapes; what would be launched is compiled instead.
 The interpreter forgives what the compiler does not (types that change in a loop, shapes that do not fit a matrix
@@ -25,13 +27,13 @@ from triton.runtime.jit import JITFunction
 from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.jit import dependent
+from gpu.kernels.jit import dependent, prefill
 from gpu.kernels.product import TILES
 from gpu.rows import BatchSizes
 
-HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -42,9 +44,20 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 def compile_instead(
-    kernel: JITFunction, *args, grid, warmup=False, num_warps=4, num_stages=3, launch_pdl=False, **keywords
+    capability: int,
+    names: list[str],
+    kernel: JITFunction,
+    *args,
+    grid,
+    warmup=False,
+    num_warps=4,
+    num_stages=3,
+    launch_pdl=False,
+    **keywords,
 ) -> None:
     """In place of `JITFunction.run`: specialize as a launch would, compile, and say what came of it."""
+    if names and kernel.fn.__name__ not in names:
+        return
     given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -61,19 +74,20 @@ def compile_instead(
             signature[parameter.name] = "fp32"
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    form = str((kernel.fn.__name__, signature, constants, attributes))
+    form = str((kernel.fn.__name__, signature, constants, attributes, num_warps, num_stages))
     if form in COMPILED:
         return
     COMPILED.add(form)
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
-        target=HOPPER,
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl},
     )
     name = kernel.fn.__name__
     report = {"kernel": name, "shared": compiled.metadata.shared, "overlaps": launch_pdl}
+    report["joins"] = compiled.metadata.enable_fp_fusion
     report |= resources(compiled.asm["cubin"], with_instructions=launch_pdl or name == "_race")
-    report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync", compiled.asm["ptx"]))
+    report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
     print(json.dumps(report), flush=True)
 
 
@@ -126,12 +140,18 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
     kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
     kernels.combine(zeros(8, 4096), floats(4, 2))
-    for tile in TILES:
+    for tile in TILES if dtype.itemsize == 2 else ():  # no card multiplies longer ones by it
         kernels.linear(zeros(4, 4096), zeros(6144, 4096), zeros(6144), tile)
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
-    for head_dim, window, longest in ((128, None, None), (128, None, 3), (80, 512, None), (256, 512, None)):
+    for head_dim, window, longest in (
+        (128, None, None),
+        (128, None, 3),
+        (64, None, None),
+        (80, 512, None),
+        (256, 512, None),
+    ):
         query, paged, lengths = zeros(512, 32, head_dim), zeros(4, 2, 8, 16, head_dim), (ints(4), ints(5))
         work = kernels.list_attention_work(query, 8, *lengths, window=window, longest_chunk=longest)
         kernels.paged_attention(
@@ -163,7 +183,13 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
 if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET"):
         sys.exit("Triton would interpret: unset TRITON_INTERPRET")
-    JITFunction.run = compile_instead
-    dependent.turn(True)
+    capability = int(sys.argv[1])
+
+    def run(kernel: JITFunction, *args, **keywords) -> None:
+        compile_instead(capability, sys.argv[3:], kernel, *args, **keywords)
+
+    JITFunction.run = run
+    dependent.turn(capability >= 90)
+    prefill.capability_of = lambda device: divmod(capability, 10)
     with interpreted():  # CPU tensors to the launchers
-        call_all()
+        call_all(getattr(torch, sys.argv[2]))

@@ -64,7 +64,7 @@ def paged_decode(
         WINDOW=window or 0,
         HAS_CAP=softcap is not None,
         HAS_SINKS=sinks is not None,
-        TILE=64 if block_dim * query.element_size() <= 256 else 32,
+        TILE=16 if query.dtype == torch.float32 else 64 if block_dim * query.element_size() <= 256 else 32,
         **sizes,
         num_warps=4,
         num_stages=3,

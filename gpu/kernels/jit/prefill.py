@@ -8,12 +8,21 @@ see are skipped, and only those at the edges (the diagonal, the end of the windo
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from gpu.kernels.jit.online import accumulate, beginning, capped
+
+FROM_SHARED_MEMORY = (9, 10)  # major compute capabilities whose matrix instructions read their operands from there
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a card, (9, 0); in the interpreter, Hopper's."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
@@ -24,6 +33,19 @@ def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
     if longest is not None and longest * group <= least:
         return least
     return max(least, 32 if query.dtype == torch.float32 else 128 if row_bytes <= 256 else 64)
+
+
+def tile_and_warps(query: torch.Tensor, block_m: int) -> tuple[int, int]:
+    """How many keys a program reads at a time, and how many warps it has, so that no register is spilled
+    (`tests/gpu/test_kernels_compile.py` looks). Other cards than Hopper and data-center Blackwell keep the operands of
+    matrix instructions in registers, and have room for fewer keys.
+    """
+    row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
+    if query.dtype == torch.float32:
+        return 16, 8
+    if block_m >= 64 and capability_of(query.device)[0] not in FROM_SHARED_MEMORY:
+        return 32, 8
+    return 64 if row_bytes <= 256 else 32, 8 if block_m >= 128 else 4
 
 
 def paged_prefill(
@@ -46,6 +68,7 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     block_dim = max(16, triton.next_power_of_2(head_dim))  # no fewer fit a matrix instruction
     row_bytes = block_dim * query.element_size()
+    tile, num_warps = tile_and_warps(query, block_m)
     _prefill[(len(blocks), num_kv_heads)](
         out,
         query,
@@ -74,8 +97,8 @@ def paged_prefill(
         BLOCK_Q=block_m // group,
         BLOCK_M=block_m,
         BLOCK_DIM=block_dim,
-        TILE=64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16,
-        num_warps=8 if block_m >= 128 else 4,
+        TILE=tile,
+        num_warps=num_warps,
         num_stages=3 if row_bytes <= 256 else 2,
     )
 

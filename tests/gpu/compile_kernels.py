@@ -190,6 +190,6 @@ if __name__ == "__main__":
 
     JITFunction.run = run
     dependent.turn(capability >= 90)
-    prefill.capability_of = lambda device: divmod(capability, 10)
+    prefill.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     with interpreted():  # CPU tensors to the launchers
         call_all(getattr(torch, sys.argv[2]))

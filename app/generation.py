@@ -207,7 +207,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         ]
         if sampling.structured_output is not None:
             request.mark(Phase.COMPILE_GRAMMAR)
-        async with model.llm.stream(*core_requests) as outputs:
+        async with model.llm.stream(*core_requests, begins_message=body.begins_message) as outputs:
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
             message_format = body.message_format(model.prompts.syntax, prompt_end)

@@ -120,12 +120,12 @@ class AsyncLLM:
         return self.error
 
     @asynccontextmanager
-    async def stream(self, *requests: EngineCoreRequest) -> AsyncIterator[RequestStream]:
+    async def stream(self, *requests: EngineCoreRequest, begins_message: bool = False) -> AsyncIterator[RequestStream]:
         """Generate `sampling.n` choices for each of these prompts, as one scope with one stream.
 
         Choices are numbered prompt by prompt. Cancelling or leaving the block aborts all that are unfinished. A grammar
         that is new is compiled first, and what is long to check is checked on a thread; if the caller leaves meanwhile,
-        nothing is queued.
+        nothing is queued. For `begins_message` see `OutputProcessor.open`.
 
         Raises InvalidRequest before anything is queued, EngineNotReady while no engine is loaded, EngineDead when the
         engine has ended; iterating raises EngineDead if it ends meanwhile.
@@ -133,7 +133,8 @@ class AsyncLLM:
         requests, unenforced = await self._with_grammars(requests)
         choices = await self._check(requests)
         self._available_inputs()  # may have changed meanwhile
-        stream = self._outputs.open(requests, list(itertools.chain.from_iterable(choices)))
+        children = list(itertools.chain.from_iterable(choices))
+        stream = self._outputs.open(requests, children, begins_message=begins_message)
         stream.unenforced = unenforced
         try:
             await self._add(choices)

@@ -19,6 +19,7 @@ from tokenizers.decoders import ByteLevel
 
 from engine.messages import SPECIAL_MARK
 
+_WINDOW = 16  # last tokens of the text before; one is enough unless it is empty or a byte
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -56,13 +57,18 @@ class Vocabulary:
         """The bytes of one token; b"" for an id that the model can produce but the tokenizer does not know."""
         return self.bytes_of[token_id] if token_id < len(self.bytes_of) else b""
 
-    def decoder(self, *, skip_special_tokens: bool, shown: Sequence[int] = ()) -> TokenDecoder:
-        """A decoder of one sequence. Those special tokens in `shown` are always text, after `SPECIAL_MARK`."""
+    def decoder(
+        self, *, skip_special_tokens: bool, shown: Sequence[int] = (), after: Sequence[int] = ()
+    ) -> TokenDecoder:
+        """Return a decoder of one sequence, whose text goes on with that of the tokens `after`, such as a prompt's.
+
+        Those special tokens in `shown` are always text, after `SPECIAL_MARK`.
+        """
         skipped = frozenset[int]()
         if skip_special_tokens:
             skipped = self.special_ids.difference(shown) if shown else self.special_ids  # mostly one for all
         decoder: TokenDecoder
-        decoder = _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped)
+        decoder = _ByteLevelDecoder(self, skipped) if self.is_byte_level else _WindowDecoder(self, skipped, after)
         return _MarkingDecoder(decoder, {each: self.token_bytes(each).decode() for each in shown}) if shown else decoder
 
 
@@ -90,10 +96,10 @@ class _WindowDecoder:
 
     __slots__ = ("_pending", "_shown", "_skipped", "_tokenizer")
 
-    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int], after: Sequence[int]) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._skipped = skipped
-        self._shown: list[int] = []
+        self._shown = [token_id for token_id in after[-_WINDOW:] if token_id not in skipped]
         self._pending: list[int] = []
 
     def feed_token(self, token_id: int) -> str:
@@ -106,8 +112,9 @@ class _WindowDecoder:
             return ""
         shown = self._decode(self._shown)
         text = self._decode(self._shown + self._pending)
-        # The whole is more than its halves by a space at most, unless a run of byte tokens has turned out broken.
-        new = text[len(shown) :] if text.startswith(shown) and text.endswith(alone) else alone
+        # A run of byte tokens may turn out broken as a whole; what was shown of it stays.
+        is_whole = text.startswith(shown) and text.count("\ufffd") <= shown.count("\ufffd") + alone.count("\ufffd")
+        new = text[len(shown) :] if is_whole else alone
         if new:
             self._shown, self._pending = self._pending, []
         return new

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from engine.clock import Clock
-from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, Vocabulary
+from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, TokenDecoder, Vocabulary
 from engine.frontend.observer import FinishedRequest, NullObserver, Observer
 from engine.frontend.request_stream import FAILURES, RequestStream
 from engine.messages import (
@@ -51,14 +51,29 @@ class OutputProcessor:
         first = next(iter(self._choices.values()), None)
         return None if first is None else first.stream.opened_time
 
-    def open(self, requests: Sequence[EngineCoreRequest], children: Sequence[EngineCoreRequest]) -> RequestStream:
-        """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts."""
+    def open(
+        self,
+        requests: Sequence[EngineCoreRequest],
+        children: Sequence[EngineCoreRequest],
+        *,
+        begins_message: bool = False,
+    ) -> RequestStream:
+        """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts.
+
+        With `begins_message` the text of an answer stands for itself. Otherwise it goes on with the prompt's: where a
+        tokenizer leaves out the blank that a text begins with, the answer keeps it.
+        """
         stream = RequestStream(requests, children, self._clock())
         n = len(children) // len(requests)
         stops = {stop: StopAutomaton(stop) for request in requests for stop in request.sampling.stop}
         for index, child in enumerate(children):
-            leads = index % n == 0
-            self._choices[child.request_id] = _Choice(stream, index, child, self._vocabulary, stops, leads=leads)
+            sampling = child.sampling
+            decoder = self._vocabulary.decoder(
+                skip_special_tokens=sampling.skip_special_tokens,
+                shown=sampling.shown_special_tokens,
+                after=() if begins_message else child.prompt_token_ids,
+            )
+            self._choices[child.request_id] = _Choice(stream, index, child, decoder, stops, leads=index % n == 0)
         return stream
 
     def close(self, stream: RequestStream) -> list[str]:
@@ -186,7 +201,7 @@ class _Choice:
         stream: RequestStream,
         index: int,
         child: EngineCoreRequest,
-        vocabulary: Vocabulary,
+        decoder: TokenDecoder,
         automata: Mapping[str, StopAutomaton],
         *,
         leads: bool,
@@ -199,9 +214,7 @@ class _Choice:
         self.num_output_tokens = 0
         self.last_token_time: float | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []  # not yet handed over
-        self._decoder = vocabulary.decoder(
-            skip_special_tokens=sampling.skip_special_tokens, shown=sampling.shown_special_tokens
-        )
+        self._decoder = decoder
         self._stops: StopStrings | None = None
         if sampling.stop:
             stops = [automata[stop] for stop in sampling.stop]

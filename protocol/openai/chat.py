@@ -326,6 +326,10 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         tools = self.tool_use
         return tools is not None and (tools.choice == "required" or not self.grammars_asked_for)
 
+    @property
+    def begins_message(self) -> bool:
+        return not self.continue_final_message
+
     def message_format(self, syntax: MessageSyntax, prompt_end: bytes) -> MessageFormat:
         return syntax.message_format(
             self.tool_use,

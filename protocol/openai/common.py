@@ -123,6 +123,11 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return MessageFormat()
 
     @property
+    def begins_message(self) -> bool:
+        """Whether the answer is a text of its own, and not what follows the prompt's."""
+        return False
+
+    @property
     def tagged_functions(self) -> Sequence[str] | None:
         """The functions whose calls the grammar describes, in its order; None if it is of the content."""
         return None

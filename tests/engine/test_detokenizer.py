@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, models
 
 from engine.errors import InvalidRequest
 from engine.frontend import detokenizer
@@ -33,6 +33,17 @@ BYTE_LEVEL = byte_level_tokenizer()
 SENTENCEPIECE = sentencepiece_tokenizer()
 BYTE_LEVEL_VOCABULARY = Vocabulary(BYTE_LEVEL)
 SENTENCEPIECE_VOCABULARY = Vocabulary(SENTENCEPIECE)
+
+STATS = SchedulerStats(
+    step=1,
+    num_running=1,
+    num_waiting=0,
+    kv_cache_usage=0.0,
+    num_preemptions=0,
+    prompt_tokens=0,
+    prefix_cache_queries=0,
+    prefix_cache_hits=0,
+)
 
 # Family with joiners, skin tone, flag, CJK, kana, combining accent, right-to-left, astral, white space.
 TEXTS = ["hello a world", "👨‍👩‍👧‍👦 ok", "👍🏽", "🇫🇷", "北京欢迎你", "ひらがな", "e\u0301a", "שלום", "𝕏 𐍈", "a  \n\tb"]
@@ -122,6 +133,52 @@ def test_only_a_byte_level_decoder_counts_as_byte_level() -> None:
     assert not Vocabulary(other).is_byte_level
     token_ids = BYTE_LEVEL.encode("".join(TEXTS)).ids
     assert "".join(feed_all(Vocabulary(other), token_ids)) == "".join(TEXTS)
+
+
+def wordpiece_tokenizer() -> Tokenizer:
+    """BERT's kind: `##` for what goes on with a word."""
+    pieces = ["[UNK]", "[SEP]", "hello", "##s", "##ing", "world", ".", "##京", "'", "a", "##b"]
+    tokenizer = Tokenizer(models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["[UNK]", "[SEP]"])
+    return tokenizer
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [BYTE_LEVEL, SENTENCEPIECE, metaspace_tokenizer(), wordpiece_tokenizer()],
+    ids=["bytes", "pieces", "metaspace", "words"],
+)
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_an_answer_goes_on_with_the_text_of_its_prompt(
+    tokenizer: Tokenizer, data: st.DataObject, skip_special_tokens: bool
+) -> None:
+    """Any tokens: what the prompt's text and the answer's come to is the tokenizer's own text of all of them."""
+    token_ids = st.lists(st.integers(0, tokenizer.get_vocab_size() + 5), max_size=12)
+    prompt, answer = data.draw(token_ids), data.draw(token_ids)
+    before = tokenizer.decode(prompt, skip_special_tokens=skip_special_tokens)
+    whole = tokenizer.decode(prompt + answer, skip_special_tokens=skip_special_tokens)
+    if "\ufffd" in whole or not whole.startswith(before):
+        return  # of what is no text, nothing is promised here
+    decoder = Vocabulary(tokenizer).decoder(skip_special_tokens=skip_special_tokens, after=prompt)
+    assert before + "".join(map(decoder.feed_token, answer)) == whole
+
+
+def test_a_blank_between_prompt_and_answer_is_kept_and_one_before_a_message_is_not() -> None:
+    prompt, answer = [id_of(SENTENCEPIECE, "g")], [id_of(SENTENCEPIECE, "▁"), id_of(SENTENCEPIECE, "d")]
+    for begins_message, text in ((False, " d"), (True, "d")):
+        processor = OutputProcessor(SENTENCEPIECE_VOCABULARY)
+        request = make_request(prompt, "r")
+        stream = processor.open([request], [request], begins_message=begins_message)
+        output = EngineCoreOutput(request_id="r", new_token_ids=answer, finish_reason=FinishReason.LENGTH)
+        processor.process(EngineCoreOutputs(outputs=[output], stats=STATS, timestamp=0.0))
+        assert [output.text for output in stream.drain()] == [text]
 
 
 # --- stop strings
@@ -270,17 +327,7 @@ def generate(text: str, *, per_step: int = 1, finish: FinishReason | None = None
     for number, chunk in enumerate(chunks, 1):
         last = number == len(chunks)
         output = EngineCoreOutput(request_id="r", new_token_ids=chunk, finish_reason=finish if last else None)
-        stats = SchedulerStats(
-            step=number,
-            num_running=1,
-            num_waiting=0,
-            kv_cache_usage=0.0,
-            num_preemptions=0,
-            prompt_tokens=0,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-        )
-        if processor.process(EngineCoreOutputs(outputs=[output], stats=stats, timestamp=0.0)):
+        if processor.process(EngineCoreOutputs(outputs=[output], stats=STATS, timestamp=0.0)):
             break
     (merged,) = stream.drain()
     return merged

@@ -360,6 +360,7 @@ class Server:
                     prompts=prompts,
                     root=files.name,
                     embedding_size=files.config.hidden_size,
+                    embedder=files.embedder,
                     engine_info=engine_info,
                     default_sampling=default_sampling(self.settings, files),
                     chat_parameters=chat_parameters(self.settings),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from app.prompts import PromptEncoder
     from engine.frontend.async_llm import AsyncLLM
     from engine.messages import EngineReady
+    from gpu.checkpoint import Embedder
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class ServedModel:
     prompts: PromptEncoder
     root: str  # the weights' own name
     embedding_size: int
+    embedder: Embedder
     engine_info: EngineReady
     default_sampling: Mapping[str, float | None]  # for requests that leave it open
     chat_parameters: Mapping[str, float]  # which chats with a person add

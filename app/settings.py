@@ -247,8 +247,11 @@ class Settings(BaseSettings):
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="Serve /tokenizer_info: the tokenizer's configuration and the chat template."
     )
-    embedding_pooling: Literal["mean", "last"] = Field(
-        "mean", description="How /v1/embeddings pools hidden states if a request does not say."
+    embedding_pooling: Literal["mean", "last"] | None = Field(
+        None,
+        description="How /v1/embeddings pools hidden states if a request does not say. Not set: as the model's files "
+        "say (modules.json, pooling_type of a GGUF file), or else mean.",
+        examples=["mean"],
     )
     max_queued_requests: int = Field(
         512,

@@ -16,14 +16,17 @@ async def embeddings(server: Server, request: RequestScope) -> None:
     body = await parse(server, EmbeddingRequest, request)
     tell_left_out(server, request, body.left_out)
     model = server.model
-    inputs = await server.workload.read(request, lambda: body.inputs(model.engine_info.vocab_size))
+    embedder = model.embedder
+    inputs = await server.workload.read(
+        request, lambda: body.inputs(model.engine_info.vocab_size, embedder.prompts, embedder.default_prompt)
+    )
     body.check_dimensions(model.embedding_size)
     prefill = await server.workload.read(request, body.to_prefill)
     head = new_head(server, request, "embd-", body.model, body.request_id)
     task = GenerationTask(
         head=head,
         body=prefill,
-        pooling=Pooling(body.pooling or server.settings.embedding_pooling),
+        pooling=Pooling(body.pooling or server.settings.embedding_pooling or embedder.pooling or "mean"),
         num_prompts=len(inputs),
         num_characters=len(request.body),
         tokenize=encode_prompts(inputs, prefill, add_special_tokens=body.add_special_tokens),

@@ -24,10 +24,12 @@ quantized_rows      a quantized tensor as its file holds it
 slices              the part of a tensor that one rank of several has
 hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape
+hf_spellings        one spelling for what a config.json may say in two places
 stacks              its tensors that hold the parts of many experts, taken apart
 json_file           its JSON files, within bounds
 safetensors_header  what a safetensors file says it holds, checked before it is mapped
 default_sampling    what a model's authors recommend to sample with
+embedder            how they make vectors of its hidden states
 header_fields       what the numbers of a model's header may be
 foreign_tokenizer   guards around the tokenizers library
 tokenizer_steps     what the steps of a stranger's tokenizer may do
@@ -39,6 +41,7 @@ from gpu.checkpoint.config import ModelConfig, RopeScaling
 from gpu.checkpoint.default_sampling import SAMPLING_FIELDS
 from gpu.checkpoint.digest import model_digest, weight_paths
 from gpu.checkpoint.embedded import EMBEDDED_CHAT, EMBEDDED_MODEL, default_cache_dir
+from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.model_files import ModelFiles
 from gpu.checkpoint.progress import Progress
@@ -51,6 +54,7 @@ __all__ = [
     "EMBEDDED_MODEL",
     "LOAD_FORMATS",
     "SAMPLING_FIELDS",
+    "Embedder",
     "ModelConfig",
     "ModelError",
     "ModelFiles",

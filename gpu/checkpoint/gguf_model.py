@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gpu.checkpoint.architecture import Part, Ranges, parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import GGUF_KEYS, default_sampling
+from gpu.checkpoint.embedder import embedder_of_gguf
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_config import config_from_gguf
 from gpu.checkpoint.gguf_file import GGUFFile, GGUFTensor
@@ -38,6 +39,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
     shapes = ((name, tensor.shape[expert is not None :]) for name, tensor, _, expert in _named(file, config))
     check_shapes(shapes, config, source=path.name)
     template = file.metadata.get("tokenizer.chat_template")
+    pooling = f"{file.require('general.architecture', str)}.pooling_type"
     return ModelFiles(
         name=name,
         config=config,
@@ -45,6 +47,7 @@ def open_gguf(path: Path, *, name: str) -> ModelFiles:
         special_tokens=special_tokens_from_gguf(file),
         load_tokenizer=partial(tokenizer_from_gguf, file, config.vocab_size),
         tensors=file,
+        embedder=embedder_of_gguf(file.metadata.get(pooling), f"metadata {pooling}", path.name),
         load_sampling=partial(default_sampling, file.metadata.get, GGUF_KEYS, path.name),
     )
 

@@ -6,7 +6,10 @@ template in any of its three places, and safetensors, sharded or not. Pickled we
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,20 +18,25 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import HF_KEYS, default_sampling
+from gpu.checkpoint.embedder import embedder_of_directory
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
 from gpu.checkpoint.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
 from gpu.checkpoint.model_files import ModelFiles
-from gpu.checkpoint.safetensors_header import read_header
+from gpu.checkpoint.safetensors_header import SafetensorsTensor, read_header
 from gpu.checkpoint.stacks import unstacked
-from gpu.checkpoint.tensors import check_shapes
+from gpu.checkpoint.tensors import check_shapes, text_name
 from gpu.checkpoint.tokenizer_steps import check_steps
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"\w[\w. -]{0,200}", re.ASCII)  # of a file in the same folder
+_COMPARED_AT_ONCE = 2**24  # bytes
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 
 
@@ -59,7 +67,10 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
     ]
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
     if tensors is not None:
-        headers = chain.from_iterable(read_header(path).items() for path in tensors)
+        config = _with_head(config, tensors, source=name)
+        headers = (
+            (text_name(key), each) for key, each in chain.from_iterable(read_header(path).items() for path in tensors)
+        )
         types = {"U8": np.uint8(0)}
         shapes = ((key, np.broadcast_to(types.get(each.dtype, np.float32(0)), each.shape)) for key, each in headers)
         check_shapes(((key, tensor.shape) for key, tensor in unstacked(shapes, config)), config, source=name)
@@ -71,6 +82,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         tensors=tensors,
         tokenizer_config=tokenizer_config,
+        embedder=embedder_of_directory(directory, name),
         load_sampling=partial(default_sampling, generation_config.get, HF_KEYS, source),
     )
 
@@ -95,6 +107,39 @@ def _weight_files(directory: Path) -> list[Path]:
         f"{directory} has no *.safetensors.{hint} For random weights from config.json alone, set the load "
         f"format to 'dummy'."
     )
+
+
+def _with_head(config: ModelConfig, paths: tuple[Path, ...], *, source: str) -> ModelConfig:
+    """Untie the embedding, with a warning, if the files have another matrix as their head: transformers computes with
+    the file's, too."""
+    found: dict[str, tuple[Path, SafetensorsTensor]] = {}
+    for path in paths if config.tie_word_embeddings else ():
+        found |= {text_name(name): (path, tensor) for name, tensor in read_header(path).items()}
+    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    if head is None or embedding is None or _is_same(head, embedding):
+        return config
+    logger.warning(
+        "%s: tie_word_embeddings is true in config.json, but lm_head.weight is not the embedding: the file's head "
+        "is used",
+        source,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _is_same(one: tuple[Path, SafetensorsTensor], other: tuple[Path, SafetensorsTensor]) -> bool:
+    """Return True if two tensors have one type, one shape and the same bytes."""
+    if (one[1].shape, one[1].dtype) != (other[1].shape, other[1].dtype):
+        return False
+    return all(a == b for a, b in zip(_bytes_of(*one), _bytes_of(*other), strict=True))
+
+
+def _bytes_of(path: Path, tensor: SafetensorsTensor) -> Iterator[bytes]:
+    left = tensor.num_bytes
+    with path.open("rb") as file:
+        file.seek(tensor.offset)
+        while left > 0:
+            yield (some := file.read(min(left, _COMPARED_AT_ONCE)))
+            left -= len(some) or left
 
 
 def _tokenizer_path(directory: Path) -> Path:

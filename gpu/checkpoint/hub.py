@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
-# A repository's folders hold other formats of the same model, and Mistral's "consolidated" files are its weights again.
-_IGNORED = ["*/*", "consolidated*"]
+# A repository's folders hold other formats of the same model, but those of modules.json, which have a number, how its
+# vectors are made. Mistral's "consolidated" files are its weights again.
+_IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
 
 
 def fetch_from_hub(repo_id: str, revision: str | None, *, with_weights: bool, progress: Progress = no_progress) -> Path:

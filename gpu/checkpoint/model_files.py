@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import Sampling
+from gpu.checkpoint.embedder import Embedder
 from gpu.checkpoint.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ModelFiles:
     # Where the weights lie, for `gpu.weights`: a GGUF file, or safetensors. None: nowhere, random ones are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
+    embedder: Embedder = field(default=Embedder(), repr=False)  # how vectors are made of its hidden states
     load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once
     progress: Progress = field(default=no_progress, repr=False)
 

@@ -29,6 +29,10 @@ class SafetensorsTensor:
     dtype: str  # a key of `_ITEM_SIZES`
     offset: int  # from the start of the file, bytes
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_SIZES[self.dtype]
+
 
 def read_header(path: Path) -> dict[str, SafetensorsTensor]:
     """Every tensor by its name. Raises `ModelError` for a header that is damaged or cannot be true."""

@@ -20,6 +20,7 @@ _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Of a model that sees images too, whose text part is served: what it sees them by, and how the rest is called.
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
+_BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # of a model that was saved without its head
 _NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 
 
@@ -50,6 +51,8 @@ def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 def text_name(name: str) -> str:
     """What a tensor is called in a model of text alone."""
+    if _BARE.match(name):
+        return f"model.{name}"
     return _OF_TEXT.sub("model.", name, count=1) if _OF_TEXT.match(name) else name
 
 

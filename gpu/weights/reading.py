@@ -68,11 +68,12 @@ def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
         offsets = {part.weight_name: part.offset for part in parts_of(spec) if part.offset}
-        found = unstacked(_read_safetensors(files.tensors), files.config)
+        named = ((text_name(name), tensor) for name, tensor in _read_safetensors(files.tensors))
+        found = unstacked(named, files.config)
         wanted: Iterator[tuple[str, Weight]] = (
             (name, weight.read() if isinstance(weight, MXFP4Rows) else weight)
             for name, weight in found
-            if text_name(name) in ranges
+            if name in ranges
         )
         for name, weight in cut(wanted, spec):
             offset = offsets.get(name)

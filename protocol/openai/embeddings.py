@@ -52,6 +52,7 @@ class EmbeddingRequest(TruncatedPrompt):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     pooling: Literal["mean", "last"] | None = None  # None: as the server is set
+    prompt_name: str | None = None  # of the prompts that the model's files have
     normalize: bool = True
     add_special_tokens: bool = True
     cache_salt: CacheSalt | None = None
@@ -64,11 +65,25 @@ class EmbeddingRequest(TruncatedPrompt):
         prompt_list(self.input, "input")
         return self
 
-    def inputs(self, vocab_size: int) -> Prompts:
-        """The inputs, text or token ids. Raises `InvalidRequest` for an id that the model does not have."""
+    def inputs(self, vocab_size: int, prompts: Mapping[str, str], default: str | None) -> Prompts:
+        """Return the inputs, text or token ids; texts begin with the prompt that the request names, or the default one.
+
+        `prompts` are the model's, by their names. Raises `InvalidRequest` for an id or a prompt that the model does not
+        have, and for a prompt before token ids.
+        """
         inputs = prompt_list(self.input, "input")
         check_token_ids(inputs, vocab_size, "input")
-        return inputs
+        if self.prompt_name is not None and self.prompt_name not in prompts:
+            named = ", ".join(sorted(prompts)) or "none"
+            raise InvalidRequest(
+                f"prompt_name must be a prompt of this model ({named}), got {self.prompt_name!r:.80}.",
+                param="prompt_name",
+            )
+        if self.prompt_name is not None and not all(isinstance(each, str) for each in inputs):
+            raise InvalidRequest("prompt_name needs texts: input has token ids.", param="prompt_name")
+        name = default if self.prompt_name is None else self.prompt_name
+        prompt = "" if name is None else prompts[name]
+        return [prompt + each if isinstance(each, str) else each for each in inputs] if prompt else inputs
 
     def check_dimensions(self, available: int) -> None:
         """Raise `InvalidRequest` if the model's vectors are shorter than what is asked for."""

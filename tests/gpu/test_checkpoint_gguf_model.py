@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.checkpoint import ModelError, RopeScaling, open_model
+from gpu.checkpoint import Embedder, ModelError, RopeScaling, open_model
 from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf, read_gguf_once
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
@@ -132,6 +132,13 @@ def test_linear_rope_scaling_is_read(tmp_path):
     assert open_model(str(gguf.save())).config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
 
 
+@pytest.mark.parametrize(("number", "pooling"), [(0, None), (1, "mean"), (3, "last")])
+def test_how_an_embedder_pools_is_read(tmp_path, number, pooling):
+    gguf = TinyGGUF(tmp_path / "m.gguf")
+    gguf.writer.add_uint32("llama.pooling_type", number)
+    assert open_model(str(gguf.add_weights(random_weights(TINY)).save())).embedder == Embedder(pooling=pooling)
+
+
 def test_every_end_of_turn_token_ends_generation(tmp_path):
     gguf = TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY))
     gguf.writer.add_eot_token_id(7)
@@ -144,6 +151,7 @@ def test_every_end_of_turn_token_ends_generation(tmp_path):
         ("llama.rope.scaling.type", "longrope", "'longrope' is not supported; supported are linear, yarn and Llama 3"),
         ("llama.expert_count", 8, "metadata llama.expert_used_count must be an integer from 1 to 64 experts, got None"),
         ("split.count", 3, "one of several parts"),
+        ("llama.pooling_type", 2, "metadata llama.pooling_type=2 is not supported"),
         ("llama.rope.dimension_count", 32, "rope.dimension_count"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gpu.checkpoint import ModelError, RopeScaling, model_digest, open_model
+from gpu.checkpoint import Embedder, ModelError, RopeScaling, model_digest, open_model
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
@@ -182,11 +182,81 @@ def test_a_tokenizer_saved_with_truncation_does_not_cut_prompts(directory):
 def test_weights_that_transformers_would_ignore_are_ignored(directory):
     weights = {name: torch.from_numpy(w) for name, w in random_weights(TINY).items()}
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, directory / "model.safetensors")
     change(directory, tie_word_embeddings=True)
     read = dict(weights_of(open_model(str(directory))))
     expected = {name for name in weights if not name.endswith("inv_freq") and name != "lm_head.weight"}
     assert read.keys() == expected
+
+
+def test_a_head_of_its_own_is_used_though_the_configuration_ties_it(directory, caplog):
+    change(directory, tie_word_embeddings=True)
+    model = open_model(str(directory))
+    assert not model.config.tie_word_embeddings
+    assert torch.equal(
+        dict(weights_of(model))["lm_head.weight"], torch.from_numpy(random_weights(TINY)["lm_head.weight"])
+    )
+    assert "tie_word_embeddings is true in config.json, but lm_head.weight is not the embedding" in caplog.text
+
+
+def test_a_model_that_was_saved_without_its_head_is_read(directory):
+    weights = {name: torch.from_numpy(w) for name, w in random_weights(TINY).items()}
+    del weights["lm_head.weight"]
+    save_file({name.removeprefix("model."): w for name, w in weights.items()}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 missing: lm_head\.weight"):
+        open_model(str(directory))
+    read = dict(weights_of(open_model(str(change(directory, tie_word_embeddings=True)))))
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+MODULES = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
+POOLING = {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+
+
+def make_embedder(directory, pooling, *modules, **prompts):
+    (directory / "modules.json").write_text(json.dumps([*MODULES, POOLING, *modules]))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (directory / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return directory
+
+
+def test_how_vectors_are_made_is_read(directory):
+    assert open_model(str(directory)).embedder == Embedder()
+    last = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+    prompts = {"prompts": {"query": "Query: ", "document": ""}, "default_prompt_name": None}
+    normalize = {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+    read = open_model(str(make_embedder(directory, last, normalize, **prompts))).embedder
+    assert read == Embedder(pooling="last", prompts={"query": "Query: ", "document": ""})
+    assert open_model(str(make_embedder(directory, {"pooling_mode": "mean"}))).embedder == Embedder(pooling="mean")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "prompts", "message"),
+    [
+        ({"pooling_mode_cls_token": True}, [], {}, "pooling by 'pooling_mode_cls_token'.*mean and lasttoken"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, [], {}, "pooling by 'mean', 'lasttoken'"),
+        ({}, [], {}, "pooling by nothing"),
+        ({"pooling_mode": 3}, [], {}, "pooling by 3"),
+        (
+            {"pooling_mode": "mean"},
+            [{"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"}],
+            {},
+            "the module 'sentence_transformers.models.Dense' of modules.json is not supported",
+        ),
+        ({"pooling_mode": "mean"}, [POOLING | {"path": "../x"}], {}, "path of a module in modules.json"),
+        ({"pooling_mode": "mean"}, [POOLING | {"path": "3_Pooling"}], {}, "lacks 3_Pooling/config.json"),
+        ({"pooling_mode": "mean"}, [7], {}, "modules.json must hold a list of objects"),
+        ({"pooling_mode": "mean"}, [], {"prompts": {"a": 1}}, "prompts in config_sentence_transformers.json"),
+        ({"pooling_mode": "mean"}, [], {"default_prompt_name": "query"}, "default_prompt_name='query'.*none of"),
+        ({"pooling_mode": "mean", "include_prompt": False}, [], {"prompts": {"a": "b"}}, "include_prompt=false"),
+    ],
+)
+def test_vectors_that_cannot_be_made_are_refused(directory, pooling, modules, prompts, message):
+    with pytest.raises(ModelError, match=message):
+        open_model(str(make_embedder(directory, pooling, *modules, **prompts)))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer
 from gpu.checkpoint import open_model
 from protocol.answers import EngineState
 from tests.server.harness import MODEL, TIMEOUT, Metrics, Server
-from tests.server.tiny_model import NAME, tiny_server
+from tests.server.tiny_model import NAME, tiny_server, write_tiny_model
 
 EMBEDDINGS = "/v1/embeddings"
 ASKS = "endpoint-load-metrics-format"
@@ -124,12 +126,39 @@ def test_embeddings_that_cannot_be_are_refused(server: Server) -> None:
         ("dimensions", 577),
         ("encoding_format", "int8"),
         ("pooling", "max"),
+        ("prompt_name", "query"),
         ("truncate_prompt_tokens", 0),
     ]:
         assert refusal(server, EMBEDDINGS, {"input": "a", field: value})["param"].startswith(field)
     long = refusal(server, EMBEDDINGS, {"input": [1] * 4097})
     assert (long["param"], long["code"]) == ("input", "context_length_exceeded")
     assert server.post(EMBEDDINGS, {"input": "a", "model": "other"}).status_code == 404
+
+
+def test_embeddings_are_made_as_the_models_files_say(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "embedder")
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": f"{kind}"} for kind in ("Pooling", "Normalize")]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "Pooling").mkdir()
+    (model / "Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    prompts = {"prompts": {"query": "Find: ", "title": "Title: "}, "default_prompt_name": "title"}
+    (model / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with tiny_server(model=model) as server:
+        server.wait_ready()
+
+        def vector(text: Any, **fields: Any) -> list[float]:
+            answer = server.post(EMBEDDINGS, {"input": text, **fields})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["data"][0]["embedding"]
+
+        ids = server.post("/tokenize", {"prompt": "Find: mills"}).json()["tokens"]
+        np.testing.assert_allclose(vector("mills", prompt_name="query"), vector(ids, pooling="last"), atol=1e-6)
+        assert np.abs(np.subtract(vector(ids), vector(ids, pooling="mean"))).max() > 0.01
+        np.testing.assert_allclose(vector("mills"), vector("mills", prompt_name="title"), atol=1e-6)
+        error = refusal(server, EMBEDDINGS, {"input": "a", "prompt_name": "quest"})
+        assert error["param"] == "prompt_name"
+        assert "query, title" in error["message"]
+        assert refusal(server, EMBEDDINGS, {"input": ids, "prompt_name": "query"})["param"] == "prompt_name"
 
 
 # --- small ones

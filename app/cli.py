@@ -35,8 +35,8 @@ from engine.errors import HeadraceError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    parsed, rest = _parser().parse_known_args(arguments)
     try:
+        parsed, rest = _parser().parse_known_args(arguments)
         code = _run(vars(parsed), rest)
         sys.stdout.flush()
         return code
@@ -52,10 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
-    command: Command = options.pop("command")
+    command: Command | None = options.pop("command", None)
     parser: _CommandParser = options.pop("parser")
     if rest:
         raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
+    if command is None:
+        parser.print_help()
+        return 0
     if not command.takes_settings:
         return command.run(**options)
     config_file = options.pop("config")
@@ -206,6 +209,24 @@ class _CommandParser(ArgumentParser):
         return list(self._option_string_actions)
 
 
+class _Once(argparse.Action):
+    """Takes a setting's flag once: of two values only the last would count, and nothing would say so."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise SettingsError(f"{option_string} is given twice. Give it once; a list takes commas, as in a,b")
+        setattr(namespace, self.dest, values)
+
+
+class _OnceOrNot(argparse.BooleanOptionalAction):
+    """`_Once` for ``--flag`` and ``--no-flag``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise SettingsError(f"{option_string} is given twice, or with its opposite. Give one of them, once")
+        super().__call__(parser, namespace, values, option_string)
+
+
 def _parser() -> ArgumentParser:
     parser = _CommandParser(
         prog="headrace",
@@ -217,9 +238,8 @@ def _parser() -> ArgumentParser:
 
 
 def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | CommandGroup]) -> None:
-    children = parser.add_subparsers(
-        title="commands", required=True, metavar=f"{{{','.join(commands)}}}", parser_class=_CommandParser
-    )
+    parser.set_defaults(parser=parser)
+    children = parser.add_subparsers(title="commands", metavar=f"{{{','.join(commands)}}}", parser_class=_CommandParser)
     for name, entry in commands.items():
         about: dict[str, Any] = {"help": entry.summary, "description": entry.summary}
         if isinstance(entry, CommandGroup):
@@ -250,10 +270,10 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
     settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
     for name, field in Settings.model_fields.items():
         # Values stay text here: pydantic checks them, with the same words as in the environment and the file.
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name, "action": _Once}
         default = "" if field.default in (None, ()) else f" Default: {shown(field.default)}."
         if field.annotation is bool:
-            options |= {"action": argparse.BooleanOptionalAction, "help": f"{field.description}{default}"}
+            options |= {"action": _OnceOrNot, "help": f"{field.description}{default}"}
         else:
             limits = allowed_values(field)
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}

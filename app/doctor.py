@@ -134,7 +134,7 @@ def _devices(settings: Settings) -> Iterator[Finding]:
     if not has_torch():
         yield Finding(
             WRONG if settings.device == "cuda" else NOTE, "device",
-            f"there are {len(devices)} CUDA devices, and torch is not installed", "pip install 'headrace[torch]'",
+            f"there are {len(devices)} CUDA devices, and torch is not installed", "pip install '.[torch]' in a clone",
         )  # fmt: skip
         return
     import torch

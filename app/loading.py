@@ -171,7 +171,7 @@ def join_ray() -> None:
     """Let this process be in the Ray cluster that RAY_ADDRESS names, or that its machine is in. Blocks; raises
     ConfigError."""
     if find_spec("ray") is None:
-        hint = "pip install 'headrace[ray]' makes it work, or executor=mp"
+        hint = "pip install '.[ray]' in a clone of Headrace makes it work, or executor=mp"
         raise ConfigError("executor", "ray", allowed="Ray is not installed", hint=hint)
     from gpu.parallel.ray_executor import join_cluster
 

@@ -16,6 +16,12 @@ def check_together(settings: Settings) -> None:
             f"({settings.max_num_seqs}), because every running request needs one token of each step. For example: "
             f"max_num_batched_tokens = {max(512, settings.max_num_seqs)}"
         )
+    for name in ("default_timeout", "default_ttft_timeout"):
+        if (seconds := getattr(settings, name)) is not None and seconds > settings.max_timeout:
+            raise ValueError(
+                f"{name} ({seconds:g}) must be at most max_timeout ({settings.max_timeout:g}), the longest that a "
+                f"request gets. What works: max_timeout = {seconds:g}, or a smaller {name}"
+            )
     _check_tiers(settings)
     _check_ranks(settings)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, Field, model_validator
+from pydantic import ByteSize, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from app.setting_rules import check_together
@@ -47,7 +47,8 @@ class Settings(BaseSettings):
     )
     served_model_name: StringList = Field(
         (),
-        description="Names that clients may ask for, comma separated; responses carry the first. Default: the model's.",
+        description="Names that clients may ask for, comma separated. Answers carry the one that was asked for, "
+        "metrics and traces the first. Default: the model's.",
         examples=["my-model"],
     )
     check_model_name: bool = Field(
@@ -373,7 +374,8 @@ class Settings(BaseSettings):
     )
     otlp_endpoint: str | None = Field(
         None,
-        description="OTLP/HTTP collector that gets a trace per request. Needs the extra: pip install 'headrace[otel]'.",
+        description="OTLP/HTTP collector that gets a trace per request. Needs the extra otel: pip install '.[otel]' in "
+        "a clone.",
         pattern=r"^https?://",
         examples=["http://127.0.0.1:4318/v1/traces"],
     )
@@ -387,7 +389,7 @@ class Settings(BaseSettings):
     def model_names(self) -> tuple[str, ...]:
         """Names that clients may ask for; the first is the one in responses. A local path shows only its last part."""
         if self.served_model_name:
-            return self.served_model_name
+            return tuple(dict.fromkeys(self.served_model_name))
         path = Path(self.model).expanduser()
         if path.suffix == ".gguf":
             return (path.stem,)
@@ -412,6 +414,14 @@ class Settings(BaseSettings):
     def has_engine_processes(self) -> bool:
         """Whether its engines run outside of the server's process."""
         return self.engine == "process" or self.engines_start_again
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse true and false of a TOML file where a number is wanted: pydantic would read them as 1 and 0."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("true or false where neither is allowed")
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:

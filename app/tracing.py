@@ -54,16 +54,20 @@ class NoTracer:
 
 def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tracer:
     """The tracer that settings and environment ask for. `on_lost` is told how many traces were lost and why, by any
-    thread. Raises `SettingsError` when `otlp_endpoint` is set and its packages are not installed."""
+    thread. Raises `SettingsError` when `otlp_endpoint` is set and its packages are not installed, and when a
+    setting of traces is set and no collector."""
     environment = os.environ
     is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     is_off |= environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
-    if is_off or (settings.otlp_endpoint is None and not any(map(environment.get, _ENDPOINTS))):
+    if is_off:
+        return NoTracer()
+    if settings.otlp_endpoint is None and not any(map(environment.get, _ENDPOINTS)):
+        _refuse_settings_without_effect(settings)
         return NoTracer()
     try:
         from app.span_tracer import SpanTracer
     except ImportError as error:
-        missing = f"{error.name} is not installed. Install it (pip install 'headrace[otel]')"
+        missing = f"{error.name} is not installed. Install it (pip install '.[otel]' in a clone of Headrace)"
         if settings.otlp_endpoint is not None:
             raise SettingsError(f"otlp_endpoint is set, but {missing} or leave otlp_endpoint unset.") from error
         # The environment may be meant for everything in a cluster.
@@ -73,3 +77,13 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
         return SpanTracer(settings, on_lost)
     except ValueError as error:
         raise SettingsError(f"OpenTelemetry cannot be set up as its environment variables say: {error}") from error
+
+
+def _refuse_settings_without_effect(settings: Settings) -> None:
+    fields = type(settings).model_fields
+    for name in ("trace_messages", "trace_sample_ratio", "trace_names"):
+        if getattr(settings, name) != fields[name].default:
+            raise SettingsError(
+                f"{name} is set, and nothing is traced without a collector. What works: otlp_endpoint = "
+                f"http://127.0.0.1:4318, or {name} left out"
+            )

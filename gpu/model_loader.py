@@ -274,7 +274,7 @@ def _why_torch(config: ModelConfig, options: WorkerOptions) -> ConfigError:
 
 
 def _needs_torch(setting: str, value: str, who: str, hint: str) -> ConfigError:
-    allowed = f"{who} needs torch, which is not installed (pip install 'headrace[torch]')"
+    allowed = f"{who} needs torch, which is not installed (pip install '.[torch]' in a clone of Headrace)"
     return ConfigError(setting, value, allowed=allowed, hint=f"Without it {hint}")
 
 

@@ -51,6 +51,30 @@ def test_help_of_other_commands_lists_the_settings_that_matter_there(
     assert "All others work as well: see headrace serve --help." in page
 
 
+@pytest.mark.parametrize("words", [[], ["bench"]], ids=str)
+def test_without_a_command_there_is_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert f"usage: {' '.join(['headrace', *words])} [-h]" in capsys.readouterr().out
+    assert main([*words, "--prot"]) == 1
+    assert "'--prot'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "A", "--model", "B"],
+        ["--model=A", "--model=A"],
+        ["--log-requests", "--no-log-requests"],
+        ["-tp", "2", "-tp", "2"],
+    ],
+    ids=str,
+)
+def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two models one would be served without a word."""
+    assert main(["serve", *flags]) == 1
+    assert "given twice" in capsys.readouterr().err
+
+
 def test_parsing_imports_neither_torch_nor_a_web_server() -> None:
     code = """
     import contextlib, sys

@@ -111,6 +111,13 @@ def test_a_step_must_have_room_for_every_running_request() -> None:
         load_settings({"max_num_seqs": "600"})
 
 
+@pytest.mark.parametrize("name", ["default_timeout", "default_ttft_timeout"])
+def test_a_default_is_not_longer_than_what_may_be_asked_for(name: str) -> None:
+    with pytest.raises(SettingsError, match=rf"{name} \(60\) must be at most max_timeout \(30\)"):
+        load_settings({name: "60", "max_timeout": "30"})
+    load_settings({name: "30", "max_timeout": "30"})
+
+
 def test_what_is_kept_needs_the_prefix_cache() -> None:
     with pytest.raises(SettingsError, match="enable_prefix_caching is false"):
         load_settings({"kv_cache_dir": "/tmp/kv", "enable_prefix_caching": "false"})
@@ -231,7 +238,7 @@ def test_a_local_model_is_called_by_its_last_part_only(tmp_path: Path) -> None:
     assert Settings(model=str(directory)).model_names == ("my-llama",)
     assert Settings(model=str(directory / "tiny.gguf")).model_names == ("tiny",)
     assert Settings(model="org/name").model_names == ("org/name",)
-    assert Settings(model="org/name", served_model_name=("x", "y")).model_names == ("x", "y")
+    assert Settings(model="org/name", served_model_name=("x", "y", "x")).model_names == ("x", "y")
 
 
 def test_every_setting_says_what_it_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,21 @@ def test_the_environment_can_turn_it_off(name: str, value: str, monkeypatch: pyt
     assert isinstance(opened(Settings(otlp_endpoint=ENDPOINT)), NoTracer)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"trace_messages": True}, {"trace_sample_ratio": 0.5}, {"trace_names": "vllm"}], ids=str
+)
+def test_settings_of_traces_without_a_collector_are_refused(
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=f"{min(setting)} is set, and nothing is traced without a collector"):
+        opened(Settings(**setting))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")  # it was turned off on purpose
+    assert isinstance(opened(Settings(**setting)), NoTracer)
+
+
 @pytest.mark.usefixtures("not_installed")
 def test_an_endpoint_without_the_extra_says_what_to_install() -> None:
-    with pytest.raises(SettingsError, match=r"pip install 'headrace\[otel\]'"):
+    with pytest.raises(SettingsError, match=r"pip install '\.\[otel\]' in a clone"):
         opened(Settings(otlp_endpoint=ENDPOINT))
 
 
@@ -54,7 +67,7 @@ def test_an_endpoint_of_the_environment_without_the_extra_is_warned_of(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT)
     with caplog.at_level(logging.WARNING):
         assert isinstance(opened(Settings()), NoTracer)
-    assert "pip install 'headrace[otel]'" in caplog.text
+    assert "pip install '.[otel]' in a clone" in caplog.text
 
 
 def test_what_opentelemetry_refuses_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def http2_client(server: ChaosServer, window: int | None = None) -> Http2Client:
 
 
 def request_head(more: bytes = b"") -> bytes:
-    return b"GET /nowhere HTTP/1.1\r\nhost: a\r\n" + more
+    return b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\n" + more
 
 
 def ping() -> bytes:
@@ -112,7 +112,7 @@ def test_connection_without_a_request_is_closed_whatever_comes_in_on_it(server: 
 
 @EVERY_LOOP
 def test_preface_is_the_only_way_to_http2(server: ChaosServer) -> None:
-    upgrade = b"host: a\r\nconnection: upgrade\r\nupgrade: h2c\r\nhttp2-settings: A\r\n\r\n"
+    upgrade = b"host: localhost\r\nconnection: upgrade\r\nupgrade: h2c\r\nhttp2-settings: A\r\n\r\n"
     for line in (b"PRI /livez HTTP/1.1", b"PRI * HTTP/1.1"):
         with server.connect() as client:
             client.send_bytes(line + b"\r\n" + upgrade)
@@ -121,7 +121,10 @@ def test_preface_is_the_only_way_to_http2(server: ChaosServer) -> None:
 
 @EVERY_LOOP
 def test_line_break_after_the_last_request_does_not_cost_its_answer(server: ChaosServer) -> None:
-    for request in (b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", b"GET /livez HTTP/1.0\r\n\r\n"):
+    for request in (
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+        b"GET /livez HTTP/1.0\r\n\r\n",
+    ):
         with server.connect() as client:
             client.send_bytes(request + b"\r\n")
             assert client.read_head().status_code == 200
@@ -131,17 +134,17 @@ def test_line_break_after_the_last_request_does_not_cost_its_answer(server: Chao
 def test_malformed_chunk_leaves_no_traceback(server: ChaosServer) -> None:
     for _ in range(20):
         with server.connect() as client:
-            client.send_bytes(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
+            client.send_bytes(b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n")
             with suppress(ConnectionError):
                 client.read_raw()
     assert "Traceback" not in server.log, server.log
 
 
 REFUSED: dict[str, bytes] = {
-    "unknown path": b"GET /nowhere HTTP/1.1\r\nhost: a\r\nauthorization: Bearer a-key\r\n\r\n",
-    "wrong method": b"PUT /livez HTTP/1.1\r\nhost: a\r\n\r\n",
-    "no key": b"GET /v1/models HTTP/1.1\r\nhost: a\r\n\r\n",
-    "too many headers": b"GET /livez HTTP/1.1\r\nhost: a\r\n" + b"a: b\r\n" * 150 + b"\r\n",
+    "unknown path": b"GET /nowhere HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer a-key\r\n\r\n",
+    "wrong method": b"PUT /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "no key": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "too many headers": b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 150 + b"\r\n",
 }
 
 
@@ -228,7 +231,7 @@ def test_newcomer_takes_the_place_of_the_one_idle_for_longest(small_server: Chao
 def test_crowd_from_one_address_takes_its_own_places(small_server: ChaosServer) -> None:
     server = small_server
     server.client.close()
-    question = b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n"
+    question = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), TIMEOUT, ("127.0.0.2", 0)) as alone:
         for _ in range(2):
             alone.sendall(question)
@@ -268,7 +271,7 @@ def test_newcomer_is_refused_in_words_when_all_are_being_served(small_server: Ch
 def test_newcomer_takes_the_place_of_a_request_that_waits_for_its_client(small_server: ChaosServer) -> None:
     server = small_server
     server.client.close()
-    upload = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 1000\r\n\r\n{"
+    upload = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n{"
     uploads = [server.connect() for _ in range(CONNECTIONS)]
     for client in uploads:
         client.send_bytes(upload)
@@ -307,7 +310,7 @@ def test_one_address_takes_no_more_than_its_share(worker_class: str) -> None:
                 assert newcomer.read_head().status_code == 429
                 assert orjson.loads(newcomer.read_body())["error"]["code"] == "too_many_connections"
             with socket.create_connection(("127.0.0.1", server.port), TIMEOUT, ("127.0.0.2", 0)) as other:
-                other.sendall(b"GET /livez HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+                other.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
                 assert other.recv(65536).startswith(b"HTTP/1.1 200")
         for stream in streams:
             assert stream.read().done
@@ -337,8 +340,8 @@ def check_flood(worker_class: str, rounds: int) -> None:
     kinds += [
         REFUSED["unknown path"],
         REFUSED["unknown path"] * 300,
-        b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n",
+        b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n",
         PREFACE
         + SettingsFrame(settings={4: 0}).serialize()
         + HeadersFrame(1, HEADERS, flags=["END_HEADERS", "END_STREAM"]).serialize(),

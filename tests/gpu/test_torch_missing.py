@@ -39,7 +39,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(config: ModelConfig = CONFIG, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
         import_what_computes(config, WorkerOptions(**{"device": "cpu", **options}))  # type: ignore[arg-type]
-    assert "needs torch, which is not installed (pip install 'headrace[torch]')" in str(caught.value)
+    assert "needs torch, which is not installed (pip install '.[torch]' in a clone of Headrace)" in str(caught.value)
     return str(caught.value)
 
 
@@ -61,4 +61,4 @@ def test_a_cuda_device_is_not_taken_and_not_promised(monkeypatch: pytest.MonkeyP
     assert "device is cuda: it needs" in refusal(device="cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (found,) = _devices(Settings(device="auto"))
-    assert (found.verdict, found.advice) == (NOTE, "pip install 'headrace[torch]'")
+    assert (found.verdict, found.advice) == (NOTE, "pip install '.[torch]' in a clone")

@@ -31,7 +31,9 @@ _OVERHEAD = 512  # bytes of an entry beside its texts
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The response object and the items before it, as JSON. `expires` is in seconds of `time.monotonic()`.
+    """The response object and the items before it, as JSON; `context` is empty if they were too large.
+
+    `expires` is in seconds of `time.monotonic()`.
 
     `log` has its events, if it was made in the background.
     """
@@ -78,6 +80,13 @@ class _TenantLRU:
             self.num_bytes -= log.num_bytes
             log.forget()
 
+    @property
+    def undroppable_bytes(self) -> int:
+        """Of what is being made in the background."""
+        return self.num_bytes - sum(
+            each.num_bytes + (each.log.num_bytes if each.log else 0) for each in self.responses.values()
+        )
+
     def fit(self, max_count: int, max_bytes: int) -> None:
         """Drop the oldest until there is room for the others."""
         while self.responses and (len(self.responses) + self.num_background > max_count or self.num_bytes > max_bytes):
@@ -121,10 +130,19 @@ class ResponseStore:
         """Whether nothing is ever kept."""
         return self._max_count == 0
 
-    def keep(self, tenant: str, response_id: str, body: bytes, context: bytes, log: EventLog | None = None) -> None:
-        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept.
+    def keep(
+        self,
+        tenant: str,
+        response_id: str,
+        body: bytes,
+        context: bytes,
+        log: EventLog | None = None,
+        too_large: bytes = b"",
+    ) -> None:
+        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept, and
+        costs none of the others; of one from the background, `too_large` is kept in its place, without its context.
 
-        Nor is one that was made in the background, with its `log`, and has been deleted meanwhile.
+        Nor is one kept that was made in the background, with its `log`, and has been deleted meanwhile.
         """
         response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
         with self._lock:
@@ -136,6 +154,15 @@ class ResponseStore:
                 self._forget_running(response_id, running)
             if response_id in kept.responses:
                 kept.drop(response_id)
+            room = self._max_bytes - kept.undroppable_bytes
+            if response.num_bytes > room and log is not None:
+                kept.num_bytes -= (freed := log.forget_oldest(response.num_bytes - room))
+                room += freed
+                if response.num_bytes > room:
+                    response = StoredResponse(too_large, b"", response.expires, log)
+            if response.num_bytes > room or kept.num_background >= self._max_count:
+                kept.forget(log)
+                return
             kept.responses[response_id] = response
             kept.num_bytes += response.num_bytes
             kept.fit(self._max_count, self._max_bytes)
@@ -175,13 +202,13 @@ class ResponseStore:
             if own.num_background >= self._max_background:
                 raise self._refusal(f"{own.num_background} of {self._max_background} responses")
             size = response.num_bytes
-            of_kept = sum(each.num_bytes + (each.log.num_bytes if each.log else 0) for each in own.responses.values())
+            taken = own.undroppable_bytes
             if size > self._max_bytes:
                 raise ApiError(
                     400, f"background takes a conversation of at most {self._max_bytes} bytes here.", param="background"
                 )
-            if own.num_bytes - of_kept + size > self._max_bytes:
-                raise self._refusal(f"{own.num_bytes - of_kept} of {self._max_bytes} bytes are taken, {size} more")
+            if taken + size > self._max_bytes:
+                raise self._refusal(f"{taken} of {self._max_bytes} bytes are taken, {size} more")
             self._begin(response_id, response)
             if response_id in own.responses:
                 own.drop(response_id)

@@ -232,13 +232,18 @@ class RequestScope:
 
         self.start_soon(end)
 
-    def end(self, error: ApiError, reason: FinishReason) -> None:
-        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the metrics."""
-        if not self._answered and self._ended_by is None:
-            self._ended_by = error
-            if self.outputs is not None:
-                self.outputs.leave_reason = reason
-            self._handler.cancel()
+    def end(self, error: ApiError, reason: FinishReason) -> bool:
+        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the metrics.
+
+        Returns False if the answer is complete, or something else has ended it before.
+        """
+        if self._answered or self._ended_by is not None:
+            return False
+        self._ended_by = error
+        if self.outputs is not None:
+            self.outputs.leave_reason = reason
+        self._handler.cancel()
+        return True
 
     @property
     def stalled_since(self) -> float | None:

@@ -23,7 +23,7 @@ from engine.messages import FinishReason
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.responses.items import Item, ItemReference, listing, stored_items
+from protocol.responses.items import Item, ItemReference, listed, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter
 from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
 from protocol.responses.truncation import fit
@@ -45,7 +45,7 @@ async def create(server: Server, request: RequestScope) -> None:
 
     def read() -> tuple[ResponsesChat, bytes, dict[str, Any], LeftOut]:
         items = _conversation(server, request, body, previous)
-        context = orjson.dumps([item.listed() for item in items]) if stores else b""
+        context = orjson.dumps(listed(items)) if stores else b""
         body.fill_in(defaults)
         chat = body.translate(items)
         chat.fill_in(defaults)
@@ -60,7 +60,8 @@ async def create(server: Server, request: RequestScope) -> None:
 
     def keep(response: dict[str, Any]) -> None:
         if stores:
-            server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context, log)
+            instead = b"" if log is None else orjson.dumps(_too_large(response))
+            server.responses.keep(request.tenant.name, head.id, orjson.dumps(response), context, log, instead)
 
     write_logprobs = ChatLogprobs(server.model.llm.vocabulary.token_bytes) if body.wants_logprobs else None
     writer = ResponseBodyWriter(
@@ -107,7 +108,7 @@ async def create(server: Server, request: RequestScope) -> None:
     if body.stream:
         await follow(server, request, log, 0)
     else:
-        await _send_running(server, request, running)
+        await request.send_json(200, await _as_far_as_it_is(server, running))
 
 
 async def input_tokens(server: Server, request: RequestScope) -> None:
@@ -136,7 +137,7 @@ async def retrieve(server: Server, request: RequestScope) -> None:
     elif isinstance(found, StoredResponse):
         await request.send_json(200, found.body)
     else:
-        await _send_running(server, request, found)
+        await request.send_json(200, await _as_far_as_it_is(server, found))
 
 
 async def delete(server: Server, request: RequestScope) -> None:
@@ -157,13 +158,18 @@ async def cancel(server: Server, request: RequestScope) -> None:
 
     For one that was made in the background and has ended, there is nothing to be done.
     """
-    running = server.responses.find_running(request.tenant.name, request.path_params["id"])
+    tenant, response_id = request.tenant.name, request.path_params["id"]
+    running = server.responses.find_running(tenant, response_id)
     if running is not None:
-        running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
-        if running.log is None:
-            await _send_running(server, request, running, "cancelled")
+        is_ended = running.request.end(_CANCELLED_BY_ANOTHER, FinishReason.ABORT)
+        if running.log is not None:
+            await running.log.wait(math.inf)
+        elif is_ended:
+            body = await _as_far_as_it_is(server, running, "cancelled")
+            if running.context and server.responses.find(tenant, response_id) is None:  # a stream keeps its own
+                server.responses.keep(tenant, response_id, body, running.context)
+            await request.send_json(200, body)
             return
-        await running.log.wait(math.inf)
     stored = _stored(server, request)
     if stored.log is None:
         raise ApiError(400, "The response has ended, so it cannot be cancelled.", code="response_not_running")
@@ -175,6 +181,8 @@ async def input_items(server: Server, request: RequestScope) -> None:
     query = _query(request)
     running = server.responses.find_running(request.tenant.name, request.path_params["id"])
     context = running.context if running is not None and running.log is not None else _stored(server, request).context
+    if not context:
+        raise ApiError(404, "The items were too large to be kept.", param="id", code="not_found")
     page = await server.workload.read(request, lambda: listing(orjson.loads(context), query), len(context))
     await request.send_json(200, page)
 
@@ -209,7 +217,7 @@ def _previous(server: Server, request: RequestScope, body: InputTokensRequest) -
     if body.previous_response_id is None:
         return None
     previous = server.responses.find(request.tenant.name, body.previous_response_id)
-    if previous is None:
+    if previous is None or not previous.context:
         is_running = server.responses.find_running(request.tenant.name, body.previous_response_id) is not None
         given = shown(body.previous_response_id)
         raise ApiError(
@@ -230,13 +238,17 @@ def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None)
     return 0 if previous is None else previous.num_bytes
 
 
-async def _send_running(
-    server: Server, request: RequestScope, running: RunningResponse, status: str | None = None
-) -> None:
-    """A response as far as it is."""
+async def _as_far_as_it_is(server: Server, running: RunningResponse, status: str | None = None) -> bytes:
+    """A response as far as it is, as JSON."""
     response = running.response() if status is None else running.writer.response(status)
     weight = weight_so_far(running.request.outputs)
-    await request.send_json(200, await server.workload.write(weight, lambda: orjson.dumps(response)))
+    return await server.workload.write(weight, lambda: orjson.dumps(response))
+
+
+def _too_large(response: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a response from the background that is too large to be kept."""
+    message = "The response was made and is too large to be kept: see the server's setting response_store_bytes."
+    return response | {"status": "failed", "output": [], "error": {"code": "server_error", "message": message}}
 
 
 def _starting_after(query: Mapping[str, str]) -> int:

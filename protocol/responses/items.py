@@ -170,6 +170,22 @@ def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str,
     }
 
 
+def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """The items of a conversation as they are listed: each has an id of its own, by which pages are turned.
+
+    A client may send an item twice; the second one gets another id.
+    """
+    seen: set[str] = set()
+    told = []
+    for item in items:
+        fields = item.listed()
+        if fields["id"] in seen:
+            fields = {**fields, "id": new_id(fields["id"].partition("_")[0])}
+        seen.add(fields["id"])
+        told.append(fields)
+    return told
+
+
 def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:
     """A page of items: `limit` of them in this `order`, after the item whose id is `after`.
 

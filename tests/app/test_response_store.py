@@ -47,7 +47,7 @@ def test_a_conversation_is_what_came_before_and_what_was_answered():
 
 
 @given(
-    sizes=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 2 * MIB)), max_size=30),
+    sizes=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9), st.integers(0, 3 * MIB)), max_size=30),
     count=st.integers(1, 5),
 )
 def test_there_are_never_too_many_or_too_large_and_the_oldest_go_first(sizes, count):
@@ -57,13 +57,37 @@ def test_there_are_never_too_many_or_too_large_and_the_oldest_go_first(sizes, co
         response_id = f"resp_{number}"
         responses.keep(tenant, response_id, bytes(size), b"[]")
         mine = [entry for entry in kept[tenant] if entry[0] != response_id]
-        mine.append((response_id, size + 2 + 512))
+        if (cost := size + 2 + 512) <= 2 * MIB:  # else it is not kept, and the others are
+            mine.append((response_id, cost))
         while len(mine) > count or sum(cost for _, cost in mine) > 2 * MIB:
             mine.pop(0)
         kept[tenant] = mine
         for owner, entries in kept.items():
             found = {f"resp_{n}" for n in range(10) if responses.find(owner, f"resp_{n}") is not None}
             assert found == {entry_id for entry_id, _ in entries}
+
+
+def test_one_that_is_too_large_beside_what_is_being_made_costs_no_other_response():
+    work = Background(response_store_bytes=2 * MIB)
+    work.responses.keep("a", "small", body("small"), b"[]")
+    work.begin("a", "1", MIB)
+    work.responses.keep("a", "large", bytes(MIB * 3 // 2), b"[]")
+    work.check()
+    assert work.responses.find("a", "small") is not None
+    assert work.responses.find("a", "large") is None
+
+
+def test_of_one_from_the_background_that_is_too_large_the_failure_is_kept():
+    work = Background(response_store_bytes=2 * MIB)
+    work.responses.keep("a", "small", body("small"), b"[]")
+    work.begin("a", "1", 10)
+    running = work.running.pop(("a", "1"))
+    work.responses.keep("a", "1", bytes(3 * MIB), b"[]", running.log, b"failed")
+    work.check()
+    found = work.responses.find("a", "1")
+    assert found is not None
+    assert (found.body, found.context) == (b"failed", b"")
+    assert work.responses.find("a", "small") is not None
 
 
 def test_what_is_too_old_is_dropped():

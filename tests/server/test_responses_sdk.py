@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import openai
@@ -320,6 +322,29 @@ def test_a_running_response_can_be_seen_and_cancelled(sdk: openai.OpenAI, server
         sdk.responses.cancel(created.response.id)
     with pytest.raises(openai.NotFoundError):
         sdk.responses.cancel("resp_nothing")
+
+
+def test_a_response_that_was_cancelled_before_it_was_told_can_be_retrieved(sdk: openai.OpenAI, server: Server) -> None:
+    body = {**GREEDY, "max_output_tokens": 4000, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/v1/responses", body, **{"x-request-id": "cancelled-early"})
+        server.wait_until(lambda now: now.running == 1)
+        cancelled = sdk.responses.cancel("resp_cancelled-early")
+        assert cancelled.status == "cancelled"
+        assert asked.result().status_code == 409
+    assert sdk.responses.retrieve(cancelled.id) == cancelled
+    assert [item.id for item in sdk.responses.input_items.list(cancelled.id)]
+    with pytest.raises(openai.BadRequestError):
+        sdk.responses.cancel(cancelled.id)
+
+
+def test_items_that_are_sent_twice_are_listed_twice_and_pages_end(sdk: openai.OpenAI) -> None:
+    turn: dict[str, Any] = {"type": "message", "id": "msg_same", "role": "user", "content": "Hello"}
+    turns: Any = [turn, {**turn, "id": "msg_other"}, turn, turn]
+    response = sdk.responses.create(model=MODEL, input=turns, max_output_tokens=1)
+    items = list(itertools.islice(sdk.responses.input_items.list(response.id, order="asc", limit=1), 10))
+    assert [item.id for item in items][:2] == ["msg_same", "msg_other"]
+    assert len({item.id for item in items}) == len(items) == 4
 
 
 # --- what goes wrong

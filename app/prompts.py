@@ -24,6 +24,7 @@ from protocol.jinja_sandbox import CompiledTemplate
 from protocol.message_syntax import MessageSyntax, ReasoningParser, ToolParser
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.template_process import TemplateProcesses
+from protocol.tools.fallback import content_text
 
 T = TypeVar("T")
 
@@ -74,6 +75,11 @@ class PromptEncoder:
             return self._processes
 
         self._template = ChatTemplate(source, files.special_tokens, special, make_renderer)
+        try:
+            self._template.find_content_form(files.name)
+        except BaseException:
+            self.close()
+            raise
         self.syntax = MessageSyntax(
             source,
             special,
@@ -135,8 +141,9 @@ class PromptEncoder:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, int, int]:
         """The messages and the tools that the template gets, how many characters the messages have, and how many there
         are beside."""
-        messages, tools = self.syntax.for_template(body.messages_for_template(), body.tool_use)
-        num_characters = sum(len(message["content"]) for message in messages)
+        given = body.messages_for_template(as_parts=self._template.takes_parts)
+        messages, tools = self.syntax.for_template(given, body.tool_use)
+        num_characters = sum(len(content_text(message["content"])) for message in messages)
         # What a template makes of tools and their calls is longer than their JSON.
         calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
         return messages, tools, num_characters, len(orjson.dumps([tools, calls])) if tools or calls else 0

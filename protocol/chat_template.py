@@ -65,7 +65,8 @@ class Renderer(Protocol):
 
 
 class ChatTemplate:
-    """A chat template. Immutable: any number of threads may render at once.
+    """A chat template. Any number of threads may render at once. `takes_parts` says that it wants content as a list of
+    parts; strings become such lists then.
 
     `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
     strings that the tokenizer turns into control tokens; user text that spells one stays text.
@@ -82,6 +83,7 @@ class ChatTemplate:
     ) -> None:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
+        self.takes_parts = False  # see `find_content_form`
         self._control = _runs_of({*control_tokens, *special_tokens.values()} - {""})
         try:
             self._renderer = make_renderer(source)
@@ -90,6 +92,36 @@ class ChatTemplate:
             raise ChatTemplateError(f"The chat template {what}: {exc.words}.") from exc
         self.variables = self._renderer.variables
         self.knows_tools = "tools" in self.variables
+
+    def find_content_form(self, name: str) -> None:
+        """Find out whether the template of the model of this `name` takes content as a string or as a list of parts.
+
+        To be called once, before the template is shared. A template that loops over parts shows nothing of a string,
+        and one that takes strings prints a list as Python does, so a marker has to appear exactly once. Raises
+        `ChatTemplateError` if it appears in neither form. A template that cannot render the marker's conversation at
+        all is left for requests to complain of.
+        """
+        counts = []
+        for content in (marker := _random_marker(), _as_parts(marker)):
+            context = {
+                **self._special_tokens,
+                "messages": [{"role": "user", "content": content}],
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+            }
+            try:
+                counts.append(self._renderer.render(context).count(marker))
+            except RenderingFailed as failure:
+                if failure.kind is not Failure.UNFIT:
+                    return
+                counts.append(-1)
+        if max(counts) == 0:
+            raise ChatTemplateError(
+                f"The chat template of {name} shows the text of a user's message neither where its content is a string "
+                "nor where it is a list of parts, so the model would never read it; serve a model with another one."
+            )
+        self.takes_parts = counts[0] != 1 and (counts[1] == 1 or counts[0] < counts[1])
 
     def render(
         self,
@@ -111,6 +143,10 @@ class ChatTemplate:
         """
         if not self._knows_developer:
             messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+        if self.takes_parts:
+            messages = [
+                {**m, "content": _as_parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
+            ]
         shield = _Shield(self._control)
         end = _EndMark() if continue_final_message else None
         try:
@@ -153,6 +189,10 @@ def encode_segments(
     return [token_id for text, plain in segments for token_id in (encode_plain if plain else encode)(text)]
 
 
+def _as_parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}]
+
+
 def _cannot_render(why: str) -> InvalidRequest:
     return InvalidRequest(f"The chat template of this model cannot render these messages: {why}", param="messages")
 
@@ -169,7 +209,11 @@ class _EndMark:
 
     def put(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         *others, last = messages
-        return [*others, {**last, "content": f"{last['content']}{self._mark} "}]
+        content, mark = last["content"], f"{self._mark} "
+        if isinstance(content, str):
+            return [*others, {**last, "content": content + mark}]
+        *before, part = content
+        return [*others, {**last, "content": [*before, {**part, "text": part["text"] + mark}]}]
 
     def cut(self, text: str) -> str:
         before, mark, after = text.rpartition(self._mark)

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the request, its messages, and how its answers are spelled.
 
 Content parts are text; other types are refused by name, or left out of what a tool has answered. Parts are joined with
-a line break, as in vLLM, because chat templates of text models want one string.
+a line break, as in vLLM, because chat templates of text models want one string; those that want parts get them.
 """
 
 from __future__ import annotations
@@ -124,8 +124,13 @@ class ChatMessage(ClientModel):
         content = self.content or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: content is one string, absent keys are absent."""
+    def parts(self) -> list[dict[str, Any]]:
+        """The content as parts of text, at least one."""
+        content = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        return [{"type": "text", "text": text} for text in filter(None, content)] or [{"type": "text", "text": ""}]
+
+    def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
+        """The message as chat templates read it: content is one string or a list of parts, absent keys are absent."""
         thought = self.reasoning or self.reasoning_content
         role, call_id, calls = self.role, self.tool_call_id, self.tool_calls
         # Templates know tools and their calls, but no functions: a call and its result share the function's name.
@@ -140,7 +145,7 @@ class ChatMessage(ClientModel):
             "reasoning": thought,
             "reasoning_content": thought,
         }
-        return {"role": role, "content": self.text()} | {
+        return {"role": role, "content": self.parts() if as_parts else self.text()} | {
             key: value for key, value in extras.items() if value is not None
         }
 
@@ -338,9 +343,9 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
             hide_special_tokens=self.skip_special_tokens,
         )
 
-    def messages_for_template(self) -> list[dict[str, Any]]:
-        """The conversation as `ChatTemplate` takes it."""
-        return [message.for_template() for message in self.messages]
+    def messages_for_template(self, *, as_parts: bool = False) -> list[dict[str, Any]]:
+        """The conversation as `ChatTemplate` takes it: see its `takes_parts`."""
+        return [message.for_template(as_parts=as_parts) for message in self.messages]
 
     def template_variables(self) -> dict[str, Any]:
         """What else the client gives the template, as vLLM does: effort `none` also turns thinking off."""

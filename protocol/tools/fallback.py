@@ -23,8 +23,13 @@ def without_tools(messages: Sequence[Message], functions: Sequence[Function], to
         return plain
     offer = _offer(functions, tool_format)
     if plain and plain[0]["role"] in ("system", "developer"):
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{offer}"}, *plain[1:]]
+        return [{**plain[0], "content": f"{content_text(plain[0]['content'])}\n\n{offer}"}, *plain[1:]]
     return [{"role": "system", "content": offer}, *plain]
+
+
+def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a message's content, which is a string or a list of parts."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _offer(functions: Sequence[Function], tool_format: ToolFormat) -> str:
@@ -41,9 +46,10 @@ def _offer(functions: Sequence[Function], tool_format: ToolFormat) -> str:
 
 def _plain(message: Message, tool_format: ToolFormat) -> Message:
     if message["role"] in ("tool", "function"):
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{content_text(message['content'])}\n</tool_response>"}
     if calls := message.get("tool_calls"):
-        written = [message["content"]] if message["content"] else []
+        content = content_text(message["content"])
+        written = [content] if content else []
         written += [_written(call["function"], tool_format) for call in calls]
         message = {**message, "content": "\n".join(written)}
         del message["tool_calls"]

@@ -370,3 +370,55 @@ def test_ordinary_text_has_the_references_tokens(content):
 
 def test_jinja_is_new_enough_for_its_sandbox_to_hold():
     assert tuple(map(int, jinja2.__version__.split(".")[:3])) >= (3, 1, 6)
+
+
+# --- the form of content
+
+OF_PARTS = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}{{ ':' if m['content'][0]['type'] == 'image' else ': ' }}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] | trim }}{% endif %}{% endfor %}"
+    "<end>\n{% endfor %}"
+)
+OF_STRINGS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+PARTS = [{"type": "text", "text": "What is"}, {"type": "text", "text": "that?"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_parts"),
+    [
+        (OF_PARTS, True),
+        ("{{ messages[-1].content[0].text }}", True),
+        ("{% for m in messages %}{{ m.content | map(attribute='text') | join }}{% endfor %}", True),
+        (OF_STRINGS, False),
+        (CHATML, False),
+        ("{{ messages[-1].content }}", False),  # prints a list as Python does
+        ("{% for c in messages[-1].content %}{{ c.text if c is mapping else c }}{% endfor %}", False),
+        ("{{ messages[-1].content }}{{ messages[-1].content }}", False),
+        ("{{ raise_exception('A system message, please.') }}", False),  # requests are told
+    ],
+)
+def test_the_form_of_content_that_a_template_takes_is_found_out(source, takes_parts):
+    template = template_of(source, SPECIAL)
+    template.find_content_form("smol")
+    assert template.takes_parts is takes_parts
+
+
+@pytest.mark.parametrize(
+    "source", ["{% for m in messages %}{{ m.role }}{% endfor %}", "{{ messages[-1].content[0].words }}", "Hello!", ""]
+)
+def test_a_template_that_shows_nothing_that_the_user_says_is_refused_by_name(source):
+    with pytest.raises(ChatTemplateError, match="The chat template of smol shows the text of a user's message neither"):
+        template_of(source, SPECIAL).find_content_form("smol")
+
+
+def test_strings_and_parts_are_rendered_as_the_template_takes_them():
+    template = template_of(OF_PARTS, SPECIAL)
+    template.find_content_form("smol")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS}]
+    as_parts = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, messages[1]]
+    assert segments_text(template.render(messages)) == "System: Be brief.<end>\nUser: What isthat?<end>\n"
+    assert segments_text(template.render(messages)) == rendered_by_transformers(as_parts, OF_PARTS)
+    for content in ("What is that? ", [*PARTS[:1], {"type": "text", "text": " that? "}]):
+        final = [{"role": "user", "content": content}]
+        continued = segments_text(template.render(final, continue_final_message=True))
+        assert continued == ("User: What is that?" if isinstance(content, str) else "User: What isthat?")

@@ -277,7 +277,9 @@ class AsyncLLM:
         started = time.thread_time()
         for event in events:
             self._take(event)
-        self._outputs.hand_over()
+        failed = self._outputs.hand_over()
+        if failed:
+            self._client.send(FinishRequests(failed, FinishReason.ABORT))
         self._observer.on_delivery(time.thread_time() - started)
 
     def _take(self, event: Event) -> None:

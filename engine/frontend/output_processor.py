@@ -6,11 +6,13 @@ requests' streams (`engine.frontend.request_stream`).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from engine.clock import Clock
+from engine.errors import RequestFailed
 from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, TokenDecoder, Vocabulary
 from engine.frontend.observer import FinishedRequest, NullObserver, Observer
 from engine.frontend.request_stream import FAILURES, RequestStream
@@ -24,6 +26,8 @@ from engine.messages import (
     RequestOutput,
     TokenLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 # What listeners get of log-probabilities at one hand-over, at about two microseconds each. What is more goes to the
 # readers, each in a turn of its own.
@@ -122,7 +126,8 @@ class OutputProcessor:
         return unfinished
 
     def process(self, batch: EngineCoreOutputs) -> list[str]:
-        """Put a step's tokens into their streams. Returns the children that a stop string has ended.
+        """Put a step's tokens into their streams. Returns the children that the engine has to be told to end: a stop
+        string was found, or the stream has failed.
 
         Children that are not listened for any more, because their client has left, are passed over. `hand_over` makes
         the readers see it; in between, steps that have come together merge.
@@ -136,16 +141,20 @@ class OutputProcessor:
             choice = self._choices.get(output.request_id)
             if choice is None:
                 continue
-            if output.events is not None:
-                choice.note(output.events)
-            if output.prompt_logprobs is not None:
-                choice.prompt_logprobs += output.prompt_logprobs
-            if not output.new_token_ids and output.finish_reason is None:
+            try:
+                if output.events is not None:
+                    choice.note(output.events)
+                if output.prompt_logprobs is not None:
+                    choice.prompt_logprobs += output.prompt_logprobs
+                if not output.new_token_ids and output.finish_reason is None:
+                    continue
+                if output.new_token_ids and choice.stream.first_token_time is None:
+                    self._observer.on_prompt(choice.stream.num_prompt_tokens)
+                num_before, since = choice.num_output_tokens, choice.last_token_time
+                finished = choice.process(output, batch.timestamp)
+            except Exception as error:
+                stopped += self._fail(choice.stream, error)
                 continue
-            if output.new_token_ids and choice.stream.first_token_time is None:
-                self._observer.on_prompt(choice.stream.num_prompt_tokens)
-            num_before, since = choice.num_output_tokens, choice.last_token_time
-            finished = choice.process(output, batch.timestamp)
             self._touched[choice.stream] = None
             num_new = choice.num_output_tokens - num_before
             num_generated += num_new
@@ -164,14 +173,30 @@ class OutputProcessor:
         self._observer.on_step(batch.stats, num_generated)
         return stopped
 
-    def hand_over(self) -> None:
-        """Give readers what `process` has put into their streams."""
+    def hand_over(self) -> list[str]:
+        """Give readers what `process` has put into their streams. Returns the children of those that have failed, which
+        the engine has to be told to end."""
         touched, self._touched = self._touched, {}
         left = LISTENED_LOGPROBS
+        failed: list[str] = []
         for stream in touched:
             if stream.logprobs_per_token:
                 left -= stream.num_pending_logprobs
-            stream.hand_over(listened=left >= 0 or not stream.logprobs_per_token)
+            try:
+                stream.hand_over(listened=left >= 0 or not stream.logprobs_per_token)
+            except Exception as error:
+                failed += self._fail(stream, error)
+        return failed
+
+    def _fail(self, stream: RequestStream, error: Exception) -> list[str]:
+        """A step could not be delivered to this stream, so it ends here. Returns its children that were unfinished."""
+        logger.error("a step could not be delivered to request %s", stream.request_id, exc_info=error)
+        failure = RequestFailed(f"a step could not be delivered ({type(error).__name__})")
+        failure.__cause__ = error
+        stream.listen(None)
+        stream.fail(failure)
+        self._touched.pop(stream, None)
+        return [child_id for child_id in stream.child_ids if self._choices.pop(child_id, None) is not None]
 
     def fail_all(self, error: Exception) -> None:
         """The engine is gone: every open stream ends with this error."""

@@ -188,7 +188,8 @@ class SharedEngine:
     def _deliver(self, batch: EngineCoreOutputs) -> None:
         for child_id in self._outputs.process(batch):
             self._core.finish_request(child_id, FinishReason.STOP)
-        self._outputs.hand_over()
+        for child_id in self._outputs.hand_over():
+            self._core.finish_request(child_id, FinishReason.ABORT)
         for call in list(self._open):
             call.num_tokens += sum(
                 len(output.new_token_ids) for output in batch.outputs if output.request_id in call.child_ids

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 import msgspec
@@ -135,6 +136,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         for index, other in enumerate(self.sizes):
             limit = min if index >= here else max
             self.seconds[index] = limit(self.seconds[index], step * other / size - beside)
+        self.seconds = list(accumulate(self.seconds, max))  # which rounding may have made to fall
 
     def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
         """Multiply what is told for this size. The sizes whose indices are not in `measured`, because they were not

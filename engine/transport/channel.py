@@ -12,6 +12,7 @@ The loop is woken at most once per step, and not at all while an earlier wake-up
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,10 +23,35 @@ from typing import Any, Protocol
 import anyio
 from anyio.lowlevel import current_token
 
-from engine.commands import Command, Event
+from engine.commands import Command, EngineDied, Event
+from engine.errors import EngineDead
+
+logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[Event]], None]
 """Takes, on the event loop, everything that has come from the engine since the last call, in order."""
+
+
+def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
+    """`deliver`, until it fails for the first time: then `end` is to end the engine, and `deliver` gets an EngineDied
+    as the last event. A loop would log the failure and go on, and requests would lack what was in these events."""
+    is_over = False
+
+    def take(events: list[Event]) -> None:
+        nonlocal is_over
+        if is_over:
+            return
+        try:
+            deliver(events)
+        except Exception as error:
+            is_over = True
+            logger.critical("What the engine sent could not be delivered, so it counts as dead", exc_info=True)
+            end()
+            died = EngineDead(f"what the engine sent could not be delivered ({type(error).__name__})")
+            died.__cause__ = error
+            deliver([EngineDied(died)])
+
+    return take
 
 
 class Inbox:

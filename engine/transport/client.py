@@ -19,7 +19,7 @@ from engine.core.core import EngineCore
 from engine.core.executor import Watched
 from engine.errors import EngineDead
 from engine.messages import EngineReady
-from engine.transport.channel import Deliver, EngineChannel, RequestChannel
+from engine.transport.channel import Deliver, EngineChannel, RequestChannel, or_dead
 from engine.transport.queries import Queries
 
 
@@ -84,7 +84,7 @@ class ThreadClient:
 
     @asynccontextmanager
     async def running(self, deliver: Deliver) -> AsyncIterator[None]:
-        self._channel = RequestChannel(self._queries.before(deliver))
+        self._channel = RequestChannel(or_dead(self._queries.before(deliver), lambda: self.send(Close())))
         async with anyio.create_task_group() as task_group:
             task_group.start_soon(self._live_in_thread, self._channel)
             try:

@@ -243,8 +243,10 @@ class DataParallelClient:
         for event in events:
             try:
                 told += self._take(replica, event)
-            except ValueError as error:  # one that cannot be believed is as good as dead
-                told += self._take(replica, EngineDied(EngineDead(f"the engine says what makes no sense: {error}")))
+            except Exception as error:  # one that cannot be believed, or accounted for, is as good as dead
+                died = EngineDead(f"the engine says what makes no sense: {error}")
+                died.__cause__ = error
+                told += self._take(replica, EngineDied(died))
         if told:
             self._deliver(told)
 

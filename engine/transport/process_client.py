@@ -18,7 +18,7 @@ from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingPr
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
 from engine.messages import EngineReady
-from engine.transport.channel import Deliver
+from engine.transport.channel import Deliver, or_dead
 from engine.transport.link import Link
 from engine.transport.queries import Queries
 from engine.transport.wire import Report
@@ -82,7 +82,8 @@ class ProcessClient:
             self._link, self._heartbeat = link, link.heartbeat
             try:
                 async with anyio.create_task_group() as task_group:
-                    task_group.start_soon(self._attend, link, self._queries.before(deliver))
+                    told = or_dead(self._queries.before(deliver), lambda: self._break_off(link))
+                    task_group.start_soon(self._attend, link, told)
                     try:
                         yield
                     finally:
@@ -96,6 +97,10 @@ class ProcessClient:
 
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
+
+    def _break_off(self, link: Link) -> None:
+        self._over.set()
+        link.kill()
 
     async def _end(self, link: Link) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""

@@ -6,15 +6,18 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import anyio
 import pytest
 
 from engine.commands import FinishRequests
-from engine.errors import ConfigError, EngineDead, EngineNotReady, InvalidRequest
+from engine.errors import ConfigError, EngineDead, EngineNotReady, InvalidRequest, RequestFailed
 from engine.frontend.async_llm import AsyncLLM
-from engine.messages import EngineCoreRequest, FinishReason
+from engine.frontend.output_processor import _Choice
+from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestOutput
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import Serving, Where, client, engines_of_this_process, serving
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, assert_text_of, collect, expected_tokens
@@ -206,6 +209,66 @@ async def test_when_the_engine_dies_open_streams_and_later_ones_say_so(where: Wh
             await engine.read(make_request([1]))
         assert await engine.llm.wait_dead() is dead.value.__cause__
         assert [finished.reason for finished in engine.observer.finished] == [FinishReason.ERROR]
+
+
+@pytest.mark.parametrize("stage", ["decode", "listen"])
+async def test_a_step_that_cannot_be_delivered_fails_its_own_stream_alone(
+    where: Where, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = _Choice.process
+
+    def fail_once(choice: _Choice, output: EngineCoreOutput, timestamp: float) -> bool:
+        if choice.stream.request_id == "unlucky" and choice.num_output_tokens == 5:
+            raise LookupError("no such token")
+        return process(choice, output, timestamp)
+
+    def listener(outputs: Collection[RequestOutput]) -> bool:
+        if any(output.num_output_tokens > 5 for output in outputs):
+            raise LookupError("no such listener")
+        return False
+
+    async with serving(where, max_num_seqs=8, num_blocks=128) as engine:
+        requests = [make_request(range(i, i + 20), max_tokens=40) for i in range(5)]
+        unlucky = make_request(range(9), "unlucky", max_tokens=100, n=2)
+        got: dict[str, list[int]] = {}
+
+        async def run(request: EngineCoreRequest) -> None:
+            got[request.request_id] = await engine.read(request)
+
+        if stage == "decode":
+            monkeypatch.setattr(_Choice, "process", fail_once)
+        async with anyio.create_task_group() as tasks:
+            for request in requests:
+                tasks.start_soon(run, request)
+            async with engine.llm.stream(unlucky) as stream:
+                if stage == "listen":
+                    stream.listen(listener)
+                with pytest.raises(RequestFailed, match=r"could not be delivered \(LookupError\)"):
+                    await collect(stream)
+        assert got == {request.request_id: expected_tokens(request) for request in requests}
+        assert Counter(finished.reason for finished in engine.observer.finished) == {
+            FinishReason.LENGTH: 5,
+            FinishReason.ERROR: 1,
+        }
+        await engine.assert_nothing_left()
+
+
+async def test_where_nobody_knows_whose_step_is_lost_the_engine_counts_as_dead(
+    where: Where, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(where) as engine:
+
+        def fail(*args: object) -> None:
+            raise LookupError
+
+        with pytest.raises(EngineDead):  # noqa: PT012
+            async with engine.llm.stream(make_request(range(9), max_tokens=100)) as stream:
+                async for _ in stream:
+                    monkeypatch.setattr(engine.observer, "on_step", fail)
+        assert "could not be delivered (LookupError)" in str(await engine.llm.wait_dead())
+        assert "could not be delivered, so it counts as dead" in caplog.text
+        with pytest.raises(EngineDead):
+            await engine.read(make_request(range(9)))
 
 
 async def test_streams_still_open_when_the_engine_is_shut_down_get_engine_dead(where: Where) -> None:

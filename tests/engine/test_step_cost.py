@@ -141,3 +141,12 @@ def test_what_was_measured_too_few_times_is_not_kept() -> None:
     assert kept.is_known
     assert not kept.mixed.is_known
     assert table.decode.counts == [3, 2, 7], "the table in use goes on as it was"
+
+
+def test_a_curve_whose_shares_are_rounded_does_not_fall() -> None:
+    """Else the table could not be read, and the front end would lose what came with it."""
+    curve = Curve([1003, 1351, 1455], [0.7976513076383016] * 3, [3] * 3)
+    for size in range(1, 3000):
+        for beside in (0.0, 0.1, 0.7976513076383016, 3.3):
+            curve.share_out(size, beside)
+            assert curve.seconds == sorted(curve.seconds)

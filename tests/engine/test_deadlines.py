@@ -95,6 +95,9 @@ def test_the_end_comes_with_the_first_step_after_the_deadline(clock: Clock) -> N
 
 def test_what_cannot_make_its_first_token_at_the_measured_speed_is_given_up_before_prefill(clock: Clock) -> None:
     core = core_with(clock, max_num_seqs=4)
+    for number in range(3):  # which tell what a token costs
+        core.add(request(f"{number}-measured", clock, prompt=32, max_tokens=1))
+        run_to_end(core)
     core.add(request("runs", clock, prompt=32, max_tokens=60))
     for _ in range(5):
         core.step()

@@ -58,7 +58,11 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
     """Find or fetch the model and read all but its weights. Blocks; raises ModelError, and ConfigError for more ranks
     than it can be cut for, before any process of them is started."""
     files = open_model(
-        settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
+        settings.model,
+        cache_dir=settings.cache_dir,
+        load_format=settings.load_format,
+        seed=settings.seed,
+        progress=progress,
     )
     if settings.num_ranks > 1:
         _check_layout(settings, files)
@@ -289,7 +293,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         from gpu.parallel.layout import Layout
         from gpu.parallel.multiproc import MultiprocExecutor
 
-        opened = {"model": settings.model, "load_format": settings.load_format}
+        opened = {"model": settings.model, "load_format": settings.load_format, "seed": settings.seed}
         cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
         executor: type[MultiprocExecutor] = MultiprocExecutor
         sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}

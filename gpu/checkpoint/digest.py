@@ -5,20 +5,25 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.model_files import ModelFiles
+from gpu.checkpoint.safetensors_header import read_header
 
 SAMPLES = 64  # of each file, evenly spread, its beginning and its end among them
 SAMPLE_BYTES = 4096
 
 
 def model_digest(files: ModelFiles) -> bytes:
-    """32 bytes, the same wherever the same files lie; random weights have those of their configuration.
+    """32 bytes, the same wherever the same files lie; random weights have that of their configuration and seed.
 
-    Files of equal sizes that differ only between the samples have the same digest. Fine-tuning and quantizing change
-    nearly every byte, so that this has to be done on purpose; and nothing relies on it but what clients are told.
+    There are samples of each tensor, so that a file in which one of them was changed has another digest. Files of equal
+    sizes that differ only between the samples have the same. Fine-tuning and quantizing change nearly every byte of a
+    tensor, so that this has to be done on purpose; and nothing relies on it but what clients are told.
     """
     found = hashlib.blake2b(digest_size=32)
     found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
+    if files.tensors is None:
+        found.update(f"random, seed {files.seed}".encode())
     for path in weight_paths(files):
         size = path.stat().st_size
         found.update(size.to_bytes(8, "little"))
@@ -26,7 +31,17 @@ def model_digest(files: ModelFiles) -> bytes:
             for number in range(SAMPLES):
                 file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
                 found.update(file.read(SAMPLE_BYTES))
+            for middle in _middles(files, path):
+                file.seek(max(0, middle - SAMPLE_BYTES // 2))
+                found.update(file.read(SAMPLE_BYTES))
     return found.digest()
+
+
+def _middles(files: ModelFiles, path: Path) -> list[int]:
+    """Where the middle byte of each tensor in a file lies."""
+    if isinstance(files.tensors, GGUFFile):
+        return [tensor.offset + tensor.nbytes // 2 for tensor in files.tensors.tensors.values()]
+    return [tensor.offset + tensor.num_bytes // 2 for tensor in read_header(path).values()]
 
 
 def weight_paths(files: ModelFiles) -> tuple[Path, ...]:

@@ -33,6 +33,7 @@ class ModelFiles:
     load_tokenizer: Callable[[], Tokenizer] = field(repr=False)  # use `tokenizer`, which builds it once
     # Where the weights lie, for `gpu.weights`: a GGUF file, or safetensors. None: nowhere, random ones are made.
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
+    seed: int = 0  # of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
     embedder: Embedder = field(default=Embedder(), repr=False)  # how vectors are made of its hidden states
     load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once

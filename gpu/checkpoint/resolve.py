@@ -27,6 +27,7 @@ def open_model(
     *,
     cache_dir: Path | None = None,
     load_format: str = "auto",
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> ModelFiles:
     """Find `model`, fetching it if need be, and read all of it but the weights. Blocks; call it off the event loop.
@@ -34,7 +35,7 @@ def open_model(
     `model` is the embedded model's alias, a .gguf file, a Hugging Face directory, or a hub repository id with an
     optional "@revision"; what exists on disk wins over the hub. `cache_dir` is where the embedded model is kept
     (`default_cache_dir()` if None); hub downloads go to Hugging Face's own cache (HF_HOME), which other tools share.
-    `load_format` "dummy" puts random weights in place of the file's, which need not exist.
+    `load_format` "dummy" puts random weights in place of the file's, which need not exist; `seed` is theirs.
 
     Raises `ModelError` if the model cannot be found, fetched, read or run.
     """
@@ -43,7 +44,7 @@ def open_model(
     with_weights = load_format != "dummy"
     progress = progress or no_progress
     files = _open(model, cache_dir or default_cache_dir(), with_weights=with_weights, progress=progress)
-    return replace(files, tensors=files.tensors if with_weights else None, progress=progress)
+    return replace(files, tensors=files.tensors if with_weights else None, seed=seed, progress=progress)
 
 
 def _open(model: str, cache_dir: Path, *, with_weights: bool, progress: Progress) -> ModelFiles:

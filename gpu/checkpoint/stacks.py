@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from gpu.checkpoint.architecture import Part, parts_of
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.families import spec_of
-from gpu.checkpoint.quantized_rows import QuantizedRows
+from gpu.checkpoint.quantized_rows import MXFP4_DOUBLED, QuantizedRows, q8_0_of_powers
 
 _BLOCK = 32
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)  # of what 4 bits mean
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -38,13 +37,12 @@ class MXFP4Rows:
     def read(self) -> QuantizedRows | NDArray[np.float32]:
         """The same numbers, exactly: as Q8_0, if all scales fit its float16, which is so for weights of any model."""
         nibbles = np.stack([self.blocks & np.uint8(15), self.blocks >> np.uint8(4)], axis=-1)
-        doubled = _DOUBLED[nibbles].reshape(*self.scales.shape, _BLOCK)
+        doubled = MXFP4_DOUBLED[nibbles].reshape(*self.scales.shape, _BLOCK)
         exponents = self.scales.astype(np.int32) - 128
-        if exponents.min() >= -24 and exponents.max() <= 15:
-            steps = np.ldexp(np.float32(1), exponents).astype(np.float16)[..., None].view(np.uint8)
-            data = np.concatenate([steps, doubled.view(np.uint8)], axis=-1)
-            return QuantizedRows("Q8_0", self.shape, data.reshape(len(data), -1))
-        return np.ldexp(doubled.astype(np.float32), exponents[..., None]).reshape(self.shape)
+        rows = q8_0_of_powers(exponents, doubled, self.shape)
+        return (
+            rows if rows is not None else np.ldexp(doubled.astype(np.float32), exponents[..., None]).reshape(self.shape)
+        )
 
 
 def unstacked(found: Iterable[tuple[str, NDArray[Any]]], config: ModelConfig) -> Iterator[tuple[str, Any]]:

@@ -27,11 +27,15 @@ FORMS = {  # for the log
 LANES = 16  # outputs of one tile
 ROWS_AT_ONCE = 4096  # that are widened to float32, and packed
 
-# GGUF types whose blocks are taken over as they are, and their forms. Any other quantized type is rounded to U8, whose
-# steps of 1/127 of a block's largest weight lie well below those of 6 bits and fewer. Steps are float16, so 6e-8 at
-# least: blocks with no weight above 1e-4 lose bits, and weights below 3e-8 are zero.
+# GGUF types whose blocks are taken over as they are, and their forms. MXFP4 becomes Q8_0, which holds the same numbers.
+# Any other quantized type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6
+# bits and fewer. Steps are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below
+# 3e-8 are zero.
 _AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
 _NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in TENSOR_TYPES}
+# The forms of these have an offset, that many times the scale: where that is no float16, U8 holds the same numbers.
+_OFFSETS = {"Q4_0": 8, "Q5_0": 16}
+_LARGEST_HALF = 65504.0
 _BLOCK = 32  # weights that share a scale in U8
 
 
@@ -66,12 +70,17 @@ def pack(
 
     Each keeps the bits that a GGUF file has for it, where the library has a form for its type; other quantized types
     become U8, and all else bfloat16. `quantized` False makes everything bfloat16. What takes turns, or does not fill
-    whole tiles, gets one form: its own if it is the same, else U8 if all are quantized.
+    whole tiles, gets one form: its own if it is the same, else U8 if all are quantized. U8 holds Q4_0, Q5_0 and MXFP4
+    exactly, and other types within half a step: 1/254 of the largest weight of 32.
     """
+    if quantized:
+        weights = [_as_it_is_taken(weight) for weight in weights]
     forms = [_form(weight) if quantized else BF16 for weight in weights]
     rows, cols = [weight.shape[0] for weight in weights], weights[0].shape[1]
     if interleave or any(count % LANES for count in rows[:-1]):
         common = forms[0] if len(set(forms)) == 1 else BF16 if BF16 in forms else U8
+        if common == U8:
+            weights = [_exact_in_8_bits(weight) for weight in weights]
         matrix = PackedMatrix(library, buffer, [(common, sum(rows))], cols)
         forms = [common] * len(forms)
     else:
@@ -81,6 +90,25 @@ def pack(
         _pack_rows(library, matrix, weight, form, first, len(weights) if interleave else 1)
         first += LANES if interleave else weight.shape[0]
     return matrix
+
+
+def _as_it_is_taken(weight: Weight) -> Weight:
+    """The same numbers in a type that the library takes over as it is, if it takes over its own only with a loss."""
+    if not isinstance(weight, QuantizedRows) or weight.shape[1] % _BLOCK:
+        return weight
+    if weight.type == "MXFP4":
+        return weight.as_q8_0() or floats(weight)  # bfloat16 holds them, too, in twice the room
+    if weight.type in _OFFSETS:
+        blocks = weight.data.reshape(-1, weight.data.shape[-1] * _BLOCK // weight.shape[1])
+        scales = np.abs(np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32))
+        if np.any(np.isfinite(scales) & (scales > _LARGEST_HALF / _OFFSETS[weight.type])):
+            return weight.as_q8_0() or weight
+    return weight
+
+
+def _exact_in_8_bits(weight: Weight) -> Weight:
+    """The same numbers in Q8_0, if that holds them."""
+    return (weight.as_q8_0() or weight) if isinstance(weight, QuantizedRows) else weight
 
 
 def _form(weight: Weight) -> int:

@@ -28,9 +28,10 @@ class RankSetup(msgspec.Struct, kw_only=True):
     """What a rank of this machine is told at its start, on the connection that it inherits."""
 
     layout: Layout
-    model: str  # this and the next two as `gpu.checkpoint.open_model` has them
+    model: str  # this and the next three as `gpu.checkpoint.open_model` has them
     cache_dir: str | None
     load_format: str
+    seed: int = 0
     options: dict[str, Any]  # of `gpu.model_loader.WorkerOptions`
     ring: Group
     before: Group | None = None  # activations from the stage before

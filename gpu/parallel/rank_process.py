@@ -85,6 +85,7 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
         setup.model,
         cache_dir=None if setup.cache_dir is None else Path(setup.cache_dir),
         load_format=setup.load_format,
+        seed=setup.seed,
         progress=lambda phase, done, total: tell(Progress(phase, done, total)),
     )
     options = replace(WorkerOptions(), **setup.options)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.checkpoint import ModelFiles, QuantizedRows
+from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
 from gpu.checkpoint.architecture import DecoderSpec, parts_of
 from gpu.checkpoint.families import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
@@ -63,21 +63,29 @@ def floats(weight: Weight) -> NDArray[np.float32]:
 def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
     ranges = ranges_of(spec)
     if files.tensors is None:
-        yield from cut(dummy_weights(files.config, ranges), spec)
+        yield from cut(dummy_weights(files.config, ranges, files.seed), spec)
     elif isinstance(files.tensors, GGUFFile):
         yield from _released(files.tensors.release_pages, read_tensors(files.tensors, files.config, ranges))
     else:
         offsets = {part.weight_name: part.offset for part in parts_of(spec) if part.offset}
         named = ((text_name(name), tensor) for name, tensor in _read_safetensors(files.tensors))
         found = unstacked(named, files.config)
-        wanted: Iterator[tuple[str, Weight]] = (
-            (name, weight.read() if isinstance(weight, MXFP4Rows) else weight)
-            for name, weight in found
-            if name in ranges
-        )
+        wanted = ((name, _numbers(name, weight)) for name, weight in found if name in ranges)
         for name, weight in cut(wanted, spec):
             offset = offsets.get(name)
             yield name, weight if offset is None else floats(weight) + np.float32(offset)
+
+
+def _numbers(name: str, weight: MXFP4Rows | NDArray[Any]) -> Weight:
+    """Raises ModelError for bytes, which are numbers only together with their scales."""
+    if isinstance(weight, MXFP4Rows):
+        return weight.read()
+    if weight.dtype == np.uint8:
+        raise ModelError(
+            f"The tensor {name} has the dtype U8, which is supported for MXFP4 experts alone (NAME_blocks and "
+            "NAME_scales): the checkpoint is quantized in a way that is not supported. Serve one in BF16, F16 or F32."
+        )
+    return weight
 
 
 def _released(release: Callable[[], None], weights: Iterable[tuple[str, W]]) -> Iterator[tuple[str, W]]:

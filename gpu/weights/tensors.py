@@ -28,7 +28,7 @@ def weights_of(
     if device == "cpu":
         return as_tensors(read_weights(files, spec))
     if files.tensors is None:
-        return drawn_on(files.config, device, spec)
+        return drawn_on(files.config, device, spec, files.seed)
     return to_device(as_tensors(read_weights(files, spec)), torch.device(device))
 
 
@@ -38,14 +38,17 @@ def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.
         yield name, weight if isinstance(weight, torch.Tensor) else _tensor(weight)
 
 
-def drawn_on(config: ModelConfig, device: str, spec: DecoderSpec | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def drawn_on(
+    config: ModelConfig, device: str, spec: DecoderSpec | None = None, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """As `gpu.weights.dummy.dummy_weights`, but other values, drawn on the device: for a large model that takes a
     second instead of minutes. Those of a rank are no parts of one rank's."""
     dtype = getattr(torch, config.torch_dtype)
     for name, shape in shapes_of(spec or spec_of(config)).items():
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):
-            tensor.normal_(0.0, STANDARD_DEVIATION, generator=torch.Generator(device).manual_seed(dummy_seed(name)))
+            generator = torch.Generator(device).manual_seed(dummy_seed(name, seed))
+            tensor.normal_(0.0, STANDARD_DEVIATION, generator=generator)
         yield name, tensor
 
 

@@ -88,6 +88,16 @@ def test_more_ranks_than_a_model_can_be_cut_for_are_refused_before_any_is_starte
         open_files(Settings(model=model, load_format="dummy", **sizes), None)
 
 
+def test_the_seed_makes_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = str(write_tiny_model(tmp_path / "tiny"))
+    assert open_files(Settings(model=model, load_format="dummy", seed=7), None).seed == 7
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("gpu.parallel.multiproc.MultiprocExecutor", lambda *all, **named: given.append(all[0]))
+    settings = Settings(model=model, load_format="dummy", seed=7, executor="mp")
+    loading.make_executor(settings, open_files(settings, None), 1.0)
+    assert given[0]["seed"] == 7, "ranks open the model themselves"
+
+
 @pytest.mark.usefixtures("no_devices")
 def test_engines_without_devices_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(size: int, **settings: Any) -> list[tuple[int | None, float]]:

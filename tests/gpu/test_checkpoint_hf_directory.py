@@ -1,6 +1,8 @@
 """A Hugging Face directory: written by transformers, old spellings and new, read back; and what is refused."""
 
 import json
+import os
+import re
 import shutil
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from gpu.checkpoint import Embedder, ModelError, RopeScaling, model_digest, open_model
+from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_config import config_from_hf
+from gpu.checkpoint.safetensors_header import read_header
 from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
-from tests.gpu.checkpoint_files import TINY, random_weights
+from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -259,6 +263,14 @@ def test_vectors_that_cannot_be_made_are_refused(directory, pooling, modules, pr
         open_model(str(make_embedder(directory, pooling, *modules, **prompts)))
 
 
+def test_bytes_are_no_weights(directory):
+    weights = {name: torch.from_numpy(w) for name, w in random_weights(TINY).items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(weights | {name: torch.ones(weights[name].shape, dtype=torch.uint8)}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"tensor {re.escape(name)} has the dtype U8, .* Serve one in BF16"):
+        dict(weights_of(open_model(str(directory))))
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -346,3 +358,25 @@ def test_the_digest_follows_the_weights_and_not_their_place(tmp_path, directory)
     weights.write_bytes(content)
     digests = [model_digest(open_model(str(each))) for each in (directory, same, other)]
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_the_digest_follows_every_tensor_in_a_file_of_the_same_size_and_date(tmp_path, directory, kind, monkeypatch):
+    monkeypatch.setattr("gpu.checkpoint.digest.SAMPLES", 2)  # as many for their size as a large file has
+    path = directory / "model.safetensors"
+    if kind == "gguf":
+        path = tmp_path / "tiny.gguf"
+        TinyGGUF(path).add_tokenizer().add_weights(random_weights(TINY)).save()
+    opened = directory if kind == "safetensors" else path
+    if kind == "gguf":
+        middles = [tensor.offset + tensor.nbytes // 2 for tensor in GGUFFile(path).tensors.values()]
+    else:
+        middles = [tensor.offset + tensor.num_bytes // 2 for tensor in read_header(path).values()]
+    content, status, digests = path.read_bytes(), path.stat(), {model_digest(open_model(str(opened)))}
+    for middle in middles:
+        changed = bytearray(content)
+        changed[middle] ^= 1
+        path.write_bytes(changed)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        digests.add(model_digest(open_model(str(opened))))
+    assert len(digests) == 1 + len(middles)

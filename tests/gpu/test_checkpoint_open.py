@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.checkpoint import EMBEDDED_MODEL, ModelError, default_cache_dir, open_model
+from gpu.checkpoint import EMBEDDED_MODEL, ModelError, default_cache_dir, model_digest, open_model
 from gpu.checkpoint.embedded import fetch_embedded_model
-from gpu.weights.tensors import weights_of
+from gpu.weights.tensors import drawn_on, weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 
@@ -141,6 +141,19 @@ def test_dummy_weights_need_only_a_configuration_and_are_the_same_every_time(tmp
     assert not torch.equal(first["lm_head.weight"], first["model.embed_tokens.weight"])
     with pytest.raises(ModelError, match="no tokenizer.json"):
         model.tokenizer  # noqa: B018
+
+
+def test_dummy_weights_follow_the_seed_wherever_they_are_drawn(tmp_path):
+    path = str(TinyGGUF(tmp_path / "m.gguf").add_weights(random_weights(TINY)).save())
+    models = [open_model(path, load_format="dummy", seed=seed) for seed in (0, 1, 1)]
+    none, one, again = (dict(weights_of(model))["lm_head.weight"] for model in models)
+    assert torch.equal(one, again)
+    assert not torch.equal(none, one)
+    on_device = [dict(drawn_on(TINY, "cpu", seed=seed))["lm_head.weight"] for seed in (0, 1, 1)]
+    assert torch.equal(*on_device[1:])
+    assert not torch.equal(*on_device[:2])
+    digests = [model_digest(model) for model in models]
+    assert digests[0] != digests[1] == digests[2], "one seed would find blocks of another's KV cache on disk"
 
 
 def test_dummy_weights_replace_those_of_a_gguf_file(tmp_path):

@@ -88,6 +88,55 @@ def test_blocks_of_a_file_are_kept_to_the_last_bit(library: Library, kind: str, 
     torch.testing.assert_close(stored(library, matrix), expected, rtol=1e-6, atol=1e-7)
 
 
+def mxfp4(rows: int, cols: int, exponents: tuple[int, int] = (104, 143)) -> QuantizedRows:
+    """Blocks of a GGUF file at random, with such exponents as fit float16."""
+    generator = np.random.default_rng(rows)
+    blocks = generator.integers(0, 256, (rows, cols // 32, 17), dtype=np.uint8)
+    blocks[..., 0] = generator.integers(exponents[0], exponents[1] + 1, blocks.shape[:2])
+    return QuantizedRows("MXFP4", (rows, cols), blocks.reshape(rows, -1))
+
+
+def with_huge_scales(kind: str, rows: int, cols: int) -> QuantizedRows:
+    """Of which some are the largest float16."""
+    found = rows_of(kind, rows, cols)
+    data = found.data.copy().reshape(rows, cols // 32, -1)
+    data[::3, :, :2] = np.array([65504.0], np.float16).view(np.uint8)
+    return QuantizedRows(kind, found.shape, data.reshape(rows, -1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "form"),
+    [
+        (mxfp4(37, 96), U8),
+        (mxfp4(16, 96, (90, 160)), BF16),
+        (with_huge_scales("Q4_0", 37, 96), U8),
+        (with_huge_scales("Q5_0", 37, 96), U8),
+    ],
+    ids=["MXFP4", "MXFP4 beyond float16", "Q4_0", "Q5_0"],
+)
+def test_what_the_library_has_no_form_for_is_kept_exactly_in_another(library: Library, rows: QuantizedRows, form: int):
+    matrix = pack(library, WeightBuffer(), [rows])
+    assert matrix.forms == {form}
+    assert torch.equal(stored(library, matrix), torch.from_numpy(rows.dequantize()))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "MXFP4", "Q4_1", "Q5_1", "Q4_K"])
+def test_q8_0_holds_the_very_numbers_of_types_without_an_offset(kind: str):
+    rows = mxfp4(9, 512) if kind == "MXFP4" else rows_of(kind, 9, 512)
+    found = rows.as_q8_0()
+    assert (found is None) == (kind in ("Q4_1", "Q5_1", "Q4_K"))
+    if found is not None:
+        assert found.type == "Q8_0"
+        assert np.array_equal(found.dequantize(), rows.dequantize())
+
+
+def test_parts_of_different_types_that_take_turns_are_exact_where_8_bits_hold_them(library: Library):
+    parts = [mxfp4(16, 64), rows_of("Q5_0", 16, 64)]
+    matrix = pack(library, WeightBuffer(), parts, interleave=True)
+    assert matrix.forms == {U8}
+    assert torch.equal(stored(library, matrix), torch.cat([torch.from_numpy(part.dequantize()) for part in parts]))
+
+
 def test_other_quantized_types_are_kept_within_half_a_step_of_8_bits(library: Library):
     rows = rows_of("Q2_K", 20, 256)
     matrix = pack(library, WeightBuffer(), [rows])

@@ -20,10 +20,16 @@ import engine.frontend.llm
 from app.loading import core_factory, default_sampling, open_files
 from app.progress import generating, loading
 from app.setting_sources import load_settings
-from app.settings import SettingsError
+from app.settings import Settings, SettingsError
 from engine.frontend.llm import Generation
 from engine.frontend.shared_engine import OnStep
 from engine.messages import SamplingParams
+
+_NAMES = list(Settings.model_fields)
+SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
+    *("engine", "served_model_name", "check_model_name", "tool_parser", "reasoning_parser"),
+}
+"""Settings that a library call has no use for."""
 
 
 class LLM(engine.frontend.llm.LLM):
@@ -35,6 +41,10 @@ class LLM(engine.frontend.llm.LLM):
 
         Raises SettingsError naming the setting, and ModelError for files that cannot be run.
         """
+        if useless := [name for name in settings if name in SERVER_SETTINGS]:
+            raise SettingsError(
+                f"{useless[0]}: an LLM has no server, and this setting is only the server's; leave it out"
+            )
         given = settings if model is None else settings | {"model": model}
         chosen = load_settings(given, spelled=str)
         if chosen.data_parallel_size > 1:

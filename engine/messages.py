@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
-from typing import Annotated
+import numbers
+from collections.abc import Callable, Collection
+from typing import Annotated, TypeGuard
 
 import msgspec
+from msgspec import structs
 
 from engine.errors import InvalidRequest
 from engine.kv_events import KVEvents
@@ -29,6 +31,7 @@ MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # those of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
+MAX_READ_OFTEN = 1024  # ids in a tuple; of longer ones the types are looked at once, by `check`
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of schemas that are enforced as far as a grammar of the size above can
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
@@ -131,7 +134,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     computed and nothing generated.
     `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
     -1 all tokens, 200 KB for each position where there are 50,000. `prompt_logprobs` is the same for the prompt's
-    tokens. `seed` None draws a fresh one.
+    tokens. `seed` None draws a fresh one. A string as `stop` or `bad_words` is one of them.
+
+    Types are checked when one is made, ranges by `check`. Raises `InvalidRequest` naming the field.
     """
 
     n: int = 1
@@ -162,6 +167,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking_token_budget: int | None = None  # tokens of reasoning after which it is closed; None: as many as it takes
     reasoning_tags: tuple[str, str] | None = None  # around the reasoning; opened already if "" opens it
     reasoning_end_token_ids: tuple[int, ...] = ()  # the second one in tokens; the front door fills it in
+
+    def __post_init__(self) -> None:
+        for name, default, read in _READERS:
+            given = getattr(self, name)
+            if given is not default and (value := read(name, given)) is not given:
+                structs.force_setattr(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -217,6 +228,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.structured_output.check()
         if self.allowed_token_ids is not None:
             _at_most("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not set(map(type, self.allowed_token_ids)) <= {int}:
+                raise _wrong_type("allowed_token_ids", "a list of token ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise InvalidRequest("allowed_token_ids must name at least one token.", param="allowed_token_ids")
             _all_in_range("allowed_token_ids", self.allowed_token_ids, 0, vocab_size - 1)
@@ -230,12 +243,108 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    if not isinstance(value, int | float):
-        raise InvalidRequest(f"{name} must be a number, got {value!r}.", param=name)
     # Written so that NaN, which compares false with everything, is refused.
     if not math.isfinite(value) or not (low < value if low_open else low <= value) or not value <= high:
         bracket = "(" if low_open else "["
         raise InvalidRequest(f"{name} must be in {bracket}{low}, {high}], got {value}.", param=name)
+
+
+def _wrong_type(name: str, expected: str, value: object) -> InvalidRequest:
+    shown = repr(value)
+    given = shown if len(shown) <= 40 else f"a {type(value).__name__}"
+    return InvalidRequest(f"{name} must be {expected}, got {given}.", param=name)
+
+
+def _number(name: str, value: object) -> float:
+    if type(value) is float or type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong_type(name, "a number", value)
+    return float(value)
+
+
+def _is_whole(value: object) -> TypeGuard[numbers.Integral]:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _whole_number(name: str, value: object) -> int:
+    if type(value) is int:
+        return value
+    if not _is_whole(value):
+        raise _wrong_type(name, "a whole number", value)
+    return int(value)  # of numpy, for instance
+
+
+def _whole_number_or_none(name: str, value: object) -> int | None:
+    return None if value is None else _whole_number(name, value)
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong_type(name, "True or False", value)
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    found = () if value is None else value
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise _wrong_type(name, "a string or a list of strings", value)
+    return found if isinstance(found, tuple) else tuple(found)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if type(value) is tuple and len(value) > MAX_READ_OFTEN:
+        return value
+    found = () if value is None else value
+    if not isinstance(found, list | tuple):
+        raise _wrong_type(name, "a list of token ids", value)
+    if set(map(type, found)) <= {int}:
+        return found if isinstance(found, tuple) else tuple(found)
+    if not all(map(_is_whole, found)):
+        raise _wrong_type(name, "a list of token ids", value)
+    return tuple(map(int, found))
+
+
+def _token_ids_or_none(name: str, value: object) -> tuple[int, ...] | None:
+    return None if value is None else _token_ids(name, value)
+
+
+def _biases(name: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _wrong_type(name, "a dict of token ids to numbers", value)
+    if set(map(type, value)) <= {int} and set(map(type, value.values())) <= {int, float}:
+        return value
+    if not all(map(_is_whole, value)):
+        raise _wrong_type(name, "a dict of token ids to numbers", value)
+    return {int(token_id): _number(name, bias) for token_id, bias in value.items()}
+
+
+def _grammar(name: str, value: object) -> object:
+    if value is not None and not isinstance(value, StructuredOutput):
+        raise _wrong_type(name, "a StructuredOutput", value)
+    return value
+
+
+_READER_OF: dict[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    **dict.fromkeys(("n", "top_k", "min_tokens"), _whole_number),
+    **dict.fromkeys(("seed", "max_tokens", "logprobs", "prompt_logprobs"), _whole_number_or_none),
+    "thinking_token_budget": _whole_number_or_none,
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), _flag),
+    **dict.fromkeys(("stop", "bad_words"), _texts),
+    **dict.fromkeys(("stop_token_ids", "logprob_token_ids"), _token_ids),
+    "allowed_token_ids": _token_ids_or_none,
+    "logit_bias": _biases,
+    "structured_output": _grammar,
+}
+_READERS: list[tuple[str, object, Callable[[str, object], object]]] = []
+_NEUTRAL = SamplingParams()
+_READERS += [(name, getattr(_NEUTRAL, name), read) for name, read in _READER_OF.items()]
 
 
 def _all_in_range(name: str, values: Collection[float], low: float, high: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from app.offline import LLM
+from app.offline import LLM, SERVER_SETTINGS
 from app.settings import Settings
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -16,7 +16,8 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 def open_llm(settings: Settings, **unless_given: Any) -> LLM:
     """The model of these settings, and of others where none was given."""
-    return LLM(**unless_given | {name: getattr(settings, name) for name in settings.model_fields_set})
+    given = {name: getattr(settings, name) for name in settings.model_fields_set - SERVER_SETTINGS}
+    return LLM(**unless_given | given)
 
 
 def percentiles_of(seconds: list[float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ The same core, the same checks and the same text as the server's. `engine.fronte
 
 from __future__ import annotations
 
+import numbers
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from engine.core.core import EngineCore
-from engine.errors import RequestFailed
+from engine.errors import InvalidRequest, RequestFailed
 from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
@@ -40,6 +41,7 @@ class Generation:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     choices: list[Completion]
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all its tokens but the first, where they are asked for
 
 
 class LLM:
@@ -80,19 +82,19 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
-        A string is one prompt.
+        A string is one prompt. What is neither text nor a list of token ids is refused.
 
         `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
         later if only that shows it, RequestFailed if one fails in the engine, and EngineDead if the engine has ended.
         What interrupts the call, an exception of `on_step` among it, aborts its requests and nothing else.
         """
         self._engine.check_process()
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
         per_prompt = self._per_prompt(sampling, len(prompts))
         requests = [
             EngineCoreRequest(
                 request_id=f"prompt-{number}",
-                prompt_token_ids=self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
+                prompt_token_ids=self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else _checked(prompt),
                 sampling=params,
                 arrival_time=time.monotonic(),
             )
@@ -119,14 +121,25 @@ class LLM:
 
 
 def _collect(request: EngineCoreRequest, stream: RequestStream, n: int) -> Generation:
-    choices = [Completion(index=index) for index in range(n)]
+    generation = Generation(
+        prompt_token_ids=request.prompt_token_ids,
+        num_cached_tokens=0,
+        choices=[Completion(index=index) for index in range(n)],
+    )
     for output in stream.drain():
-        _add(choices[output.index], output)
+        generation.prompt_logprobs = generation.prompt_logprobs or output.prompt_logprobs
+        _add(generation.choices[output.index], output)
     if stream.error is not None:
         raise stream.error
-    return Generation(
-        prompt_token_ids=request.prompt_token_ids, num_cached_tokens=stream.num_cached_tokens, choices=choices
-    )
+    generation.num_cached_tokens = stream.num_cached_tokens
+    return generation
+
+
+def _checked(prompt: object) -> list[int]:
+    """The token ids of a prompt that is no text."""
+    if isinstance(prompt, list | tuple) and all(isinstance(each, numbers.Integral) for each in prompt):
+        return list(map(int, prompt))
+    raise InvalidRequest(f"prompts must be texts or lists of token ids, got a {type(prompt).__name__}.", param="prompt")
 
 
 def _add(choice: Completion, output: RequestOutput) -> None:

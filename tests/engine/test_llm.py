@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -67,9 +68,12 @@ def test_without_sampling_parameters_a_prompt_gets_the_models(core: EngineCore) 
     assert len(result.choices[0].token_ids) == 5
 
 
-def test_what_is_no_number_is_refused_by_name(core: EngineCore) -> None:
-    with pytest.raises(InvalidRequest, match=r"^max_tokens must be a number, got '3'\.$"):
-        LLM(core, TOKENIZER).generate(["fine"], SamplingParams(max_tokens="3"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("prompts", "kind"), [(b"bytes", "bytes"), (["fine", b"bytes"], "bytes"), ([1, 2], "int"), ([["a"]], "list")]
+)
+def test_a_prompt_that_is_no_text_and_no_token_ids_is_refused(core: EngineCore, prompts: Any, kind: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^prompts must be texts or lists of token ids, got a {kind}"):
+        LLM(core, TOKENIZER).generate(prompts)
     assert_nothing_left(core)
 
 

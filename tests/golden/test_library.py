@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,14 @@ def test_threads_share_an_object(smollm2: LLM) -> None:
         assert [results[0].choices[0].text for results in together] == alone
 
 
+def test_log_probabilities_of_the_prompt_come_with_the_result(smollm2: LLM) -> None:
+    sampling = [SamplingParams(max_tokens=2, prompt_logprobs=1, n=2, seed=1), SamplingParams(max_tokens=2)]
+    asked, unasked = smollm2.generate(["The capital of France", "The capital of France"], sampling, progress=False)
+    assert [entry.token_id for entry in asked.prompt_logprobs or []] == asked.prompt_token_ids[1:]
+    assert all(len(entry.top) == 1 for entry in asked.prompt_logprobs or [])
+    assert unasked.prompt_logprobs is None
+
+
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_progress_bar_is_shown_only_when_asked_for(
     smollm2: LLM, progress: bool, capsys: pytest.CaptureFixture[str]
@@ -83,5 +92,9 @@ def test_the_progress_bar_is_shown_only_when_asked_for(
 def test_a_setting_that_does_not_exist_or_is_out_of_range_is_named() -> None:
     with pytest.raises(SettingsError, match="max_num_seqs"):
         LLM("smollm2-135m-instruct", max_num_seqs=0)
+    servers: dict[str, Any] = {"engine": "process", "default_timeout": 5, "max_queue_time": 5, "port": 8000}
+    for name, value in servers.items():
+        with pytest.raises(SettingsError, match=f"^{name}: an LLM has no server"):
+            LLM("smollm2-135m-instruct", **{name: value})
     with pytest.raises(SettingsError, match="max_num_sequences"):
         LLM("smollm2-135m-instruct", max_num_sequences=4)

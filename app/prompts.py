@@ -207,9 +207,14 @@ class PromptEncoder:
     def _encode_plain(self, text: str) -> list[int]:
         return tokenize(self._plain_tokenizer, text, param="messages")
 
+    def prepare(self) -> None:
+        """Make what takes tenths of a second and not every request needs. Otherwise the first one makes it, on the
+        event loop."""
+        _ = self._plain_tokenizer
+
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer, blind to special tokens. Few requests need it, so it is made for the first of them."""
+        """The same tokenizer, blind to special tokens."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain

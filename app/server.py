@@ -351,6 +351,7 @@ class Server:
                 self._llm = llm
                 # And the vocabulary: now, not by the first request, while the engine loads.
                 await to_thread.run_sync(grammars.build_tokenizer)
+                await to_thread.run_sync(prompts.prepare)
                 await to_thread.run_sync(build_models)
                 engine_info = await llm.wait_ready()
                 self.bodies.follow_context(engine_info.max_model_len)

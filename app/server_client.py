@@ -76,18 +76,22 @@ class ServerClient:
 
     def stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The chunks of a chat completion, the one with the usage too. Closing the iterator early hangs up, which
-        aborts the request."""
+        aborts the request. Raises `ServerError`, also if the answer breaks off."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", "/v1/chat/completions", body) as response:
+            is_over = False
             for line in response:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
+                    is_over |= data == b"[DONE]"
                     continue
                 with self.understood():
                     chunk = json.loads(data)
                     if error := chunk.get("error"):
                         raise ServerError(printable(str(error["message"])))
                 yield chunk
+        if not is_over:
+            raise ServerError(f"The connection to {self.url} ended before the answer did: what is shown is not all.")
 
     @contextmanager
     def understood(self) -> Iterator[None]:

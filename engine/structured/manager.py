@@ -18,7 +18,7 @@ from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.structured.matcher import GrammarMatcher, TokenMatcher
 from engine.structured.thinking_budget import ThinkingBudget
-from engine.structured.token_rules import TokenRules
+from engine.structured.token_rules import TokenRules, mask_of
 
 MASK_THREADS = 4
 # A thread takes so many masks at a time: handing it work costs about as much as computing eight.
@@ -32,6 +32,7 @@ class StructuredOutputManager:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
+        self._allowed: tuple[tuple[int, ...], NDArray[np.uint32]] = (), np.empty(0, np.uint32)  # of the latest request
         self._compiling: set[Future[CompiledGrammar]] = set()
         self._fillers = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="token-masks")
         self._fillers.submit(compiler.build_tokenizer)  # now, and not while requests run
@@ -42,9 +43,8 @@ class StructuredOutputManager:
         grammar = None if sampling.structured_output is None else self._start_grammar(request)
         matcher: TokenMatcher | None = grammar
         if sampling.allowed_token_ids is not None or sampling.bad_words_token_ids:
-            matcher = TokenRules(
-                allowed_token_ids=sampling.allowed_token_ids, bad_words=sampling.bad_words_token_ids, grammar=grammar
-            )
+            allowed = None if sampling.allowed_token_ids is None else self._mask_of(sampling.allowed_token_ids)
+            matcher = TokenRules(allowed=allowed, bad_words=sampling.bad_words_token_ids, grammar=grammar)
         if sampling.closes_reasoning:
             assert sampling.thinking_token_budget is not None
             assert sampling.reasoning_tags is not None
@@ -56,6 +56,12 @@ class StructuredOutputManager:
                 inner=matcher,
             )
         return matcher
+
+    def _mask_of(self, token_ids: tuple[int, ...]) -> NDArray[np.uint32]:
+        """The mask that allows these tokens. The choices of a request come one after the other and share it."""
+        if self._allowed[0] != token_ids:
+            self._allowed = token_ids, mask_of(token_ids)
+        return self._allowed[1]
 
     def _start_grammar(self, request: EngineCoreRequest) -> GrammarMatcher:
         assert request.sampling.structured_output is not None

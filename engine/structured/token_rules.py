@@ -21,6 +21,7 @@ ALL_TOKENS = np.uint32(0xFFFFFFFF)
 class TokenRules:
     """A `TokenMatcher` of one request: a grammar's if there is one, narrowed.
 
+    `allowed` is the mask of the `allowed_token_ids`, see `mask_of`, if there are any; requests may share it.
     `bad_words` are sequences of token ids, none of them empty. A sequence of one token is never generated; of a longer
     one the last token is not, where the others have just been.
     """
@@ -28,16 +29,17 @@ class TokenRules:
     def __init__(
         self,
         *,
-        allowed_token_ids: Sequence[int] | None,
+        allowed: NDArray[np.uint32] | None,
         bad_words: Sequence[Sequence[int]],
         grammar: GrammarMatcher | None = None,
     ) -> None:
         self._grammar = grammar
-        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids)
+        self._allowed = allowed
         self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
         self._left_nothing: Refusal | None = None
         self._names = [
-            name for name, given in (("allowed_token_ids", allowed_token_ids), ("bad_words", bad_words)) if given
+            *(["allowed_token_ids"] if allowed is not None else []),
+            *(["bad_words"] if bad_words else []),
         ]
         self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
 
@@ -107,7 +109,8 @@ def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tupl
     return tuple(dict.fromkeys(found))
 
 
-def _bits(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+def mask_of(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    """The mask that allows these tokens, of which there is one at least: a bit for each token, in words of 32."""
     bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -136,6 +136,21 @@ def test_what_is_not_understood_is_said_and_the_conversation_goes_on(conversatio
     assert f"What {server.url} answers is not understood" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ends", [b"0\r\n\r\n", b""], ids=["well formed", "cut"])
+def test_half_an_answer_is_not_shown_as_whole(conversation, ends, capsys):
+    event = b'data: {"choices": [{"delta": {"content": "The sea"}}]}\n\n'
+
+    async def script(_body):
+        yield SSE_HEAD + b"%x\r\n%b\r\n" % (len(event), event) + ends
+        yield b""
+
+    with scripted(script) as server:
+        assert _show(ServerClient(server.url), conversation) == "The sea"
+    shown = capsys.readouterr()
+    assert "The sea" in shown.out
+    assert "before the answer did" in shown.err or "No answer" in shown.err
+
+
 def test_figures_tell_speed_cache_and_why_it_ended(monkeypatch):
     now = iter([10.0, 10.5, 12.5])
     monkeypatch.setattr("app.chat.time.monotonic", lambda: next(now))

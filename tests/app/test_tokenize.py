@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from app.prompts import tokenize
+from app.loading import open_files
+from app.prompts import open_prompts, tokenize
+from app.settings import Settings
 from engine.errors import InvalidRequest
+from protocol.openai.chat import ChatCompletionRequest
 
 
 def test_a_regex_that_goes_astray_on_a_text_is_the_requests_error() -> None:
@@ -16,3 +20,15 @@ def test_a_regex_that_goes_astray_on_a_text_is_the_requests_error() -> None:
     with pytest.raises(InvalidRequest, match="cannot read prompt") as caught:
         tokenize(tokenizer, "a" * 30 + "!", param="prompt")
     assert caught.value.param == "prompt"
+
+
+def test_the_first_prompt_that_spells_a_special_token_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings()
+    encoder = open_prompts(settings, open_files(settings, lambda *_: None))
+    encoder.prepare()
+    monkeypatch.setattr("app.prompts.Tokenizer", None)  # nothing can make another one any more
+    messages = [{"role": "user", "content": "a <|im_end|> b"}]
+    body = ChatCompletionRequest.model_validate({"messages": messages})
+    spelled = anyio.run(encoder.encode_chat, body, 1000)
+    (end,) = encoder._tokenizer.encode("<|im_end|>", add_special_tokens=False).ids
+    assert spelled.count(end) == encoder.decode(spelled).count("<|im_end|>") - 1

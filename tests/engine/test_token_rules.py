@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from engine.structured.token_rules import TokenRules, bad_word_token_ids
+from engine.frontend.detokenizer import Vocabulary
+from engine.structured import manager as manager_module
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.manager import StructuredOutputManager
+from engine.structured.token_rules import TokenRules, bad_word_token_ids, mask_of
 from tests.embedded_model import embedded_gguf
+from tests.engine.helpers import byte_level_tokenizer, make_request
 
 VOCAB_SIZE = 90
 WORDS = -(-VOCAB_SIZE // 32)
@@ -28,7 +36,7 @@ def allowed_by(rules: TokenRules) -> set[int]:
     output=st.lists(st.integers(0, 3), max_size=30),
 )
 def test_a_token_is_allowed_if_it_is_listed_and_completes_no_bad_word(allowed, bad_words, output):
-    rules = TokenRules(allowed_token_ids=None if allowed is None else sorted(allowed), bad_words=bad_words)
+    rules = TokenRules(allowed=None if allowed is None else mask_of(sorted(allowed)), bad_words=bad_words)
     for length in range(len(output) + 1):
         expected = set(range(VOCAB_SIZE)) if allowed is None else set(allowed)
         for token_id in list(expected):
@@ -60,3 +68,24 @@ def test_a_word_is_bad_at_the_start_of_a_text_and_behind_a_blank(tokenizer: Toke
     found = bad_word_token_ids(tokenizer, [" Paris", "Paris"])
     assert sorted(tokenizer.decode(list(word)) for word in found) == [" Paris", "Paris"]
     assert all(len(word) == 1 for word in found)
+
+
+def test_the_choices_of_a_request_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sequence[int]] = []
+
+    def noted(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+        made.append(token_ids)
+        return mask_of(token_ids)
+
+    monkeypatch.setattr(manager_module, "mask_of", noted)
+    manager = StructuredOutputManager(
+        GrammarCompiler(Vocabulary(byte_level_tokenizer()), vocab_size=300, eos_token_ids=(1,))
+    )
+    for allowed in ((1, 2), (3,), (1, 2)):
+        for _ in range(50):
+            matcher = manager.start(make_request([1], allowed_token_ids=(*allowed,)))
+            assert matcher is not None
+            mask = np.empty(10, np.uint32)
+            matcher.fill(mask)
+            assert mask[0] == sum(1 << token_id for token_id in allowed)
+    assert len(made) == 3

@@ -2,7 +2,8 @@
 // they are clicked, and only to http, https and mailto; pictures are links, so that nothing is loaded from elsewhere.
 import { h } from "./dom.js";
 
-const INLINE = /(`+)([^]*?[^`])\1(?!`)|\*\*([^]+?)\*\*|__([^]+?)__|\*([^\s*][^*]*?)\*|~~([^]+?)~~|!?\[([^\]]*)\]\(([^\s)]+)[^)]*\)|(https?:\/\/[^\s<>()]+[^\s<>().,;:!?'"])|\\([\\`*_~[\]()#+.!>-])/;
+// Nothing that opens looks further than so many characters for its end, so the time is linear in the text.
+const INLINE = /(`+)|\*\*([^]{1,2000}?)\*\*|__([^]{1,2000}?)__|\*([^\s*][^*]{0,2000}?)\*|~~([^]{1,2000}?)~~|!?\[([^\]]{0,500})\]\(([^\s)]{1,2000})[^)]{0,500}\)|(https?:\/\/[^\s<>()]{1,2000}[^\s<>().,;:!?'"])|\\([\\`*_~[\]()#+.!>-])/;
 
 export function markdown(text) {
   const lines = text.replaceAll("\r\n", "\n").split("\n");
@@ -32,13 +33,15 @@ export function markdown(text) {
       const quoted = take((each) => /^\s*>/.test(each)).map((each) => each.replace(/^\s*> ?/, ""));
       fragment.append(h("blockquote", {}, markdown(quoted.join("\n"))));
     } else if (isItem(line)) fragment.append(list(take((each) => isItem(each) || /^\s+\S/.test(each))));
-    else if (line.includes("|") && /^\s*\|?[\s:|-]+\|[\s:|-]*$/.test(lines[index + 1] ?? "")) fragment.append(table(take((each) => each.includes("|"))));
+    else if (line.includes("|") && isRule(lines[index + 1] ?? "")) fragment.append(table(take((each) => each.includes("|"))));
     else fragment.append(h("p", {}, ...inline(take((each, count) => each.trim() && (!count || !(isItem(each) || /^\s*(```|~~~|>|#{1,6}\s)/.test(each)))).join("\n"))));
   }
   return fragment;
 }
 
 const isItem = (line) => /^\s*([-*+]|\d{1,9}[.)])\s+\S/.test(line);
+
+const isRule = (line) => /^[\s:|-]+$/.test(line) && line.includes("|") && line.includes("-"); // of a table
 
 function list(lines) {
   const root = h(/^\s*\d/.test(lines[0]) ? "ol" : "ul");
@@ -60,20 +63,39 @@ function table(lines) {
 
 function inline(text) {
   const parts = [];
-  let match;
-  while ((match = INLINE.exec(text))) {
-    if (match.index) parts.push(text.slice(0, match.index));
-    const [whole, ticks, code, strong, strong2, emphasis, struck, words, target, address, escaped] = match;
-    if (ticks) parts.push(h("code", {}, code.trim()));
-    else if (strong ?? strong2) parts.push(h("strong", {}, ...inline(strong ?? strong2)));
-    else if (emphasis) parts.push(h("em", {}, ...inline(emphasis)));
-    else if (struck) parts.push(h("s", {}, ...inline(struck)));
-    else if (escaped) parts.push(escaped);
-    else parts.push(link(target ?? address, words ?? address, whole));
-    text = text.slice(match.index + whole.length);
+  const unclosed = new Set(); // lengths of runs of backticks that no other run closes any more
+  const search = new RegExp(INLINE, "g"); // with a place of its own: what is inside is searched meanwhile
+  let begin = 0;
+  for (let match; (match = search.exec(text)); ) {
+    const [whole, ticks, strong, strong2, emphasis, struck, words, target, address, escaped] = match;
+    let end = match.index + whole.length;
+    let part;
+    if (ticks) {
+      const close = unclosed.has(ticks.length) ? -1 : closing(text, end, ticks.length);
+      if (close < 0) {
+        unclosed.add(ticks.length);
+        continue;
+      }
+      part = h("code", {}, text.slice(end, close).trim());
+      end = close + ticks.length;
+    } else if (strong ?? strong2) part = h("strong", {}, ...inline(strong ?? strong2));
+    else if (emphasis) part = h("em", {}, ...inline(emphasis));
+    else if (struck) part = h("s", {}, ...inline(struck));
+    else part = escaped || link(target ?? address, words ?? address, whole);
+    if (match.index > begin) parts.push(text.slice(begin, match.index));
+    parts.push(part);
+    begin = search.lastIndex = end;
   }
-  if (text) parts.push(text);
+  if (begin < text.length) parts.push(text.slice(begin));
   return parts;
+}
+
+// Where the next run of just so many backticks is; -1 if there is none.
+function closing(text, from, length) {
+  const runs = /`+/g;
+  runs.lastIndex = from;
+  for (let run; (run = runs.exec(text)); ) if (run[0].length === length) return run.index;
+  return -1;
 }
 
 function link(target, words, whole) {

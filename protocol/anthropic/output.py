@@ -28,7 +28,6 @@ from protocol.message_parts import (
     join,
 )
 from protocol.sse import event_frame
-from protocol.tools.functions import partial_object
 from protocol.writers import AnswerContext, Head, raise_if_failed
 
 _TEXT_DELTA = (
@@ -159,8 +158,8 @@ class MessageBodyWriter:
                     blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": {}})
                 case ToolCallArguments(index, fragment) if index in self._parser.cut_calls:
                     blocks[-1]["text"] += fragment
-                case ToolCallArguments(_, fragment):
-                    blocks[-1]["input"] = partial_object(fragment)
+                case ToolCallArguments(_, fragment):  # an object as the model wrote it, as a stream gives it
+                    blocks[-1]["input"] = orjson.Fragment(fragment)
         return blocks or [{"type": "text", "text": ""}]
 
 

@@ -98,6 +98,7 @@ class ChatMessage(ClientModel):
     function_call: CalledFunction | None = None  # the same in its old form
     reasoning: str | None = None
     reasoning_content: str | None = None  # the same under its older name
+    refusal: str | None = None  # instead of content
 
     @field_validator("content")
     @classmethod
@@ -112,7 +113,7 @@ class ChatMessage(ClientModel):
                     refuse_type(part.type, ("text",), f"{number}.type")
         return content
 
-    @field_validator("tool_calls", "function_call", "reasoning", "reasoning_content")
+    @field_validator("tool_calls", "function_call", "reasoning", "reasoning_content", "refusal")
     @classmethod
     def _only_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("role", "assistant") != "assistant":
@@ -121,12 +122,13 @@ class ChatMessage(ClientModel):
 
     def text(self) -> str:
         """The content as one string."""
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "\n".join(part.text for part in content if part.text)
 
     def parts(self) -> list[dict[str, Any]]:
         """The content as parts of text, at least one."""
-        content = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        given = self.content or self.refusal or ""
+        content = [given] if isinstance(given, str) else [part.text for part in given]
         return [{"type": "text", "text": text} for text in filter(None, content)] or [{"type": "text", "text": ""}]
 
     def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:

@@ -23,7 +23,11 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 def partial_object(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object. Of what breaks off, as much as there is: what SDKs make of the same stream."""
     try:
-        value = from_json(arguments, allow_partial=True)
+        try:
+            value = from_json(arguments, allow_partial=True)
+        except ValueError:  # half a character among whole JSON: no text can carry it further
+            halves = json.dumps(json.loads(arguments), ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            value = json.loads(halves.decode("utf-16-le", "replace"))
         try:
             orjson.dumps(value)
         except orjson.JSONEncodeError:  # an integer of more than 64 bits; as a float it can be written

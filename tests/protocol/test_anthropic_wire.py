@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -154,6 +155,16 @@ def test_a_call_is_a_block_with_its_input():
         "name": "look",
         "input": {"at": "it"},
     }
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud800"}', '{"a": 1' + "0" * 400 + "}", '{"a": ' + "[" * 250 + "]" * 250 + "}"]
+)
+def test_whole_arguments_are_the_input_whatever_they_hold(arguments):
+    writer = MessageBodyWriter(request(), scripted([[ToolCallStart(0, "c", "f"), ToolCallArguments(0, arguments)]]))
+    writer.feed_output(output("x", finish=FinishReason.STOP))
+    [block] = json.loads(writer.body())["content"]
+    assert block["input"] == json.loads(arguments)
 
 
 def test_the_inputs_together_are_the_prompt():

@@ -201,6 +201,7 @@ def test_a_free_call_follows_a_grammar_that_can_be_held(
         ('{"a": 123456789012345678901234567890}', {"a": 123456789012345678901234567890.0}),
         ('{"a": 1' + "0" * 400 + "}", {}),
         ('{"a":' * 300 + "1", {}),
+        ('{"a": "ls \\ud800x", "b": "\\ud83d\\ude00"}', {"a": "ls \ufffdx", "b": "😀"}),
     ],
 )
 def test_what_breaks_off_is_an_object_that_can_be_written(arguments: str, value: dict[str, Any]) -> None:

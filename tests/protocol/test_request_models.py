@@ -163,6 +163,13 @@ def test_calls_and_reasoning_of_earlier_turns_reach_the_template(arguments, read
     assert (message["content"], message["reasoning"], message["reasoning_content"]) == ("", "hm", "hm")
 
 
+def test_a_refusal_of_an_earlier_turn_is_what_the_assistant_has_said():
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "refusal": "No."}]
+    body = chat(messages=said)
+    assert body.messages_for_template()[1] == {"role": "assistant", "content": "No."}
+    assert body.messages_for_template(as_parts=True)[1]["content"] == [{"type": "text", "text": "No."}]
+
+
 def test_reasoning_effort_and_template_kwargs_reach_the_template():
     assert chat(reasoning_effort="none").template_variables() == {"reasoning_effort": "none", "enable_thinking": False}
     wish = {"enable_thinking": True}

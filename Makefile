@@ -5,6 +5,7 @@
 #   make test     environment, install, every check and test
 #   make check    what takes about a minute of it: lint, types, unit tests without servers or downloads
 #   make storm    minutes of load and faults
+#   make test-builds  the tests with the AVX2 build of the C++ library alone (BUILDS="avx2 avx512 bf16")
 #   make soak     an hour of everything at once (HOURS=8)
 #
 # Flags for the server: make serve ARGS="--port 9000 --model path/to/model". Another Python: make PYTHON=python3.12 test
@@ -23,7 +24,7 @@ INSTALL := $(PIP) install $(QUIET) --only-binary :all: --constraint requirements
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help serve chat test check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
+.PHONY: help serve chat test test-builds check lint format storm soak chromium compiler emulator images nginx npm prometheus systemd lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,6 +40,11 @@ test: chromium compiler emulator lint nginx npm prometheus systemd
 	$(BIN)/headrace pull
 	@# For two cores: who waits for a server leaves a core to a third.
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 5
+
+# As an older processor runs them.
+BUILDS ?= avx2
+test-builds: $(VENV)/.dev
+	bash .ci/with_builds "$(BUILDS)" $(MAKE) test
 
 UNITS := tests/engine tests/protocol tests/app tests/test_tables_of_contents.py \
   $(addprefix tests/gpu/test_,host.py input_batch.py kv_cache_size.py sampler_masks.py checkpoint_gguf_file.py)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from gpu.cpu.library import usable
 from tests.gpu.native_builds import needs_library
 
 pytestmark = needs_library
+each_build = pytest.mark.parametrize("build", [library.name for library in usable()])
 
 IMPORTS = """
-import os, resource, threading, time
+import os, resource, sys, threading, time
 import numpy as np, torch
-from gpu.cpu.library import Threads, load_library
+from gpu.cpu.library import Threads, load_library, usable
 from gpu.cpu.matrices import pack
 from gpu.cpu.memory import WeightBuffer
-library = load_library()
+library = next(library for library in usable() if sys.argv[1:] in ([], [library.name]))
 matrix = pack(library, WeightBuffer(), [np.ones((16, 96), np.float32)])
 """
 OUT_OF_MEMORY = """
@@ -26,11 +30,13 @@ def multiply(rows):
     library.functions.hr_multiply(threads.handle, matrix.struct, x.data_ptr(), rows, 0, None, out.data_ptr(), 16)
 multiply(10)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
 try:
-    multiply(2**22)  # 3 GiB of rows to keep, before the first is read
+    multiply(2**22)  # 0.75 GiB of rows to keep in 16 bits, twice that in 32, before the first is read
 except MemoryError as error:
     print(error)
+else:
+    os._exit(1)  # it has read beyond its rows
 multiply(20)
 print((out == 96).all().item())
 """
@@ -107,9 +113,9 @@ multiply(threads)
 """
 
 
-def run(script: str, imports: str = IMPORTS) -> str:
+def run(script: str, imports: str = IMPORTS, *arguments: str) -> str:
     process = subprocess.run(
-        [sys.executable, "-c", imports + script],
+        [sys.executable, "-c", imports + script, *arguments],
         check=False,
         capture_output=True,
         text=True,
@@ -120,12 +126,14 @@ def run(script: str, imports: str = IMPORTS) -> str:
     return process.stdout
 
 
-def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works():
-    assert run(OUT_OF_MEMORY) == "hr_multiply found no memory to work in\nTrue\n"
+@each_build
+def test_a_call_that_finds_no_memory_says_so_and_the_next_one_works(build: str):
+    assert run(OUT_OF_MEMORY, IMPORTS, build) == "hr_multiply found no memory to work in\nTrue\n"
 
 
-def test_a_first_call_that_finds_no_memory_does_not_end_the_process():
-    assert run(FIRST_CALL_WITHOUT_MEMORY) == "True\n"
+@each_build
+def test_a_first_call_that_finds_no_memory_does_not_end_the_process(build: str):
+    assert run(FIRST_CALL_WITHOUT_MEMORY, IMPORTS, build) == "True\n"
 
 
 def test_an_interpreter_that_ends_within_a_call_ends_well():
@@ -145,3 +153,23 @@ def test_where_the_kernel_refuses_tiles_the_next_build_computes():
     if "_kernels_amx" in allowed:
         model = f"{REFUSED}{IMPORTS}{MULTIPLIES}"
         assert run(model, imports="").split() == [*names, names[0], "True"]
+
+
+def test_the_suite_can_run_with_the_builds_of_an_older_processor(tmp_path: Path):
+    names = {f"_kernels_{name}.cpython-311.so" for name in ("amx", "bf16", "avx512", "avx2")}
+    for name in names:
+        (tmp_path / name).touch()
+    script = Path(__file__).parents[2] / ".ci/with_builds"
+    seen = subprocess.run(
+        ["bash", script, "avx2 avx512", "bash", "-c", 'ls "$FOLDER"; exit 3'],
+        env=os.environ | {"FOLDER": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert seen.returncode == 3, "the command's own status is told"
+    assert {name for name in seen.stdout.split() if name in names} == {
+        "_kernels_avx512.cpython-311.so",
+        "_kernels_avx2.cpython-311.so",
+    }
+    assert {path.name for path in tmp_path.iterdir()} == names, "all are back"

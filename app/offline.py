@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -46,7 +46,17 @@ class LLM(engine.frontend.llm.LLM):
                 f"{useless[0]}: an LLM has no server, and this setting is only the server's; leave it out"
             )
         given = settings if model is None else settings | {"model": model}
-        chosen = load_settings(given, spelled=str)
+        self._open(load_settings(given, spelled=str), progress)
+
+    @classmethod
+    def of(cls, settings: Settings, *, progress: bool = True) -> Self:
+        """Load the model of settings that were read before: neither environment nor file is asked again."""
+        llm = cls.__new__(cls)
+        llm._open(settings, progress)
+        return llm
+
+    def _open(self, chosen: Settings, progress: bool) -> None:
+        self._progress = progress
         if chosen.data_parallel_size > 1:
             raise SettingsError(f"data_parallel_size: got {chosen.data_parallel_size}; an LLM is one engine. 1 works")
         with loading() if progress else nullcontext() as report:
@@ -62,10 +72,12 @@ class LLM(engine.frontend.llm.LLM):
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_step: OnStep | None = None,
-        progress: bool = True,
+        progress: bool | None = None,
     ) -> list[Generation]:
-        """As the engine's, with a bar in the terminal unless the caller wants none, or `on_step` shows one."""
+        """As the engine's, with a bar in the terminal unless the caller wants none, here or when the model was loaded,
+        or `on_step` shows one."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
-        bar = generating(len(prompts)) if progress and on_step is None else nullcontext(on_step)
+        wanted = self._progress if progress is None else progress
+        bar = generating(len(prompts)) if wanted and on_step is None else nullcontext(on_step)
         with bar as report:
             return super().generate(prompts, sampling, on_step=report)

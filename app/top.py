@@ -33,6 +33,7 @@ from app.settings import Settings, SettingsError
 from engine.snapshot import BlocksSnapshot, EngineSnapshot, RequestSnapshot
 
 MAX_INTERVAL = 3600.0  # seconds
+_ALWAYS_THERE = "num_requests_running"  # of any server's metrics
 _TIMEOUT = 15.0  # seconds; an engine may take ten to end its step
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 Counted = defaultdict[str, float]
@@ -123,11 +124,12 @@ class Watcher:
 
 def _counted(text: str) -> Counted:
     counted: Counted = defaultdict(float)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if not math.isfinite(sample.value):
-                continue
-            name = sample.name.rpartition(":")[2]
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = (sample.name.removesuffix(_ALWAYS_THERE) for sample in samples if sample.name.endswith(_ALWAYS_THERE))
+    prefix = min(found, key=len, default="")  # `metrics_prefix` of that server
+    for sample in samples:
+        if math.isfinite(sample.value):
+            name = sample.name.removeprefix(prefix).rpartition(":")[2]
             counted[name] += sample.value
             if reason := sample.labels.get("reason") or sample.labels.get("source"):
                 counted[f"{name} {reason}"] += sample.value

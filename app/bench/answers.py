@@ -64,6 +64,7 @@ def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
         except (ValueError, AttributeError, TypeError, KeyError):
             record.error = "an event that is not understood"
     record.text = "".join(texts)
+    record.has_usage = record.num_output_tokens > 0
     record.num_output_tokens = record.num_output_tokens or len(record.token_times)
     if not record.error and not (finished and record.token_times):
         record.error = "no text came" if finished else "the stream broke off"

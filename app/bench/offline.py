@@ -8,16 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from app.offline import LLM, SERVER_SETTINGS
+from app.offline import LLM
+from app.setting_sources import Given, check_settings
 from app.settings import Settings
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def open_llm(settings: Settings, **unless_given: Any) -> LLM:
-    """The model of these settings, and of others where none was given."""
-    given = {name: getattr(settings, name) for name in settings.model_fields_set - SERVER_SETTINGS}
-    return LLM(**unless_given | given)
+    """Open the model of these settings, and of others where none was given."""
+    others = {name: value for name, value in unless_given.items() if name not in settings.model_fields_set}
+    return LLM.of(check_settings({n: Given(v, n) for n, v in others.items()} | given_of(settings)))
+
+
+def given_of(settings: Settings) -> dict[str, Given]:
+    """What was given of these settings, as `check_settings` takes it."""
+    return {name: Given(getattr(settings, name), name) for name in settings.model_fields_set}
 
 
 def percentiles_of(seconds: list[float]) -> dict[str, float]:

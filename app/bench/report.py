@@ -32,6 +32,7 @@ class RequestRecord:
     num_prompt_tokens: int = 0  # as the server counted
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    has_usage: bool = True  # the server told its token counts; else they are estimates
     status: int = 0  # of HTTP; 0 where no answer came
     retry_after: float | None = None  # seconds, of who was refused
     error: str = ""  # why it failed, in words that many may share; empty: it was answered to the end
@@ -95,6 +96,7 @@ def summarize(
         "retry_after": [r.retry_after for r in failed if r.retry_after is not None],
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
+        "requests_without_usage": sum(not r.has_usage for r in done),
         "total_cached_tokens": sum(r.num_cached_tokens for r in done),
         "request_throughput": len(done) * per_second,
         "request_goodput": len(good) * per_second if slo else None,

@@ -116,7 +116,7 @@ def run(**given: Any) -> int:
 
         options.html.write_text(page(result, records), encoding="utf-8")
         print(f"Plots: {options.html}")
-    if options.save_result or options.append_result:
+    if options.save_result or options.append_result or options.save_detailed:
         print(f"Result: {_save(options, result | (per_request(records) if options.save_detailed else {}))}")
     return 0 if result["completed"] else 1
 
@@ -138,11 +138,16 @@ class _Checked:
                 raise SettingsError(f"{flag}: got {wrong[0]!r}; allowed: {', '.join(known)}")
         if not all(0 <= percent <= 100 for percent in self.percentiles):
             raise SettingsError("--metric-percentiles: allowed: 0 to 100. A value that works: 50,90,99")
+        if options.extra_body.get("n") not in (None, 1):
+            raise SettingsError(
+                f"--extra-body: got n={options.extra_body['n']!r}; allowed: 1, since latencies between tokens are "
+                "those of one answer"
+            )
         if options.max_concurrency is not None and options.max_concurrency < 1:
             raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")
         if not 0 < options.request_timeout < math.inf:
             raise SettingsError(f"--request-timeout: got {options.request_timeout}; allowed: seconds, more than 0")
-        if options.save_result or options.append_result:
+        if options.save_result or options.append_result or options.save_detailed:
             _check_results(options.result_dir, options.result_filename)
         if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, self.headers):
             self.headers["Authorization"] = f"Bearer {key}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic import SecretStr
+from pydantic import ByteSize, SecretStr
 
 from app.bench.offline import percentiles_of, write_json
 from app.bench.report import output_file
@@ -135,4 +135,6 @@ def _text(value: object) -> str:
         return ",".join(map(_text, value))
     if isinstance(value, SecretStr):
         return value.get_secret_value()
-    return json.dumps(value) if isinstance(value, dict) else shown(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(int(value)) if isinstance(value, ByteSize) else shown(value)  # which rounds sizes

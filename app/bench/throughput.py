@@ -46,6 +46,12 @@ def run(settings: Settings, *, n: int, output_json: Path | None, **given: Any) -
         f"tokens/s, {num_output / seconds:,.1f} output tokens/s"
     )
     print(f"Prompt tokens: {num_input:,}\nOutput tokens: {num_output:,}")
+    num_asked = n * sum(request.num_output_tokens for request in requests)
+    if num_output < num_asked:
+        print(
+            f"Answers were cut at the context of {llm.core.config.max_model_len:,} tokens (max_model_len): "
+            f"{num_asked:,} output tokens were asked for."
+        )
     write_json(
         output_json,
         {
@@ -56,6 +62,7 @@ def run(settings: Settings, *, n: int, output_json: Path | None, **given: Any) -
             "requests_per_second": len(requests) / seconds,
             "tokens_per_second": (num_input + num_output) / seconds,
             "total_output_tokens": num_output,
+            "requested_output_tokens": num_asked,
             "output_tokens_per_second": num_output / seconds,
         },
     )

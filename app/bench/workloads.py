@@ -125,6 +125,8 @@ def workload(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
 def draw_requests(options: Namespace, *, seed: int) -> list[WorkloadRequest]:
     """What is asked, all at once. Raises SettingsError."""
     _check_positive(options, "num_prompts", "conversation_turns", "prefix_repetition_num_prefixes")
+    lengths = ("input_len", "output_len", "random_input_len", "random_output_len", "sharegpt_output_len")
+    _check_positive(options, *(name for name in lengths if getattr(options, name, None) is not None))
     if options.dataset_path is not None and options.dataset_name not in ("sharegpt", "custom"):
         raise SettingsError(f"--dataset-path: the dataset {options.dataset_name} reads no file; sharegpt and custom do")
     return list(_DATASETS[options.dataset_name](options, random.Random(f"{seed} lengths"), f"{seed}"))

@@ -16,7 +16,7 @@ from app.bench.display import print_result
 from app.bench.report import output_file, per_request
 from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
 from app.settings import Settings, SettingsError
-from app.simulate.machine import read_machine, with_settings
+from app.simulate.machine import FIXED, read_machine, with_settings
 from app.simulate.run import Outcome, simulate
 from app.simulate.search import find_rate, parse_slo, parse_sweeps
 from app.simulate.traces import read_trace, scaled
@@ -56,6 +56,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--route", choices=ROUTES, default="prefix", help="How they share it. Default: prefix, as the server does."
     )
     add_workload_flags(parser)
+    parser.set_defaults(num_prompts=None)  # 1,000, or all of a trace
     group = parser.add_argument_group("load")
     group.add_argument("--trace", type=Path, metavar="FILE", help="A recorded load instead: see docs/simulator.md.")
     group.add_argument("--max-concurrency", type=int, metavar="N", help="Requests under way at a time.")
@@ -92,6 +93,15 @@ class Case:
         own = {name: text for name, text in (changes or {}).items() if name not in Settings.model_fields}
         for name, text in own.items():
             self._set(name, text)
+        if wrong := next((name for name in changes or {} if name in FIXED), None):
+            raise SettingsError(
+                f"--sweep: got {wrong}; the steps of --table were measured with one value of it. Give a table of each "
+                "value, in a run for each"
+            )
+        if self.options.trace is not None:
+            _check_beside_trace(self.options)
+        elif self.options.num_prompts is None:
+            self.options.num_prompts = _workload_defaults()["num_prompts"]
         self.machine, self.settings = read_machine(options.table, settings, self.options.num_blocks)
         for name, most in (("num_blocks", 2**31), ("max_concurrency", 2**31), ("replicas", MAX_REPLICAS)):
             if (value := getattr(self.options, name)) is not None and not 1 <= value <= most:
@@ -119,8 +129,9 @@ class Case:
     def requests(self, rate: float | None = None, seed: int | None = None) -> list[WorkloadRequest]:
         """What is sent, at this rate if one is given."""
         if self.options.trace is not None:
-            recorded = read_trace(self.options.trace)
-            return recorded if rate is None else scaled(recorded, rate)
+            recorded = read_trace(self.options.trace)[: self.options.num_prompts]
+            rate = self.options.request_rate if rate is None else rate
+            return recorded if rate == math.inf else scaled(recorded, rate)
         options = Namespace(**vars(self.options))
         if rate is not None:
             options.request_rate, options.ramp_up_strategy = rate, None
@@ -139,6 +150,25 @@ class Case:
             outages=self.outages,
             watch=watch,
         )
+
+
+def _workload_defaults() -> dict[str, Any]:
+    parser = ArgumentParser()
+    add_workload_flags(parser)
+    return vars(parser.parse_args([]))
+
+
+def _check_beside_trace(options: Namespace) -> None:
+    """Raise SettingsError for flags of a workload beside a trace, which has one of its own."""
+    for name, default in _workload_defaults().items():
+        value = getattr(options, name, default)
+        if name not in ("num_prompts", "request_rate") and value != default:
+            flag = name.replace("_", "-")
+            raise SettingsError(f"--{flag}: got {value}; --trace says what is asked and when. Leave out one of them")
+    if not options.request_rate > 0:
+        raise SettingsError(f"--request-rate: got {options.request_rate}; allowed: more than 0")
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise SettingsError(f"--num-prompts: got {options.num_prompts}; allowed: at least 1")
 
 
 _NOT_SWEPT = frozenset(
@@ -166,6 +196,12 @@ def run(settings: Settings, **given: Any) -> int:
         options.table = _latest_table(settings)
     if (options.find is None) != (options.slo is None):
         raise SettingsError("--find and --slo go together. What works: --find rate --slo ttft_p99=0.5,itl_p99=0.05")
+    several = "--find" if options.find is not None else "--sweep" if options.sweep else None
+    unwritten = (
+        ("html", "record", "goodput") if several == "--sweep" else ("html", "record", "goodput", "json", "sweep")
+    )
+    if several and (wrong := next((name for name in unwritten if getattr(options, name)), None)):
+        raise SettingsError(f"--{wrong}: {several} makes many runs; allowed: with one run. Leave out one of them")
     if options.find is not None:
         return _find(Case(settings, options))
     if options.sweep:
@@ -180,7 +216,7 @@ def run(settings: Settings, **given: Any) -> int:
 
             watch = Recording(scope.enter_context(options.record.open("wb"))).watch
         outcome = case.run(requests, watch)
-    result = _conditions(case) | outcome.result(slo=slo)
+    result = _conditions(case, len(requests)) | outcome.result(slo=slo)
     print_result(result)
     print(
         f"{result['simulated_seconds']:,.1f} simulated seconds, {result['simulation_speed']:,.0f} a second; "
@@ -217,7 +253,7 @@ def _latest_table(settings: Settings) -> Path:
     return path
 
 
-def _conditions(case: Case) -> dict[str, Any]:
+def _conditions(case: Case, num_requests: int) -> dict[str, Any]:
     rate = case.options.request_rate
     return {
         "label": "simulated",
@@ -226,7 +262,7 @@ def _conditions(case: Case) -> dict[str, Any]:
         "request_rate": rate if rate < math.inf else "inf",
         "burstiness": case.options.burstiness,
         "max_concurrency": case.options.max_concurrency,
-        "num_prompts": case.options.num_prompts,
+        "num_prompts": num_requests,
         "client_was_late": False,
     }
 
@@ -273,12 +309,17 @@ def _sweep(settings: Settings, options: Namespace) -> int:
 
     sweeps = parse_sweeps(options.sweep)
     cases = [Case(settings, options, changes) for changes in sweeps]  # all are checked before any runs
+    results = []
     table = Table(*sweeps[0], *SHOWN, box=None, padding=(0, 2), header_style="bold")
     for changes, case in zip(sweeps, cases, strict=True):
-        result = case.run(case.requests()).result()
+        requests = case.requests()
+        result = _conditions(case, len(requests)) | case.run(requests).result()
+        results.append({"changes": changes, **result})
         shown = (
             f"{result[key]:,.2f}" if isinstance(result[key], float) else f"{result[key]:,}" for key in SHOWN.values()
         )
         table.add_row(*changes.values(), *shown)
     Console(width=max(Console().width, 20 * len(sweeps[0]) + 120)).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"sweep": results}), encoding="utf-8")
     return 0

@@ -16,6 +16,11 @@ from engine.scheduler.step_cost import StepCostTable
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 
+# Settings that a table of step costs and its KV cache were measured with. A simulation cannot have others.
+FIXED = (
+    *("kv_cache_memory", "gpu_memory_utilization", "block_size", "dtype", "quantization", "device", "num_threads"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+)
 MAX_FILE_BYTES = 64 * 2**20
 UNKNOWN_NUM_BLOCKS = 2**16  # where nobody says how much room there is: a million tokens
 # What a request takes beside the engine's steps, in seconds: HTTP, JSON, tokenizing and admission before, detokenizing
@@ -120,12 +125,27 @@ def read_machine(
         info = json.loads(data)
         if not isinstance(info, dict):
             raise ValueError("not a JSON object")
-        machine, settings = machine_of(_one_engine(info, settings.model), settings)
+        info = _one_engine(info, settings.model)
+        machine, merged = machine_of(info, settings)
     except OSError as error:
         raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}. {works}") from None
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"{flag}: {path} is wrong: {error}. {works}") from None
-    return (machine if num_blocks is None else replace(machine, num_blocks=num_blocks)), settings
+    _check_fixed(info, settings, flag)
+    return (machine if num_blocks is None else replace(machine, num_blocks=num_blocks)), merged
+
+
+def _check_fixed(info: Mapping[str, Any], settings: Settings, flag: str) -> None:
+    """Raise SettingsError for a setting that was given and is not the one that the table was measured with."""
+    told = info.get("settings")
+    for name in FIXED:
+        value = getattr(settings, name)
+        if name in settings.model_fields_set and not (isinstance(told, dict) and told.get(name) == value):
+            hint = "--num-blocks says how large the KV cache is" if "memory" in name else "Leave it out"
+            raise SettingsError(
+                f"--{name.replace('_', '-')}: got {value}; the file of {flag} was measured with another value, or does "
+                f"not tell. {hint}, or give a table that was measured with it"
+            )
 
 
 def machine_of(info: Mapping[str, Any], settings: Settings) -> tuple[Machine, Settings]:

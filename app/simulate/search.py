@@ -12,7 +12,7 @@ from app.settings import SettingsError
 MAX_RUNS = 64  # of a sweep
 BRACKET = 1.02  # between the rate that holds and the one that does not
 MAX_DOUBLINGS = 12
-CHECK_SEEDS = 5
+CHECK_SEEDS = 5  # a rate holds if it holds with most of them
 
 Simulate = Callable[[float, int], Mapping[str, Any]]  # of a rate and a seed: the result
 
@@ -70,37 +70,41 @@ class FoundRate(NamedTuple):
 
 def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) -> FoundRate:
     """Bisect, with the same random numbers at each rate, so that only the rate differs. A run holds if all that were
-    sent were answered, and no figure is above its limit. Raises SettingsError if no rate holds, or any."""
-    runs = 0
+    sent were answered, and no figure is above its limit; a rate holds if the runs of most seeds do. Raises
+    SettingsError if no rate holds, or any."""
+    kept: dict[tuple[float, int], bool] = {}
+    seeds = range(seed, seed + CHECK_SEEDS)
+    most = CHECK_SEEDS // 2 + 1
 
-    def holds(rate: float, seed: int) -> bool:
-        nonlocal runs
-        runs += 1
-        result = simulate(rate, seed)
-        return not result["failed"] and all(result[key] <= 1e3 * seconds for key, seconds in limits.items())
+    def keeps(rate: float, seed: int) -> bool:
+        if (rate, seed) not in kept:
+            result = simulate(rate, seed)
+            kept[rate, seed] = not result["failed"] and all(result[key] <= 1e3 * s for key, s in limits.items())
+        return kept[rate, seed]
+
+    def holds(rate: float) -> bool:
+        held = failed = 0
+        for each in seeds:
+            held, failed = (held + 1, failed) if keeps(rate, each) else (held, failed + 1)
+            if most in (held, failed):
+                break
+        return held == most
 
     low = high = 1.0
-    if holds(low, seed):
-        while holds(high := high * 2, seed):
+    if holds(low):
+        while holds(high := high * 2):
             low = high
             if high >= 2**MAX_DOUBLINGS:
                 raise SettingsError(
                     f"--find: {high:g} requests/s still hold: allowed is a workload that lasts, give more --num-prompts"
                 )
     else:
-        while not holds(low := low / 2, seed):
+        while not holds(low := low / 2):
             high = low
             if low <= 2**-MAX_DOUBLINGS:
                 raise SettingsError(f"--slo: not even {low:.2g} requests/s hold; allowed: what one request alone keeps")
     while high / low > BRACKET:
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if holds(middle, seed) else (low, middle)
-    others = range(seed + 1, seed + 1 + CHECK_SEEDS)
-    return FoundRate(
-        low,
-        high,
-        CHECK_SEEDS,
-        sum(holds(low, each) for each in others),
-        sum(holds(high, each) for each in others),
-        runs,
-    )
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    hold_at_holds, hold_at_fails = (sum(keeps(rate, each) for each in seeds) for rate in (low, high))
+    return FoundRate(low, high, CHECK_SEEDS, hold_at_holds, hold_at_fails, len(kept))

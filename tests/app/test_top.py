@@ -129,6 +129,20 @@ def test_rates_are_of_what_came_since_the_look_before_also_of_a_server_that_bega
     assert "– generated/s" in text_of(now, now)
 
 
+@pytest.mark.parametrize("prefix", ["vllm:", "vllm_", "", "a:b_"])
+def test_metrics_are_known_by_any_prefix(prefix: str):
+    text = f"""\
+# TYPE {prefix}num_requests_running gauge
+{prefix}num_requests_running{{model_name="a"}} 2.0
+# TYPE {prefix}generation_tokens counter
+{prefix}generation_tokens_total{{model_name="a"}} 7.0
+# TYPE headrace:tenant_num_requests_running gauge
+headrace:tenant_num_requests_running{{tenant="a"}} 9.0
+"""
+    counted = _counted(text)
+    assert (counted["num_requests_running"], counted["generation_tokens_total"]) == (2.0, 7.0)
+
+
 def test_refusals_are_told_by_reason():
     text = """\
 # TYPE vllm:admission_rejections counter

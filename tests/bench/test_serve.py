@@ -56,6 +56,18 @@ async def answer_of_one_token(_body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield SSE_HEAD + chunk(event(" a")) + chunk(usage(3, 1)) + chunk("data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
+def test_estimates_are_called_so_and_details_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer_without_usage(_body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield SSE_HEAD + chunk(event(" a")) + chunk("data: [DONE]\n\n") + b"0\r\n\r\n"
+
+    with scripted(answer_without_usage) as quiet:
+        flags = ("--base-url", quiet.url, "--model", "m", "--num-prompts", "2", "--result-dir", str(tmp_path))
+        assert main(["bench", "serve", *flags, "--save-detailed", "--result-filename", "r.json"]) == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["requests_without_usage"] == len(result["ttfts"]) == 2
+    assert "Of 2 requests the server told no usage" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
 def test_totals_are_the_servers_own(server: Server, tmp_path: Path, backend: str) -> None:
     before = server.metrics()
@@ -209,6 +221,8 @@ def test_a_server_that_starts_is_waited_for() -> None:
         (["--base-url", "http://127.0.0.1:99999"], "--base-url: got 'http://127.0.0.1:99999'"),
         (["--base-url", "http://[::1"], "--base-url: got 'http://[::1'"),
         (["--max-concurrency", "0"], "--max-concurrency: got 0"),
+        (["--extra-body", '{"n": 2}'], "--extra-body: got n=2; allowed: 1"),
+        (["--input-len", "0"], "--input-len: got 0; allowed: more than 0"),
         (["--request-timeout", "nan"], "--request-timeout: got nan"),
         (["--header", "x=a\r\nb: c"], "--header: 'x' has characters that cannot be sent"),
         (["--save-result", "--result-dir", "/dev/null/a"], "--result-dir: cannot make /dev/null/a"),

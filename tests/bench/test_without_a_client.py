@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from app.bench.offline import open_llm
+from app.bench.startup import _text
 from app.cli import main
+from app.setting_sources import load_settings
+from app.settings import Settings
 from tests.server.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -48,6 +52,31 @@ def test_throughput_of_many_prompts(tmp_path: Path) -> None:
     assert (result["num_requests"], result["total_num_tokens"], result["total_output_tokens"]) == (12, 252, 60)
     assert result["requests_per_second"] == pytest.approx(12 / result["elapsed_time"])
     assert result["tokens_per_second"] == pytest.approx(252 / result["elapsed_time"])
+
+
+def test_answers_that_the_context_cuts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = bench(tmp_path, "throughput", "--num-prompts", "2", "--input-len", "500", "--output-len", "50")
+    assert (result["total_output_tokens"], result["requested_output_tokens"]) == (24, 100)
+    assert "cut at the context of 512 tokens (max_model_len): 100 output tokens" in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        bench(tmp_path, "latency", "--input-len", "500", "--output-len", "50")
+    assert "--output-len: got 50 after 500 prompt tokens; allowed: 512 in all" in capsys.readouterr().err
+
+
+def test_no_other_file_is_read_than_the_one_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny_model(tmp_path / "tiny", vocab_size=2048)
+    named, other = tmp_path / "named.toml", tmp_path / "other.toml"
+    named.write_text(f'model = "{model}"\nload_format = "dummy"\nkv_cache_memory = "16MiB"')
+    other.write_text("max_model_len = 128")
+    monkeypatch.setenv("HEADRACE_CONFIG", str(other))
+    llm = open_llm(load_settings({"block_size": 32}, named), max_num_seqs=3, block_size=8)
+    assert llm.core.config.max_model_len == 8192
+    assert (llm.core.config.max_num_seqs, llm.core.executor.block_size) == (3, 32)
+
+
+def test_sizes_are_handed_on_exactly() -> None:
+    size = 1_500_000_001
+    assert Settings(kv_cache_memory=_text(Settings(kv_cache_memory=size).kv_cache_memory)).kv_cache_memory == size
 
 
 def test_starts_cold_and_warm(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -112,6 +113,49 @@ def test_a_sweep_is_a_table(table: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [line[:2] for line in lines[1:]] == [["1", "8"], ["1", "16"], ["4", "8"], ["4", "16"]]
 
 
+def test_a_sweep_is_written(table: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    assert main(f"simulate --table {table} --num-prompts 12 --sweep max_num_seqs=1,4 --json {file}".split()) == 0
+    runs = json.loads(file.read_text())["sweep"]
+    assert [run["changes"] for run in runs] == [{"max_num_seqs": "1"}, {"max_num_seqs": "4"}]
+    assert all(run["completed"] == run["num_prompts"] == 12 for run in runs)
+
+
+def test_a_trace_is_cut_and_sped_up(table: Path, tmp_path: Path) -> None:
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "result.json"
+    lines = [{"time": 10.0 * number, "input_tokens": 40, "output_tokens": 4} for number in range(20)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+
+    def result(flags: str) -> dict[str, Any]:
+        assert main(f"simulate --table {table} --trace {trace} --json {file} {flags}".split()) == 0
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+    whole = result("")
+    assert whole["num_prompts"] == whole["completed"] == 20
+    assert whole["duration"] > 190
+    assert result("--num-prompts 5")["num_prompts"] == 5
+    fast = result("--request-rate 2")
+    assert fast["request_rate"] == 2
+    assert fast["duration"] < 12
+
+
+def test_what_a_table_was_measured_with_may_be_given(tmp_path: Path) -> None:
+    info = {
+        "step_cost": msgspec.to_builtins(TABLE),
+        "kv_cache": {"num_blocks": 64, "block_size": 16},
+        "max_model_len": 1024,
+        "settings": {"max_num_seqs": 3, "kv_cache_memory": 2**20, "block_size": 16},
+    }
+    path = tmp_path / "info.json"
+    path.write_text(json.dumps(info))
+    assert (
+        main(f"simulate --table {path} --num-prompts 3 --input-len 50 --kv-cache-memory 1MiB --block-size 16".split())
+        == 0
+    )
+    assert main(f"simulate --table {path} --num-prompts 3 --kv-cache-memory 2MiB".split()) == 1
+
+
 def test_the_highest_rate_is_found(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--table {table} --num-prompts 40 --input-len 100 --output-len 8 --find rate --slo ttft_p99=0.2".split()
     assert main(["simulate", *flags]) == 0
@@ -125,6 +169,18 @@ def test_bisection_ends_between_what_holds_and_what_does_not() -> None:
     assert found.holds <= 5.0 < found.fails <= 1.03 * found.holds
     assert found.hold_at_holds == 5
     assert found.hold_at_fails == 0
+
+
+def test_a_rate_that_most_seeds_break_is_not_found() -> None:
+    """One seed in five is lucky."""
+
+    def simulate(rate: float, seed: int) -> dict[str, float]:
+        return {"failed": 0, "p99_ttft_ms": (10 if seed == 0 else 100) * rate}
+
+    found = find_rate(simulate, parse_slo("ttft_p99=0.5"))
+    assert found.holds <= 5.0 < found.fails <= 1.03 * found.holds
+    assert (found.hold_at_holds, found.hold_at_fails) == (5, 1)
+    assert found.runs < 5 * 20
 
 
 def test_what_never_or_always_holds_is_said_to() -> None:
@@ -152,6 +208,13 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--table {worse}", "num_blocks: got -1; allowed: a whole number, at least 1"),
         ("--table {list}", "not a JSON object"),
         ("--table /dev/zero", "is wrong: more than"),
+        ("--kv-cache-memory 1GiB", "--num-blocks says how large the KV cache is"),
+        ("--dtype float32", "--dtype: got float32; the file of --table was measured with another value"),
+        ("--sweep dtype=float32,bfloat16", "--sweep: got dtype; the steps of --table were measured with one value"),
+        ("--sweep max_num_seqs=1,2 --html x.html", "--html: --sweep makes many runs"),
+        ("--find rate --slo ttft_p99=1 --json x.json", "--json: --find makes many runs"),
+        ("--trace x.json --input-len 5", "--input-len: got 5; --trace says what is asked and when"),
+        ("--input-len 0", "--input-len: got 0; allowed: more than 0"),
         ("--max-num-batched-tokens 1", "max_num_batched_tokens (1) must be at least max_num_seqs"),
     ],
 )

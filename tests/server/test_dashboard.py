@@ -227,6 +227,60 @@ def test_chat_streams_stops_and_keeps_conversations(browser: Browser, open_serve
         expect(page.locator("article.user")).to_have_count(2)
 
 
+def test_two_tabs_keep_each_others_conversations(browser: Browser, open_server: Server) -> None:
+    def say(page: Page, words: str) -> None:
+        page.get_by_label("Message").fill(words)
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator("article.assistant .facts-line").last).to_contain_text("token", timeout=PATIENCE)
+
+    old = {
+        "talks": [{"system": "", "messages": [{"role": "user", "content": "before"}]}],
+        "settings": {"max_tokens": 4},
+    }
+    with looking(browser, open_server, "/dashboard#chat") as first:
+        first.evaluate("old => localStorage.setItem('headrace-chats', JSON.stringify(old))", old)
+        first.reload()
+        expect(first.get_by_label("max tokens")).to_have_value("4")
+        second = first.context.new_page()
+        second.goto(open_server.base_url + "/dashboard#chat")
+        for page, words in ((first, "from the first"), (second, "from the second"), (first, "first again")):
+            page.get_by_role("button", name="New conversation").first.click()
+            say(page, words)
+        said = {"before", "from the first", "from the second", "first again"}
+        for page in (first, second):  # at once, and after a reload
+            for _ in range(2):
+                for words in said:
+                    expect(page.locator(".conversations .name", has_text=words)).to_have_count(1, timeout=PATIENCE)
+                page.reload()
+        second.locator(".conversations li", has_text="from the first").get_by_role("button", name="Delete").click()
+        expect(first.locator(".conversations .name", has_text="from the first")).to_have_count(0, timeout=PATIENCE)
+
+
+def test_rates_fall_to_none_on_an_idle_server(browser: Browser, open_server: Server) -> None:
+    with streaming(open_server), open_server.client.stream("GET", "/dashboard/frames") as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data:"))
+        busy = [json.loads(next(lines)) for _ in range(4)]
+    last = busy[-1]
+    none = {"steps": [], "requests": [], "running": [], "num_running": 0}
+    idle = [{**last, **none, "time": last["time"] + seconds} for seconds in (3, 30)]
+    with looking(browser, open_server, "/dashboard") as page:
+        rates = page.evaluate(
+            """async (frames) => {
+                const { View } = await import("/dashboard/files/view.js");
+                const place = document.createElement("div");
+                const view = new View(place);
+                return frames.map((frame) => {
+                    view.push(frame);
+                    view.draw();
+                    const found = [...place.querySelectorAll("dt")].find((each) => each.textContent === "Decode");
+                    return parseFloat(found.nextSibling.textContent.replaceAll(",", ""));
+                });
+            }""",
+            [*busy, *idle],
+        )
+    assert rates[3] > rates[4] > rates[5] == 0, rates
+
+
 def test_markdown_becomes_elements_and_never_html(browser: Browser, open_server: Server) -> None:
     source = (
         "# Title\n\n**bold** and `a < b` and [good](https://example.com) and [bad](javascript:alert(1))\n\n"

@@ -2,8 +2,8 @@
 import { h, number, seconds } from "./dom.js";
 import { markdown } from "./markdown.js";
 import { ask, events, Refused } from "./server.js";
+import { forget, fresh, load, onOtherTab, saveSettings, saveTalk } from "./talks.js";
 
-const STORE = "headrace-chats";
 const SETTINGS = [
   ["temperature", { min: 0, max: 2, step: 0.05 }], ["top_p", { min: 0, max: 1, step: 0.01 }], ["top_k", { min: 0, step: 1 }], ["min_p", { min: 0, max: 1, step: 0.01 }],
   ["repetition_penalty", { min: 0.01, max: 10, step: 0.01 }], ["frequency_penalty", { min: -2, max: 2, step: 0.1 }], ["max_tokens", { min: 1, step: 1 }], ["seed", { step: 1 }],
@@ -16,8 +16,8 @@ export class Chat {
     this.log = h("div.log", { role: "log", ariaLive: "off", tabIndex: -1 });
     this.input = h("textarea", { rows: 3, placeholder: "Ask something (Enter sends, Shift+Enter is a new line, Esc stops)", ariaLabel: "Message" });
     this.button = h("button.primary", { type: "submit" }, "Send");
-    this.system = h("textarea", { rows: 3, ariaLabel: "System prompt", oninput: () => { this.talk.system = this.system.value; save(this.store); } });
-    this.model = h("select", { ariaLabel: "Model", onchange: () => { this.store.model = this.model.value; this.showDefaults(); save(this.store); } });
+    this.system = h("textarea", { rows: 3, ariaLabel: "System prompt", oninput: () => { this.talk.system = this.system.value; saveTalk(this.talk); } });
+    this.model = h("select", { ariaLabel: "Model", onchange: () => { this.store.model = this.model.value; this.showDefaults(); saveSettings(this.store); } });
     this.cards = {};
     this.fields = Object.fromEntries(SETTINGS.map(([name, range]) => [name, h("input", { type: "number", placeholder: "model’s", ...range, value: this.store.settings[name] ?? "", oninput: () => this.set(name) })]));
     this.side = h("aside", {},
@@ -33,6 +33,23 @@ export class Chat {
     root.addEventListener("keydown", (event) => { if (event.key === "Escape") this.stop(); });
     if (!this.store.talks.length) this.store.talks.push(fresh());
     this.open(this.store.talks[0]);
+    onOtherTab((id, talk) => this.hear(id, talk));
+  }
+
+  // Another tab has changed a conversation. What is being answered here is this tab's.
+  hear(id, talk) {
+    const known = this.store.talks.find((each) => each.id === id);
+    if (known && known === this.answered) return;
+    if (talk && known) Object.assign(known, talk);
+    else if (talk) this.store.talks.unshift(talk);
+    else this.drop(known);
+    if (known && known === this.talk) this.open(talk ? known : this.store.talks[0]);
+    else this.drawList();
+  }
+
+  drop(talk) {
+    this.store.talks = this.store.talks.filter((each) => each !== talk);
+    if (!this.store.talks.length) this.store.talks.push(fresh());
   }
 
   enter() {
@@ -59,7 +76,10 @@ export class Chat {
 
   begin() {
     this.stop();
-    if (this.talk.messages.length) this.store.talks.unshift(fresh());
+    if (this.talk.messages.length) {
+      this.store.talks.unshift(fresh());
+      saveTalk(this.store.talks[0]);
+    }
     this.open(this.store.talks[0]);
     this.input.focus();
   }
@@ -72,7 +92,6 @@ export class Chat {
     if (!talk.messages.length) this.log.append(h("p.faint.hello", {}, "What you write goes to this server and nowhere else. Conversations are kept in this browser."));
     this.drawList();
     this.log.scrollTop = this.log.scrollHeight;
-    save(this.store);
   }
 
   drawList() {
@@ -82,8 +101,8 @@ export class Chat {
   }
 
   remove(talk) {
-    this.store.talks = this.store.talks.filter((each) => each !== talk);
-    if (!this.store.talks.length) this.store.talks.push(fresh());
+    forget(talk);
+    this.drop(talk);
     this.open(talk === this.talk ? this.store.talks[0] : this.talk);
   }
 
@@ -91,7 +110,7 @@ export class Chat {
     const { value, valueAsNumber } = this.fields[name];
     if (value === "" || Number.isNaN(valueAsNumber)) delete this.store.settings[name];
     else this.store.settings[name] = valueAsNumber;
-    save(this.store);
+    saveSettings(this.store);
   }
 
   stop() { this.controller?.abort(); }
@@ -110,6 +129,8 @@ export class Chat {
     this.log.append(bubble(question).element, shown.element);
     this.log.scrollTop = this.log.scrollHeight;
     this.drawList();
+    this.answered = talk;
+    saveTalk(talk);
     this.controller = new AbortController();
     this.button.textContent = "Stop";
     shown.element.ariaBusy = true;
@@ -123,11 +144,11 @@ export class Chat {
         if (error.status === 401) this.say(error.message, true);
       }
     }
-    this.controller = null;
+    this.controller = this.answered = null;
     this.button.textContent = "Send";
     shown.element.ariaBusy = false;
     shown.draw();
-    save(this.store);
+    if (this.store.talks.includes(talk)) saveTalk(talk); // it was not deleted meanwhile
   }
 
   async read(talk, answer, shown, began, signal) {
@@ -207,23 +228,5 @@ function rendered(content) {
     return markdown(content);
   } catch {
     return h("p", {}, content); // nested without end: as it came
-  }
-}
-
-const fresh = () => ({ system: "", messages: [] });
-
-function load() {
-  try {
-    const { talks, settings, model } = JSON.parse(localStorage.getItem(STORE));
-    if (Array.isArray(talks)) return { talks, settings: settings ?? {}, model };
-  } catch { /* nothing is kept yet, or the browser keeps nothing */ }
-  return { talks: [], settings: {}, model: undefined };
-}
-
-function save(store) {
-  try {
-    localStorage.setItem(STORE, JSON.stringify(store));
-  } catch { // full: the oldest goes
-    if (store.talks.length > 1) { store.talks.pop(); save(store); }
   }
 }

@@ -90,7 +90,7 @@ export class History {
   figures(end = this.steps.at(-1)?.time ?? 0) {
     const recent = this.steps.filter((step) => step.time > end - WINDOW && step.time <= end);
     if (!recent.length) return { span: 0 };
-    const span = Math.max(recent.at(-1).time + recent.at(-1).seconds - recent[0].time, 1e-9);
+    const span = Math.max(recent.at(-1).time + recent.at(-1).seconds - recent[0].time, end - recent[0].time, 1e-9);
     // An engine whose steps are very short has made some that no frame told of.
     const share = recent.length / Math.max(recent.at(-1).step - recent[0].step + 1, 1);
     const [gaps, last] = [[], new Map()];

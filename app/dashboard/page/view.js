@@ -96,7 +96,9 @@ export class View {
     this.where.textContent = step ? `step ${step.step}${this.cursor === null ? "" : ` · ${step.rows.length} requests · ${seconds(step.seconds)}`}` : "no step yet";
     this.aim.lastChild.textContent = `aimed at ${seconds(frame.limits.target_inter_token_latency)}`;
     this.lanes.draw(history, end, this.selected);
-    this.drawFigures(history.figures(step?.time), frame);
+    // The rates of an engine that has nothing to do fall to none, and those of a long step stay.
+    const isIdle = this.cursor === null && !frame.num_running;
+    this.drawFigures(history.figures(isIdle ? frame.time : step?.time), frame);
     this.drawRequests(frame);
     drawBlocks(this.blocks, frame.blocks);
     this.drawBlockWords(frame.blocks);

@@ -86,5 +86,5 @@ async def _translated(
         return given, body, given.left_out
 
     given, body, left_out = await server.workload.read(request, read)
-    tell_left_out(server, request, left_out)
+    tell_left_out(server, request, left_out, body)
     return given, body

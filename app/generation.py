@@ -81,8 +81,12 @@ async def parse(server: Server, model: type[M], request: RequestScope) -> M:
     return await server.workload.read(request, lambda: parse_body(model, request.body))
 
 
-def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut) -> None:
-    """Warn of what the request has and nobody serves here."""
+def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut, body: object = None) -> None:
+    """Warn of what the request has and nobody serves here, and of what the model's chat template does not read of a
+    conversation."""
+    if isinstance(body, ChatCompletionRequest):
+        syntax = server.model.prompts.syntax
+        left_out = left_out._replace(unread=syntax.unread_fields(body.documents, body.chat_template_kwargs))
     server.metrics.on_tools_left_out(left_out.tools)
     request.warning = left_out.warning()
 

@@ -7,7 +7,7 @@ asked here: what the template gets, what the grammar is, which special tokens ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from msgspec import structs
@@ -22,6 +22,8 @@ from protocol.tools.functions import ToolUse
 
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
+
+_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # each of which sets the others
 
 PROMPT_TAIL = 16
 """Tokens of a prompt's end that tell whether it opens the reasoning."""
@@ -64,6 +66,12 @@ class MessageSyntax:
         if self._uses_fallback:
             return without_tools(messages, functions, self._tools), None
         return messages, [function.for_template() for function in functions] or None
+
+    def unread_fields(self, documents: object, variables: Iterable[str]) -> tuple[str, ...]:
+        """The fields of a request for the template of which this one reads nothing."""
+        read = self._variables | (_THINKING if self._variables & _THINKING else frozenset())
+        unread = (f"chat_template_kwargs.{name}" for name in variables if name not in read)
+        return (*(("documents",) if documents and "documents" not in read else ()), *unread)
 
     def thinking_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The template's variables as they are `given`, and those that switch thinking under every name it reads.

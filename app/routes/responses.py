@@ -52,7 +52,7 @@ async def create(server: Server, request: RequestScope) -> None:
         return chat, context, body.echo(), body.left_out
 
     chat, context, echo, left_out = await server.workload.read(request, read, _num_stored_bytes(body, previous))
-    tell_left_out(server, request, left_out)
+    tell_left_out(server, request, left_out, chat)
     chat.check_template_kwargs(server.settings.template_kwargs)
     head = new_head(server, request, "resp_", body.model)
 
@@ -121,7 +121,7 @@ async def input_tokens(server: Server, request: RequestScope) -> None:
         lambda: (body.translate(_conversation(server, request, body, previous)), body.left_out),
         _num_stored_bytes(body, previous),
     )
-    tell_left_out(server, request, left_out)
+    tell_left_out(server, request, left_out, chat)
     answer = {"object": "response.input_tokens", "input_tokens": await count_tokens(server, chat)}
     await request.send_json(200, orjson.dumps(answer))
 

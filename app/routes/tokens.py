@@ -15,7 +15,7 @@ from protocol.tokens import DetokenizeRequest, TokenizeChatRequest, parse_tokeni
 async def tokenize(server: Server, request: RequestScope) -> None:
     """POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
     body = await server.workload.read(request, lambda: parse_tokenize(request.body))
-    tell_left_out(server, request, body.left_out)
+    tell_left_out(server, request, body.left_out, body)
     server.check_model_name(body.model)
     model = server.model
     longest = model.engine_info.max_model_len

@@ -53,11 +53,15 @@ class Unread(Unserved):
 
 
 class LeftOut(NamedTuple):
-    """The parts of a request that have no effect, each once: types of tools, types of items, names of fields."""
+    """The parts of a request that have no effect, each once: types of tools, types of items, names of fields.
+
+    `unread` are the fields for the chat template that the template of the served model does not read.
+    """
 
     tools: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def warning(self) -> str | None:
         """Return the value of the header `x-headrace-warning`; None if every part of the request has its effect."""
@@ -67,6 +71,8 @@ class LeftOut(NamedTuple):
             warnings[0] += " (nobody serves them here)"
         if self.fields:
             warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not use them)")
+        if self.unread:
+            warnings.append(f"fields without effect: {_listed(self.unread)} (the chat template does not read them)")
         return "; ".join(filter(None, warnings)) or None
 
 

@@ -217,3 +217,13 @@ def test_reasoning_that_the_prompt_has_opened_needs_no_tag():
     assert join(opened.feed_text("a</think>b")) == [ReasoningDelta("a"), ContentDelta("b")]
     closed = syntax.message_format(None, prompt_end=b"<think>\n\n</think>\n\n").parser(token_bytes)
     assert join(closed.feed_text("a")) == [ContentDelta("a")]
+
+
+def test_fields_for_the_template_that_it_does_not_read_are_named():
+    def unread(template, documents=None, **variables):
+        names = ChatTemplate(template, {}).variables
+        return MessageSyntax(template, {}, knows_tools=False, variables=names).unread_fields(documents, variables)
+
+    assert unread("{{ documents }}{{ thinking }}", [{}], enable_thinking=True, date=1) == ("chat_template_kwargs.date",)
+    assert unread("{{ messages }}", [{}], thinking=True) == ("documents", "chat_template_kwargs.thinking")
+    assert unread("{{ messages }}", []) == unread("{{ date }}", date=1) == ()

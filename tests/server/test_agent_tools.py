@@ -310,3 +310,26 @@ def test_tools_of_a_fixed_form_are_called_by_their_names(server: Server, tool: A
     assert block.name == tool["name"]
     assert isinstance(block.input, dict)
     assert field is None or field in block.input
+
+
+# --- what the chat template does not read
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1}),
+        ("/v1/messages", {"messages": QUESTION, "max_tokens": 1}),
+        ("/v1/responses", {"input": QUESTION, "max_output_tokens": 1}),
+        ("/tokenize", {"messages": QUESTION}),
+        ("/v1/messages/count_tokens", {"messages": QUESTION}),
+        ("/v1/responses/input_tokens", {"input": QUESTION}),
+    ],
+)
+def test_what_the_template_does_not_read_is_told(server: Server, path: str, body: dict[str, Any]) -> None:
+    unread = {"documents": [{"text": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
+    answer = server.post(path, {**body, **unread})
+    assert answer.status_code == 200, answer.text
+    told = "documents, chat_template_kwargs.enable_thinking (the chat template does not read them)"
+    assert answer.headers[WARNING] == f"fields without effect: {told}"
+    assert WARNING not in server.post(path, body).headers

@@ -11,7 +11,6 @@ from app.loading import core_factory, open_files
 from app.logs import bind, configure_logging
 from app.settings import Settings
 from engine.core.core import EngineCore
-from engine.end_when_stopped import end_when_stopped
 from engine.transport.process_core import serve_parent
 from engine.transport.wire import Report
 
@@ -25,12 +24,5 @@ def build(setup: dict[str, Any], report: Report) -> EngineCore:
     return core_factory(settings, open_files(settings, report), setup["kv_cache_share"])()
 
 
-def build_here(setup: dict[str, Any], report: Report) -> EngineCore:
-    """The same on the server's machine."""
-    if Settings(**setup["settings"]).engines_start_again:
-        end_when_stopped()
-    return build(setup, report)
-
-
 if __name__ == "__main__":
-    serve_parent(build_here)
+    serve_parent(build)

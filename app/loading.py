@@ -162,13 +162,14 @@ def make_client(
         def place(index: int) -> ProcessClient:
             return make_ray_client(settings, index if most > 1 else None, progress)
 
-        return DataParallelClient(place, settings.data_parallel_size, settings.max_num_seqs, most)
+        size, slots = settings.data_parallel_size, settings.max_num_seqs
+        return DataParallelClient(place, size, slots, most, stall_limit=settings.stall_limit)
     shares = divide(settings)  # where an engine may lose a process of its own, even one is started again
 
     def make(index: int) -> ProcessClient:
         return make_process_client(shares[index], progress, index if len(shares) > 1 else None)
 
-    return DataParallelClient(make, len(shares), settings.max_num_seqs)
+    return DataParallelClient(make, len(shares), settings.max_num_seqs, stall_limit=settings.stall_limit)
 
 
 def join_ray() -> None:
@@ -226,8 +227,9 @@ def make_process_client(share: Share, progress: Progress, index: int | None = No
     environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
     if share.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = share.devices
+    command = [sys.executable, "-m", ENGINE_MODULE]
     return ProcessClient(
-        partial(Child, [sys.executable, "-m", ENGINE_MODULE], environment),
+        partial(Child, command, environment, ends_when_stopped=share.settings.engines_start_again),
         {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
         on_progress=progress,
     )

@@ -296,7 +296,8 @@ class Settings(BaseSettings):
     )
     stall_limit: float = Field(
         60.0,
-        description="Seconds without a step, although there is work, after which /livez fails.",
+        description="Seconds without a step, although there is work, after which /livez fails. One engine of several "
+        "counts as dead then, and is started again.",
         ge=0.001,
         le=86400,
     )

@@ -6,12 +6,14 @@ whatever happens, leaving its block leaves neither a process nor a file.
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
@@ -28,6 +30,7 @@ _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 # so that is waited for; otherwise there is only what it had said before.
 LAST_EVENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 0.05
+LOOKING_SECONDS = 0.1  # between two looks at whether it is stopped
 
 
 class Child(Link):
@@ -37,10 +40,18 @@ class Child(Link):
     the number of its end of the lifeline as its last arguments.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        ends_when_stopped: bool = False,
+    ) -> None:
+        """With `ends_when_stopped` a process that is stopped (SIGSTOP), and so cannot answer, is killed."""
         super().__init__()
         self._command = command
         self._environment = environment
+        self._ends_when_stopped = ends_when_stopped
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -66,10 +77,22 @@ class Child(Link):
 
     async def wait_gone(self) -> Ended:
         """Wait until the process has ended, and reap it."""
-        await anyio.wait_readable(self._lifeline)  # nothing is ever sent on it, so this is its end
+        is_over = False
+        while not is_over:
+            with anyio.move_on_after(LOOKING_SECONDS if self._ends_when_stopped else math.inf):
+                await anyio.wait_readable(self._lifeline)  # nothing is ever sent on it, so this is its end
+                is_over = True
+            if not is_over and self._is_stopped():
+                self.kill()
         while (status := self._process.poll()) is None:  # noqa: ASYNC110 - it is about to be a zombie
             await anyio.sleep(0.002)
         return Ended(EngineDead(_how_it_ended(status)), CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
+
+    def _is_stopped(self) -> bool:
+        # The state is looked at, not silence: a busy machine is not taken for a stopped process.
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
 
     def kill(self) -> None:
         self._process.kill()

@@ -11,6 +11,7 @@ There may be more while much waits. One that is wanted no more gets nothing new,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -65,7 +66,10 @@ class DataParallelClient:
         size: int,
         max_num_seqs: int,
         max_size: int | None = None,
+        *,
+        stall_limit: float = math.inf,
     ) -> None:
+        """A replica that has work and makes no step for `stall_limit` seconds counts as dead."""
         most = max_size or size
         self.replicas = [Replica(index, make_replica, is_wanted=index < size) for index in range(most)]
         self._fleet = FleetSize(size, most)
@@ -79,6 +83,7 @@ class DataParallelClient:
         self._step = 0
         self._announced = False
         self._over = False
+        self._stall_limit = stall_limit
         self._deliver: Deliver = lambda message: None
 
     @property
@@ -359,7 +364,8 @@ class DataParallelClient:
             replica.client.send(PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
-        """Miss what was lost of an engine's KV events, though no other follows it. End what was held for too long."""
+        """Miss what was lost of an engine's KV events, though no other follows it. End what was held for too long, and
+        engines whose heartbeat stands still."""
         while not self._over:
             await anyio.sleep(LOOKING_SECONDS)
             for index in self._alive():
@@ -368,6 +374,10 @@ class DataParallelClient:
                     self._ask(replica)
                 replica.kv_sequence = replica.client.kv_sequence  # what is on its way now is here at the next look
             now = time.monotonic()
+            for replica in self.replicas:
+                if replica.busy_since is not None and now - replica.busy_since > self._stall_limit:
+                    error = EngineLost(f"the engine has work and made no step for {self._stall_limit:g} s")
+                    self._receive(replica, [EngineDied(error)])
             late = [request_id for request_id in self._limits.late(now) if self._limits.drop(request_id)]
             if late and not self._over:
                 self._deliver([self._merged([timed_out(each) for each in late], NOTHING_DONE, now)])

@@ -5,11 +5,13 @@
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
 The process belongs to its parent and ends only by its word: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole
-group at once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had.
+group at once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had, even if it
+is stopped then.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -34,6 +36,7 @@ from engine.transport.wire import HEARTBEAT, Ends, Pulse, Report, decoder, encod
 
 logger = logging.getLogger(__name__)
 
+PR_SET_PDEATHSIG = 1
 LINGER_MILLISECONDS = 2000  # until the parent has taken what was sent
 
 Build = Callable[[Any, Report], EngineCore]
@@ -45,6 +48,8 @@ def serve_parent(build: Build) -> NoReturn:
     `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
     """
     _ignore_signals()
+    # The kernel lets this process go on when its parent ends: stopped, it would not see the lifeline's end.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     *_, directory, descriptor = sys.argv
     private = Path(directory)
     threading.Thread(target=_end_with_parent, args=(int(descriptor), private), name="lifeline", daemon=True).start()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tests.chaos.faulty  # noqa: F401  (puts the faults in front of the executor)
-from app.engine_process import build_here
+from app.engine_process import build
 from engine.transport.process_core import serve_parent
 
 if __name__ == "__main__":
-    serve_parent(build_here)
+    serve_parent(build)

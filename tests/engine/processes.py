@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -33,9 +34,12 @@ def simulation(**options: Any) -> Simulation:
     return Simulation(**{"vocab_size": VOCAB_SIZE, "max_model_len": MAX_MODEL_LEN, **options})
 
 
-def process_client(on_progress: Report | None = None, **options: Any) -> ProcessClient:
+def process_client(
+    on_progress: Report | None = None, *, ends_when_stopped: bool = False, **options: Any
+) -> ProcessClient:
     setup = msgspec.to_builtins(simulation(**options))
-    return ProcessClient(partial(Child, COMMAND), setup, on_progress=on_progress)
+    child = partial(Child, COMMAND, ends_when_stopped=ends_when_stopped)
+    return ProcessClient(child, setup, on_progress=on_progress)
 
 
 class Launched:
@@ -111,9 +115,9 @@ async def serving(where: EngineClient | Where, **options: Any) -> AsyncIterator[
         yield Serving(chosen, llm, observer)
 
 
-def replicas(size: int, **options: Any) -> DataParallelClient:
+def replicas(size: int, *, stall_limit: float = math.inf, **options: Any) -> DataParallelClient:
     slots = options.get("max_num_seqs", 8)
-    return DataParallelClient(lambda index: process_client(**options), size, slots)
+    return DataParallelClient(lambda index: process_client(**options), size, slots, stall_limit=stall_limit)
 
 
 def process_of(parallel: DataParallelClient, index: int) -> int:

@@ -297,6 +297,31 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
         assert both.llm.seconds_without_progress() == 0.0
 
 
+async def test_a_replica_whose_heartbeat_stands_still_counts_as_dead_and_is_started_again(tmp_path: Path) -> None:
+    """Whatever holds it up, and whether or not there is anybody else to notice."""
+    hangs = [tmp_path / str(index) for index in range(2)]
+    parallel = DataParallelClient(
+        lambda index: process_client(hang_while=str(hangs[index]), step_seconds=0.01), 2, 8, stall_limit=0.5
+    )
+    async with serving(parallel) as both:
+        await until(lambda: parallel.is_asleep)
+        hangs[0].touch()
+        requests = [make_request([number], max_tokens=100) for number in range(4)]
+
+        async def run(request: EngineCoreRequest) -> None:
+            assert await both.read(request) == expected_tokens(request)
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                for request in requests:
+                    tasks.start_soon(run, request)
+        assert parallel.num_placed_again == 2, "none of them had begun there"
+        hangs[0].unlink()
+        await until(lambda: len(parallel._alive()) == 2)
+        assert parallel.replicas[1].num_deaths == 0
+        await both.assert_nothing_left()
+
+
 async def test_engines_follow_the_queue_and_the_one_with_least_to_do_goes_and_ends_what_it_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

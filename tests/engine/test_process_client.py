@@ -114,6 +114,15 @@ async def test_a_stopped_process_is_seen_to_make_no_progress() -> None:
             os.kill(engine.client.pid, signal.SIGCONT)
 
 
+async def test_a_stopped_process_that_is_not_to_wait_is_killed_by_the_front_end_itself() -> None:
+    async with serving(process_client(ends_when_stopped=True)) as engine:
+        with pytest.raises(EngineDead) as dead:  # noqa: PT012
+            async with engine.llm.stream(make_request([1, 2], max_tokens=100)) as stream:
+                os.kill(engine.client.pid, signal.SIGSTOP)
+                await collect(stream)
+        assert "killed by SIGKILL" in str(dead.value.__cause__)
+
+
 async def test_what_comes_while_the_loop_is_busy_is_delivered_in_order_and_at_once() -> None:
     received: list[Event] = []
     client = process_client()
@@ -145,13 +154,16 @@ anyio.run(main)
 """
 
 
-def test_an_engine_does_not_outlive_a_front_end_that_is_killed(short_path: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_engine_does_not_outlive_a_front_end_that_is_killed(is_stopped: bool, short_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(short_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE, env=environment) as front_end:
         assert front_end.stdout is not None
         engine = int(front_end.stdout.readline())
         assert is_running(engine)
         assert list(short_path.iterdir())
+        if is_stopped:
+            os.kill(engine, signal.SIGSTOP)
         front_end.kill()
         front_end.wait()
         while is_running(engine) or list(short_path.iterdir()):

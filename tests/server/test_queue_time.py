@@ -35,10 +35,16 @@ def test_who_would_wait_too_long_is_refused_and_let_in_when_told_to_come_back(se
         waiting = "vllm:num_requests_waiting"  # told with the next step
         seen = server.poll(lambda: server.metrics().samples, lambda found: found[rejected] > 0 and found[waiting] > 0)
         assert seen["headrace:queued_seconds"] > 0.0
-        head = clients[-1].read_head()
-        error = json.loads(clients[-1].read_body())["error"]
-        assert (head.status_code, error["code"]) == (429, "queue_full")
-        assert "expected to pass until the first token" in error["message"]
+        # On a busy machine the server may read the last request when earlier ones have ended, and admit it.
+        refused = None
+        for client in reversed(clients):
+            head = client.read_head()
+            if head.status_code == 429:
+                refused = json.loads(client.read_body())["error"]
+                break
+        assert refused is not None
+        assert refused["code"] == "queue_full"
+        assert "expected to pass until the first token" in refused["message"]
         again = int(dict(head.headers)[b"retry-after"])
         for _ in range(10):  # the machine may have become slower meanwhile
             time.sleep(again)

@@ -7,9 +7,10 @@ and Ctrl-C in the middle of an answer is a client that leaves.
 
 from __future__ import annotations
 
-import readline  # noqa: F401  (input() gets line editing and history by it)
+import readline  # input() gets line editing and history by it
 import secrets
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
     if temperature is not None:
         conversation.set("temperature", str(temperature))
     commands = Commands(conversation)
+    readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted paragraph is one question; Python has it off
     print(f"{printable(conversation.model)}. /help tells what can be typed here; Ctrl-C stops an answer.")
     while not commands.wants_to_leave:
         try:
@@ -81,10 +83,28 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
         if not line.strip():
             continue
         conversation.messages.append({"role": "user", "content": line.strip()})
-        if answer := _show(client, conversation):
+        with _no_echo():
+            answer = _show(client, conversation)
+        if answer:
             conversation.messages.append({"role": "assistant", "content": answer})
         else:
             conversation.messages.pop()  # two user turns in a row confuse many templates
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """For a block that writes an answer: what is typed meanwhile is shown by the next prompt, not in the answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    modes = termios.tcgetattr(sys.stdin)
+    quiet = [*modes]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
 
 
 def _show(client: ServerClient, conversation: Conversation) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+from tests.bench.scripted_server import SSE_HEAD, scripted
 from tests.server.harness import REPOSITORY, TIMEOUT, Server
 from tests.server.terminal import ESCAPES, Terminal
 
@@ -80,3 +86,33 @@ def test_in_a_pipe_an_answer_is_as_the_model_wrote_it(server: Server) -> None:
     assert "tok/s" not in done.stdout
     assert not ESCAPES.search(done.stdout)
     assert done.stderr == ""
+
+
+def test_a_pasted_paragraph_is_one_question_and_typing_stands_in_no_answer() -> None:
+    typed = threading.Event()
+
+    async def script(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield SSE_HEAD
+        for words in ("first part ", "second part"):
+            event = json.dumps({"choices": [{"delta": {"content": words}}]})
+            data = f"data: {event}\n\n".encode()
+            yield b"%x\r\n%b\r\n" % (len(data), data)
+            await asyncio.to_thread(typed.wait)
+        yield b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+    pages = {"/v1/models": {"data": [{"id": "scripted"}]}}
+    with scripted(script, pages=pages) as server, Terminal("chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("\x1b[200~one line\nand another\x1b[201~\r")
+        terminal.wait_for("first part")
+        terminal.type("meanwhile")
+        time.sleep(0.2)  # an echo would be written by the terminal itself, in no time
+        typed.set()
+        answer = terminal.wait_for("second part")
+        assert "meanwhile" not in answer
+        terminal.wait_for("> meanwhile")
+        terminal.type("\r")
+        terminal.wait_for("second part")
+        asked = [[message["content"] for message in body["messages"]] for body in server.bodies]
+        said = "first part second part"
+        assert asked == [["one line\nand another"], ["one line\nand another", said, "meanwhile"]]

@@ -43,6 +43,7 @@ class SamplingFeatures:
     asking: NDArray[np.int64]  # places whose log-probabilities are wanted
     num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens; 0 for `EVERY`
     asking_all: NDArray[np.int64]  # which of those that ask want those of every token
+    of_grammar: NDArray[np.int64]  # which of those that ask want those of what their grammar allows
 
     @property
     def are_none(self) -> bool:
@@ -71,6 +72,7 @@ class DeviceSampler:
             asking=asking,
             num_logprobs=np.where(num_logprobs == EVERY, 0, num_logprobs)[asking],
             asking_all=np.flatnonzero(num_logprobs[asking] == EVERY),
+            of_grammar=np.flatnonzero(self._table.columns["of_grammar"][rows][asking]),
         )
 
     def sample_plainly(self, hidden: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,10 +89,13 @@ class DeviceSampler:
         """For any rows; the third is of those that ask, the fourth, float32 [A, vocab], of those that ask for all."""
         logits, tables = self._logits(hidden, samples), self._tables
         device = logits.device
-        if features.masks is not None:
-            _apply_masks(logits, features.masks.result(), features.plan_indices)
         asking = on_device(features.asking, device) if len(features.asking) else None
         raw = None if asking is None else gather_rows(logits, asking)
+        if features.masks is not None:
+            _apply_masks(logits, features.masks.result(), features.plan_indices)
+            if raw is not None and len(features.of_grammar):
+                masked = on_device(features.asking[features.of_grammar], device)
+                raw.index_copy_(0, on_device(features.of_grammar, device), gather_rows(logits, masked))
         if features.bias is not None or len(features.penalized):
             logits = logits.float()
         if features.bias is not None:

@@ -19,14 +19,14 @@ shards      all of it where each of several ranks has some of the logits
 """
 
 from gpu.sampling.bias import BIAS, Biases, SparseBias
-from gpu.sampling.logprobs import EVERY, NUM_LOGPROBS, NamedTokens, token_logprobs
+from gpu.sampling.logprobs import EVERY, NUM_LOGPROBS, OF_GRAMMAR, NamedTokens, token_logprobs
 from gpu.sampling.masks import logits_mask
 from gpu.sampling.metadata import SamplingMetadata
 from gpu.sampling.noise import SEED
 from gpu.sampling.penalties import IS_PENALIZED, PENALTIES, Penalized
 from gpu.sampling.sampler import FILTERS, TEMPERATURE, SamplerOutput, sample
 
-SAMPLING_COLUMNS = (TEMPERATURE, *FILTERS, SEED, *PENALTIES, IS_PENALIZED, *BIAS, NUM_LOGPROBS)
+SAMPLING_COLUMNS = (TEMPERATURE, *FILTERS, SEED, *PENALTIES, IS_PENALIZED, *BIAS, NUM_LOGPROBS, OF_GRAMMAR)
 
 __all__ = [
     "EVERY",

@@ -30,6 +30,13 @@ def _num_logprobs(request: NewRequestData) -> int:
 NUM_LOGPROBS = Column("num_logprobs", np.int64, -1, _num_logprobs, host_only=True)
 
 
+# Whether a row's log-probabilities are those of what its grammar allows. What `allowed_token_ids` and `bad_words` leave
+# out is no matter of the model's, so without a grammar they are those of all tokens.
+OF_GRAMMAR = Column(
+    "of_grammar", np.bool_, False, lambda request: request.sampling.structured_output is not None, host_only=True
+)
+
+
 class NamedTokens:
     """The tokens that requests name to hear their log-probabilities. The row table keeps one for all its rows."""
 

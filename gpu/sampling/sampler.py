@@ -6,7 +6,8 @@ and position: every operation works through rows independently, and the randomne
 The order of operations is vLLM's, because clients tune their parameters to it:
 
 0. tokens that the request's grammar does not allow get -inf, for whatever follows;
-1. log-probabilities are those of the raw logits;
+1. log-probabilities are those of the raw logits: without a grammar, also of tokens that `allowed_token_ids` and
+   `bad_words` leave out, which get -inf now;
 2. logit bias, and so much less for stop tokens that none comes while any other may, until min_tokens are there;
 3. repetition, then frequency and presence penalties;
 4. greedy rows: the largest logit, the lowest id where several are largest;
@@ -85,12 +86,15 @@ def sample(
     if shards is not None:
         metadata = metadata.of_tokens(shards.first, shards.last)
         pick, draw = shards.largest, shards.draw
-    if metadata.mask is not None:
-        apply_mask(logits, metadata.mask)
     greedy = metadata["temperature"] == 0.0
     num_logprobs = metadata["num_logprobs"]
     asking = np.flatnonzero(num_logprobs >= 0)
     raw_logits = logits[asking] if len(asking) else None
+    if metadata.mask is not None:
+        apply_mask(logits, metadata.mask)
+        if raw_logits is not None:
+            of_grammar = metadata["of_grammar"][asking]
+            raw_logits[of_grammar] = logits[asking[of_grammar]]
 
     if (bias := metadata.bias) is not None:
         np.add.at(logits, (bias.rows, bias.token_ids), bias.values)  # a stop token may carry a bias too

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine.errors import StepAbandoned
-from engine.messages import Pooling
+from engine.messages import Pooling, StructuredOutput, StructuredOutputKind
 from engine.scheduler.plan import ModelRunnerOutput, TokenMasks
 from gpu.device import DeviceRunner
 from gpu.device.graphs import Replay, ladder
@@ -168,7 +168,11 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
 
     sampled = []
     for executor in (make_executor("host"), make_executor("device"), make_executor("device", Again())):
-        everyone = [new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0, logprobs=0) for i in range(3)]
+        grammars = [None, None, StructuredOutput(kind=StructuredOutputKind.CHOICE, value='["a"]')]
+        everyone = [
+            new_request(f"r{i}", [i, 2, 3], block_ids=[i], temperature=0.0, logprobs=0, structured_output=grammars[i])
+            for i in range(3)
+        ]
         runner = executor.runner
         while runner.prepare():
             pass
@@ -183,6 +187,7 @@ def test_a_grammar_is_asked_when_the_step_has_been_started_and_obeyed(monkeypatc
         assert output.sampled_token_ids[0] == [3]
         assert output.sampled_token_ids[2] == [17]
         assert output.logprobs[2][0].logprob == pytest.approx(0.0, abs=1e-6)  # of what its grammar leaves
+        assert output.logprobs[0][0].logprob < -1e-3  # the model's, where only ids are allowed
         sampled.append(output.sampled_token_ids)
     assert sampled[0] == sampled[1] == sampled[2]
 

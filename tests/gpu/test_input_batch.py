@@ -274,6 +274,7 @@ def test_every_column_is_filled_from_the_request_and_a_row_without_one_is_off():
         **lengths,
         "seed": 2**64 - 1,
         "num_logprobs": 2,
+        "of_grammar": False,
         "is_penalized": True,
         "is_biased": True,
         "may_stop_at": 4,

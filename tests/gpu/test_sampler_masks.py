@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.messages import StructuredOutput, StructuredOutputKind
 from engine.scheduler.plan import TokenMasks
 from gpu.sampling import logits_mask
 from gpu.sampling.masks import LogitsMask, apply_mask
@@ -69,14 +70,27 @@ def test_a_stop_token_comes_before_min_tokens_where_nothing_else_may(temperature
         assert sampled.token_ids[0] in possible
 
 
-def test_logprobs_are_those_of_what_is_allowed() -> None:
-    logits = logits_of(1)
-    expected = logits[0, [3, 900]].log_softmax(0)
-    metadata = metadata_of([new_request(temperature=0.0, logprobs=2)])
-    sampled = sample(logits, replace(metadata, mask=LogitsMask(rows=np.array([0]), bits=bits_of([3, 900]))))
-    top = dict(sampled.logprobs[0].top)
-    assert [top[3], top[900]] == pytest.approx(expected.tolist(), abs=1e-5)
-    assert sampled.logprobs[0].rank == 1
+def test_logprobs_are_those_of_what_a_grammar_allows_and_else_of_the_model() -> None:
+    """`allowed_token_ids` and `bad_words` make masks as grammars do, and change nothing of what the model thinks."""
+    grammar = StructuredOutput(kind=StructuredOutputKind.CHOICE, value='["a"]')
+    requests = [
+        new_request("grammar", temperature=0.0, logprobs=2, structured_output=grammar),
+        new_request("allowed", temperature=0.0, logprobs=2, allowed_token_ids=(3, 900)),
+        new_request("silent", temperature=0.0, allowed_token_ids=(3, 900)),
+    ]
+    logits = logits_of(1).repeat(3, 1)
+    whole = logits[0].log_softmax(0)
+    allowed = logits[0, [3, 900]].log_softmax(0)
+    mask = LogitsMask(rows=np.arange(3), bits=bits_of(*[[3, 900]] * 3))
+    sampled = sample(logits, replace(metadata_of(requests), mask=mask))
+    assert set(sampled.token_ids) == {3 if allowed[0] > allowed[1] else 900}
+    of_grammar, of_model = sampled.logprobs[0], sampled.logprobs[1]
+    top = dict(of_grammar.top)
+    assert [top[3], top[900]] == pytest.approx(allowed.tolist(), abs=1e-5)
+    assert of_grammar.rank == 1
+    assert of_model.logprob == pytest.approx(float(whole[of_model.token_id]), abs=1e-5)
+    assert of_model.rank == 1 + int((whole > whole[of_model.token_id]).sum())
+    assert [token_id for token_id, _ in of_model.top] == whole.topk(2).indices.tolist()
 
 
 def test_a_row_that_may_say_nothing_is_not_sound() -> None:

@@ -495,6 +495,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=Fa
     block_size: _Size
     max_model_len: _Size
     compute_form: str = ""  # as `EngineConfig` has it
+    is_batch_invariant: bool = False  # likewise
     step_costs: bytes = b""  # a `StepCostTable` as JSON, if it is known what steps cost
     prompt_form_differs: bool = False  # the next three too as `EngineConfig` has them
     kv_windows: tuple[int | None, ...] = (None,)

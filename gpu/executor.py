@@ -75,6 +75,7 @@ class UniProcExecutor:
         self.kv_windows = worker.kv_windows
         self.prompt_form_differs = worker.prompt_form_differs
         self.compute_form = worker.compute_form
+        self.is_batch_invariant = worker.is_native
         self.machine = f"{worker.computes}, {device_name(worker.device)}"  # what steps cost depends on it
         self.summary = f"{worker.computes}. {worker.kv_cache_size}"
         self.cpu_seconds = time.thread_time if worker.device == "cpu" else None

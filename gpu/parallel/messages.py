@@ -125,6 +125,7 @@ class Loaded(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     kv_windows: tuple[int | None, ...]
     prompt_form_differs: bool
     compute_form: str
+    is_batch_invariant: bool
     computes: str  # device, forms and threads, in words
     device_name: str
     kv_cache: str  # in words

@@ -104,6 +104,7 @@ class Rank:
                 kv_windows=worker.kv_windows,
                 prompt_form_differs=worker.prompt_form_differs,
                 compute_form=worker.compute_form,
+                is_batch_invariant=worker.is_native,
                 computes=worker.computes,
                 device_name=device_name(worker.device),
                 kv_cache=f"{size}{cost}",

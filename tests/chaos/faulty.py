@@ -111,6 +111,7 @@ class FaultyExecutor:
     def __init__(self, inner: Any, path: Path, *, max_model_len: int, summary: str) -> None:
         self.max_model_len = max_model_len
         self.summary = self.compute_form = self.machine = summary
+        self.is_batch_invariant = False
         self._inner = inner
         self._path = path
         self._struck: Counter[int] = Counter()

@@ -68,7 +68,15 @@ def alone(model: str) -> UniProcExecutor:
 
 
 def test_ranks_say_what_one_worker_says(ranks: MultiprocExecutor, alone: UniProcExecutor) -> None:
-    for name in ("num_blocks", "block_size", "vocab_size", "max_model_len", "kv_windows", "compute_form"):
+    for name in (
+        "num_blocks",
+        "block_size",
+        "vocab_size",
+        "max_model_len",
+        "kv_windows",
+        "compute_form",
+        "is_batch_invariant",
+    ):
         assert getattr(ranks, name) == getattr(alone, name)
     assert generate(ranks, prompts(), chunk=6) == generate(alone, prompts(), chunk=6)
 

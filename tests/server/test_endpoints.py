@@ -17,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from gpu.checkpoint import open_model
+from gpu.cpu.library import load_library
 from protocol.answers import EngineState
 from tests.server.harness import MODEL, TIMEOUT, Metrics, Server
 from tests.server.tiny_model import NAME, tiny_server, write_tiny_model
@@ -227,6 +228,7 @@ def test_server_info_has_no_paths_and_no_secrets(governed: Server) -> None:
     assert info["models"] == [NAME]
     assert (info["max_model_len"], info["vocab_size"], info["embedding_size"]) == (8192, 49152, 32)
     assert info["settings"]["max_num_seqs"] == 16
+    assert info["is_batch_invariant"] == (load_library() is not None), "who computes comes from the engine's process"
     for secret in ("client", "admin", "/tmp", "headrace-tiny"):
         assert secret not in answer.text
 

@@ -16,6 +16,7 @@ Clients decide how much work there is and leave whenever they like, so:
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -32,6 +33,8 @@ SMALL_CHARACTERS = 8 * 1024
 STACK_BYTES = 256 * 2**20
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Owner(NamedTuple):
@@ -90,12 +93,13 @@ class Turns(Generic[T]):
 class _Job(Generic[T]):
     """One compilation and those who wait for it."""
 
-    __slots__ = ("is_large", "key", "waiting")
+    __slots__ = ("has_begun", "is_large", "key", "waiting")
 
     def __init__(self, key: Key) -> None:
         self.key = key
         self.is_large = key[1].size > SMALL_CHARACTERS
         self.waiting: set[Future[T]] = set()
+        self.has_begun = False
 
 
 class CompileQueue(Generic[T]):
@@ -131,7 +135,7 @@ class CompileQueue(Generic[T]):
                 self._line_of(job).push(owner.tenant, job)
                 try:
                     self._start_thread()
-                except RuntimeError:
+                except Exception:
                     self._drop(job)
                     raise
             job.waiting.add(future)
@@ -143,7 +147,7 @@ class CompileQueue(Generic[T]):
             return
         try:
             _start_with_deep_stack(self._run)
-        except RuntimeError:  # no memory for a stack, or too many threads
+        except Exception:  # no memory for a stack, or too many threads
             if not self._num_threads:  # else those that there are will take it
                 raise
         else:
@@ -169,7 +173,7 @@ class CompileQueue(Generic[T]):
 
     def _run(self) -> None:
         """A thread's life: one compilation after the other, until there is none that it may take."""
-        while (job := self._begin()) is not None:
+        while (job := self._next()) is not None:
             result: T | None = None
             error: Exception | None = None
             try:
@@ -185,6 +189,28 @@ class CompileQueue(Generic[T]):
                     else:
                         future.set_exception(error)
 
+    def _next(self) -> _Job[T] | None:
+        try:
+            return self._begin()
+        except BaseException as error:
+            logger.exception("a thread that compiles grammars ends")
+            for future in self._give_up():
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(RuntimeError(f"the grammar compiler failed ({type(error).__name__})"))
+            return None
+
+    def _give_up(self) -> set[Future[T]]:
+        """A thread ends, and with it all that has not begun: some of it may be in no line any more. Returns who waits
+        for that. The next that is queued finds a whole queue, and a thread."""
+        with self._lock:
+            lost = [job for job in self._jobs.values() if not job.has_begun]
+            self._jobs = {job.key: job for job in self._jobs.values() if job.has_begun}
+            self._small, self._large = Turns(), Turns()
+            self._running = [job.key[0].tenant for job in self._jobs.values()]
+            self._large_is_running = any(job.is_large for job in self._jobs.values())
+            self._num_threads -= 1
+            return set().union(*(job.waiting for job in lost))
+
     def _begin(self) -> _Job[T] | None:
         with self._lock:
             busy = self._running if self._is_shared else ()
@@ -198,6 +224,7 @@ class CompileQueue(Generic[T]):
             self._running.append(job.key[0].tenant)
             if len(self):  # a thread that found nothing it might take has ended
                 self._start_thread()
+            job.has_begun = True
             return job
 
     def _end(self, job: _Job[T]) -> set[Future[T]]:

@@ -244,6 +244,31 @@ def test_where_no_thread_can_be_started_the_request_fails_and_the_next_may_not(
     assert queue.submit(Owner(), text("a")).result(SECONDS) == "a"
 
 
+@pytest.mark.parametrize("stage", ["pop", "_start_thread"])
+def test_a_thread_that_fails_between_two_compilations_leaves_nobody_waiting(
+    work: Gated, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue: CompileQueue[str] = CompileQueue(work)
+    first = queue.submit(Owner(), text("first"))
+    work.wait_begun(1)
+    beside = queue.submit(Owner("other"), text("beside"))
+    work.wait_begun(2)
+    waiting = [queue.submit(Owner(), text(f"{size} {number}")) for number in range(3) for size in ("small", LARGE)]
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Turns if stage == "pop" else CompileQueue, stage, fail)
+        work.end(10**6)
+        assert (first.result(SECONDS), beside.result(SECONDS)) == ("first", "beside")
+        for future in waiting:
+            with pytest.raises(RuntimeError, match="MemoryError"):
+                future.result(SECONDS)
+    assert queue.submit(Owner(), text("later")).result(SECONDS) == "later"
+    assert (queue._jobs, queue._running, queue._large_is_running) == ({}, [], False)
+
+
 # --- the cache
 
 

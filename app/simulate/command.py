@@ -35,6 +35,11 @@ SHOWN = {  # of a sweep, by the title of the column
     "cached": "total_cached_tokens",
     "refused": "refused",
 }
+OBEYED = (  # settings that a simulation reads besides those that its table has fixed
+    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "enable_prefix_caching", "max_model_len"),
+    *("pipeline_depth", "max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout"),
+    *("default_ttft_timeout", "data_parallel_size", "seed"),
+)
 MAX_REPLICAS = 1024
 ROUTES = ("prefix", "load", "round-robin", "random")
 
@@ -93,11 +98,11 @@ class Case:
         own = {name: text for name, text in (changes or {}).items() if name not in Settings.model_fields}
         for name, text in own.items():
             self._set(name, text)
-        if wrong := next((name for name in changes or {} if name in FIXED), None):
-            raise SettingsError(
-                f"--sweep: got {wrong}; the steps of --table were measured with one value of it. Give a table of each "
-                "value, in a run for each"
+        if wrong := next((name for name in changes or {} if name not in own and name not in OBEYED), None):
+            reason = (
+                "the steps of --table were measured with one value of it" if wrong in FIXED else "it changes nothing"
             )
+            raise SettingsError(f"--sweep: got {wrong}; {reason}. Settings that are simulated: {', '.join(OBEYED)}")
         if self.options.trace is not None:
             _check_beside_trace(self.options)
         elif self.options.num_prompts is None:

@@ -211,6 +211,7 @@ def test_what_never_or_always_holds_is_said_to() -> None:
         ("--kv-cache-memory 1GiB", "--num-blocks says how large the KV cache is"),
         ("--dtype float32", "--dtype: got float32; the file of --table was measured with another value"),
         ("--sweep dtype=float32,bfloat16", "--sweep: got dtype; the steps of --table were measured with one value"),
+        ("--sweep port=1,2", "--sweep: got port; it changes nothing. Settings that are simulated: max_num_seqs, "),
         ("--sweep max_num_seqs=1,2 --html x.html", "--html: --sweep makes many runs"),
         ("--find rate --slo ttft_p99=1 --json x.json", "--json: --find makes many runs"),
         ("--trace x.json --input-len 5", "--input-len: got 5; --trace says what is asked and when"),

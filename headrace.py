@@ -8,6 +8,6 @@ __all__ = ["LLM", "SamplingParams"]
 if __name__ == "__main__":
     import sys
 
-    from app.cli import main
+    from app.__main__ import main
 
     sys.exit(main())

@@ -168,7 +168,7 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
             *([Middleware(WithVersion)] if settings.routes_without_v1 else ()),
             Middleware(HeadCheck, refuse=refuse),
             Middleware(BrowserCheck, settings=settings, tenants=server.tenants, refuse=refuse),
-            Middleware(Authentication, routes=routes, tenants=server.tenants, refuse=refuse),
+            Middleware(Authentication, routes=routes, tenants=server.tenants, refuse=refuse, log=settings.log_requests),
         ],
         exception_handlers={HTTPException: answer_http_exception},
         lifespan=lifespan,

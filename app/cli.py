@@ -71,6 +71,8 @@ def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
 
 def serve(settings: Settings) -> int:
     """Answer HTTP until SIGTERM or Ctrl-C."""
+    import anyio
+
     from app.garbage import frozen_imports
     from app.reloading import ignore_hangup
     from app.systemd import inherited_listener
@@ -84,7 +86,9 @@ def serve(settings: Settings) -> int:
 
         from app.application import create_app
 
-    run(create_app(settings, inherited=inherited is not None), settings, listener)
+    # The application takes signals by itself. A second receiver beside it would take the first signal, and on asyncio
+    # leave the default for the next one.
+    run(create_app(settings, inherited=inherited is not None), settings, listener, anyio.sleep_forever)
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 # structlog imports rich, where it finds it, for tracebacks that are not wanted here (they print local variables, and
@@ -27,6 +28,7 @@ else:
 
 if TYPE_CHECKING:
     from app.request_record import RequestRecord  # whose scope logs by this module
+    from protocol.errors import ApiError
 
 request_logger = structlog.stdlib.get_logger("headrace.request")
 
@@ -132,7 +134,21 @@ def log_request(record: RequestRecord) -> None:
     )
 
 
+def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
+    """Log a request that was refused for want of a key, with the address that it came from."""
+    client = scope.get("client")
+    request_logger.info(
+        _REQUEST,
+        method=scope["method"],
+        path=scope["path"][:_MOST_OF_A_PATH],
+        status=error.status,
+        error=error.code,
+        client=None if client is None else client[0],
+    )
+
+
 _REQUEST = "request"
+_MOST_OF_A_PATH = 200  # characters, which strangers choose
 
 
 def _console(stream: TextIO) -> list[Processor]:

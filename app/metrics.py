@@ -35,6 +35,7 @@ from app.admission import Limit
 from app.event_loop import LONG_HOLD, warn_of_hold
 from app.histogram import WeightedHistogram
 from app.routing_metrics import CacheConfigCollector, RoutingCollector
+from app.tenants import shown_name
 from engine.frontend.observer import FinishedRequest
 from engine.messages import FinishReason
 from engine.routing.stats import RoutingStats
@@ -339,14 +340,14 @@ class Metrics:
         """Count what these do, and drop what others did, unless they are `busy`: those stay until the next time."""
         names = set(names)
         for name in self._tenants.keys() - names - set(busy):
-            label = name or ANONYMOUS
+            label = shown_name(name) or ANONYMOUS
             for status in self._tenants.pop(name)[0]:
                 self._tenant_requests.remove(label, status)
             for kind in ("prompt", "generation"):
                 self._tenant_tokens.remove(label, kind)
             self._tenant_waiting.remove(label)
         for name in names - self._tenants.keys():
-            label = name or ANONYMOUS
+            label = shown_name(name) or ANONYMOUS
             requests = {status: self._tenant_requests.labels(label, status) for status in ("2xx", "4xx", "429", "5xx")}
             tokens = partial(self._tenant_tokens.labels, label)
             self._tenants[name] = (requests, tokens("prompt"), tokens("generation"))

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.logs import log_refusal
 from app.settings import Settings
 from app.tenants import Tenants
 from protocol.errors import ApiError
@@ -155,35 +156,40 @@ class Authentication:
     the Host header can be steered by the client (CVE-2026-48746).
     """
 
-    def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute], tenants: Tenants, refuse: Refuse) -> None:
+    def __init__(
+        self, app: ASGIApp, *, routes: Sequence[BaseRoute], tenants: Tenants, refuse: Refuse, log: bool
+    ) -> None:
         self._app = app
         self._routes = routes
         self._tenants = tenants
-        self._no_key = refuse(_NO_KEY)
-        self._no_admins = refuse(_NO_ADMINS)
+        self._refuse = refuse
+        self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app if scope["type"] != "http" else self._choose(scope)
-        await app(scope, receive, send)
+        error = self._wrong_key(scope) if scope["type"] == "http" else None
+        if error is not None and self._log:
+            log_refusal(scope, error)
+        await (self._app if error is None else self._refuse(error))(scope, receive, send)
 
-    def _choose(self, scope: Scope) -> ASGIApp:
-        """Return the application behind, or the one that refuses."""
+    def _wrong_key(self, scope: Scope) -> ApiError | None:
+        """Return why the request may not pass. One that passes with a client's key gets its tenant."""
         tenants, access = self._tenants, self._access(scope)
         if access is Access.OPEN:
-            return self._app
+            return None
         key = _key_of(scope)
+        wrong = _WRONG_KEY if key else _NO_KEY
         is_admin = key is not None and tenants.is_admin(key)
         if access is Access.ADMIN:
             if tenants.administered:
-                return self._app if is_admin else self._no_key
-            return self._no_admins if tenants.required else self._app
+                return None if is_admin else wrong
+            return _NO_ADMINS if tenants.required else None
         if not tenants.required or (access is Access.CLIENT_OR_ADMIN and is_admin):
-            return self._app
+            return None
         tenant = None if key is None else tenants.find(key)
         if tenant is None:
-            return self._no_key
+            return wrong
         scope["headrace.tenant"] = tenant
-        return self._app
+        return None
 
     def _access(self, scope: Scope) -> Access:
         """Return what the route asks for that the router will choose: the first that matches, best with the method."""
@@ -217,7 +223,14 @@ def _key_of(scope: Scope) -> bytes | None:
 
 _NO_KEY = ApiError(
     401,
-    "A valid API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+    "An API key is needed: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.",
+    code="missing_api_key",
+    headers={"www-authenticate": "Bearer"},
+)
+_WRONG_KEY = ApiError(
+    401,
+    "The API key that was sent opens nothing here: it is mistyped, was withdrawn, or is a client's where an "
+    "administrator's is needed or the other way round.",
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
 )

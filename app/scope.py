@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 from starlette.types import Receive, Scope, Send
 
@@ -186,6 +187,10 @@ class RequestScope:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
         self._error_frame = error_frame
         await self._start_response(200, content_type, (), headers, more_follows=more_follows)
+        if self.method == "HEAD":  # nothing follows: a byte of a body would be read as the next answer's head
+            await self.end_stream(b"")
+            self._handler.cancel()
+            await anyio.lowlevel.checkpoint()
         self._keep_alive = keep_alive
 
     async def send_chunk(self, data: bytes) -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+import secrets
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -48,6 +50,19 @@ class Tenant(BaseModel):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+_OF_A_KEY = re.compile("key-[0-9a-f]{16}")
+_PROCESS_KEY = secrets.token_bytes(32)
+
+
+def shown_name(name: str) -> str:
+    """Return a tenant's name for metrics. A name that is the digest of an API key is digested again, with a key of this
+    process: a reader could try guesses of the API key on the digest itself. The name proper has to stay, because it
+    salts what is cached on disk."""
+    if not _OF_A_KEY.fullmatch(name):
+        return name
+    return "key-" + hmac.new(_PROCESS_KEY, name.encode(), "sha256").hexdigest()[:16]
 
 
 ANONYMOUS = Tenant.model_construct(name="")

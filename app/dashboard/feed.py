@@ -2,7 +2,8 @@
 
 One task asks the engine, however many pages look, and none does when nobody looks. It asks the next time when the last
 look has become less than a hundredth of the time, so that looking takes no more than that of the engine. A page that
-does not keep up misses frames; one that leaves is gone at once, because its request is.
+does not keep up misses frames, and makes room for a new page when there are MAX_PAGES; one that leaves is gone at once,
+because its request is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Feed:
         """Server-sent events, each a frame of one engine, until the server stops. Raises ApiError 429, and 503 while
         there is no engine."""
         _ = self._server.model
-        if len(self._pages) == MAX_PAGES:
+        if len(self._pages) == MAX_PAGES and not self._drop_unread():
             raise ApiError(429, f"{MAX_PAGES} pages look at this server already; close one.", code="too_many_pages")
         send, receive = anyio.create_memory_object_stream[bytes](MAX_BEHIND)
         self._pages.add(send)
@@ -54,6 +55,15 @@ class Feed:
             self._pages.discard(send)
             send.close()
             receive.close()
+
+    def _drop_unread(self) -> bool:
+        """Make room for a page by ending one that does not read: as many frames as may wait for it do."""
+        for page in self._pages:
+            if page.statistics().current_buffer_used == MAX_BEHIND:
+                self._pages.discard(page)
+                page.close()
+                return True
+        return False
 
     async def _look(self) -> None:
         """While there are pages."""

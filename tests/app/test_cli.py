@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +129,26 @@ def test_a_model_without_its_flag_is_told_with_it() -> None:
     assert done.stderr == (
         "error: 'org/model' stands there without a flag. If it is a model: headrace serve --model org/model\n"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_first_imports_leaves_no_traceback_and_a_server(number: signal.Signals) -> None:
+    """Ctrl-C ends it; SIGHUP means nothing yet to a server that has no terminal."""
+
+    def ignores_hangup(pid: int) -> bool:
+        status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(status["SigIgn"], 16) & 1 << (signal.SIGHUP - 1))
+
+    command = [sys.executable, "-m", "app", "serve", "--prot", "1"]  # which ends by itself when all is imported
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not ignores_hangup(process.pid):
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, said = process.communicate()
+    if number is signal.SIGHUP:
+        assert (process.returncode, said) == (1, "error: there is no setting '--prot'. Did you mean --port?\n")
+    else:
+        assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
 @pytest.fixture

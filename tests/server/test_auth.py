@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -65,7 +67,8 @@ def test_every_other_route_is_401_without_a_right_key(
     assert answer.status_code == 401
     error = answer.json()["error"]
     assert error["type"] == "authentication_error"
-    assert error["code"] == "invalid_api_key"
+    sent_one = any("Bearer " in value or (name == "x-api-key" and value) for name, value in headers.items())
+    assert error["code"] == ("invalid_api_key" if sent_one else "missing_api_key")
     assert KEY not in answer.text
 
 
@@ -119,6 +122,25 @@ def test_clients_of_different_keys_share_no_prefix_cache(locked_server: Server) 
     assert cached(KEY) == 0
     assert cached(KEY) > 0
     assert cached("sk-other") == 0
+
+
+def test_a_refusal_leaves_a_line_that_says_why_and_from_where(locked_server: Server) -> None:
+    for headers, code in (({}, "missing_api_key"), ({"x-api-key": "sk-guess"}, "invalid_api_key")):
+        path = f"/nothing/{code}"
+        message = locked_server.client.get(path, headers=headers).json()["error"]["message"]
+        assert ("mistyped" in message) == (code == "invalid_api_key")
+        [line] = [json.loads(line) for line in locked_server.log.splitlines() if path in line]
+        assert {"status": 401, "error": code, "client": "127.0.0.1", "method": "GET"}.items() <= line.items()
+    assert "sk-guess" not in locked_server.log
+
+
+def test_metrics_name_the_tenant_of_a_key_by_nothing_that_a_guess_could_be_tried_on(locked_server: Server) -> None:
+    locked_server.wait_ready()
+    text = locked_server.client.get("/metrics", headers={"x-api-key": KEY}).text
+    assert text.count("headrace:tenant_waiting{") == 2
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    assert digest[:16] not in text
+    assert hashlib.sha256(digest[:16].encode()).hexdigest()[:16] not in text
 
 
 def test_keys_are_never_logged(locked_server: Server) -> None:

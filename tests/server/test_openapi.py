@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
+import app
 from app.application import create_app
 from app.settings import Settings
 from protocol.body import ClientModel
@@ -207,3 +209,9 @@ def test_every_route_is_described_and_nothing_else(with_settings: Settings, oper
         for method in route.methods - {"HEAD"}
     }
     assert routes == {(operation.method, operation.path) for operation in operations}
+
+
+def test_the_page_sends_the_administrators_key_to_every_route_of_theirs() -> None:
+    page = (Path(app.__file__).parent / "dashboard" / "docs" / "docs.js").read_text()
+    [listed] = re.findall(r"const ADMIN = \[(.*?)\]", page, re.DOTALL)
+    assert set(re.findall(r'"([^"]+)"', listed)) == {operation.path for operation in ADMINISTRATION}

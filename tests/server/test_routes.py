@@ -134,6 +134,18 @@ def test_one_connection_serves_many_requests(server: Server) -> None:
             client.next_exchange()
 
 
+def test_head_of_an_event_stream_has_no_body_and_ends(server: Server) -> None:
+    """A byte of it would be the head of the next answer on the connection, which may be another client's of a proxy."""
+    with server.connect() as client:
+        client.send_bytes(b"HEAD /dashboard/frames HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        client.send_bytes(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        first, _, second = client.read_raw().partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 200 ")
+    assert b"text/event-stream" in first
+    assert second.startswith(b"HTTP/1.1 200 ")
+    assert server.client.head("/dashboard/frames").content == b""
+
+
 @pytest.mark.parametrize("method", [b"HEAD", b"head", b"hEaD"])
 def test_method_in_small_letters_spoils_no_connection(server: Server, method: bytes) -> None:
     """It is taken for the one in capitals, by every layer alike: HEAD has no body, whatever length it tells of."""

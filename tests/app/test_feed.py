@@ -1,0 +1,33 @@
+"""The feed's places: a page that does not read gives its place to one that does."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import cast
+
+import anyio
+import pytest
+
+from app.dashboard.feed import MAX_BEHIND, MAX_PAGES, Feed
+from app.server import Server
+from protocol.errors import ApiError
+
+
+def test_unread_pages_make_room_and_pages_that_are_read_do_not() -> None:
+    async def look() -> None:
+        feed = Feed(cast(Server, SimpleNamespace(model=None, start_soon=lambda look: None)))
+        with ExitStack() as stack:
+            pages = [stack.enter_context(feed.page()) for _ in range(MAX_PAGES)]
+            for _ in range(MAX_BEHIND):
+                feed._send(b"frame")
+                for page in pages[1:]:
+                    assert page.receive_nowait() == b"frame"
+            stack.enter_context(feed.page())
+            with pytest.raises(ApiError, match=f"{MAX_PAGES} pages"):
+                stack.enter_context(feed.page())
+            assert [frame async for frame in pages[0]] == [b"frame"] * MAX_BEHIND, "it gets what waits for it, and ends"
+            feed._send(b"more")
+            assert pages[1].receive_nowait() == b"more"
+
+    anyio.run(look)

@@ -12,6 +12,9 @@ from engine.scheduler.request import Request
 from engine.scheduler.request_table import RequestTable
 from engine.snapshot import WaitsFor
 
+MAX_OVERTAKEN = 16  # times that a request may be overtaken by shorter ones of its tenant for a running slot
+_MAX_SKIPPED = 32  # requests that are too long, in a look for shorter ones
+
 
 class Admission:
     """Gives waiting requests running slots, blocks and what is left of a step's budget."""
@@ -22,7 +25,12 @@ class Admission:
         self.max_num_seqs = max_num_seqs
 
     def admit(
-        self, plan: PlanDraft, now: float, seconds_per_prefill_token: float, only: Collection[str] | None
+        self,
+        plan: PlanDraft,
+        now: float,
+        seconds_per_prefill_token: float,
+        only: Collection[str] | None,
+        most_missing: int | None = None,
     ) -> list[Request]:
         """Start waiting requests while budget, running slots and blocks last.
 
@@ -33,6 +41,10 @@ class Admission:
 
         One whose prefix lies in a tier starts when that is loaded; nobody behind it waits for that.
 
+        `most_missing` restricts it to requests that lack no more tokens than that. They overtake longer ones only where
+        there are running slots for all of these, or where these are of the same tenant and were not overtaken often;
+        and never one of the same tenant and another priority.
+
         Returns those that wait in vain: their deadline cannot be kept at that speed, or their grammar has an error.
         """
         table, kv = self._table, self._kv
@@ -41,6 +53,7 @@ class Admission:
         dismissed: list[Request] = []
         in_vain: list[Request] = []
         passed_over = 0
+        skipped: list[Request] = []  # that lack more than `most_missing`
         crowd: set[bytes] = set()  # first blocks of the requests that were passed over
         candidates: Iterable[Request] = table.waiting.below_limits()
         if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
@@ -72,6 +85,14 @@ class Admission:
             if kv.tiers is not None and only is None and kv.tiers.begin(request, prefix):
                 continue
             num_missing = request.num_tokens - num_found * kv.block_size
+            if most_missing is not None and num_missing > most_missing:
+                skipped.append(request)
+                if len(skipped) == _MAX_SKIPPED:
+                    break
+                continue
+            is_scarce = bool(skipped) and len(table.running) + len(skipped) >= self.max_num_seqs
+            if not all(self._may_overtake(request, each, is_scarce) for each in skipped):
+                break
             # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
             if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
                 in_vain.append(request)
@@ -95,11 +116,22 @@ class Admission:
             plan.new_requests.append(request.to_new_request())
             table.start(request, now)
             admitted.append(request)
+            if is_scarce:
+                for each in skipped:
+                    each.num_overtaken += 1
         for request in admitted:
             table.waiting.remove(request)
         for request in dismissed:
             table.waiting.push_front(request)
         return in_vain
+
+    @staticmethod
+    def _may_overtake(request: Request, longer: Request, is_scarce: bool) -> bool:
+        """Return True if a request may start before a longer one that is before it in the queue. `is_scarce`: it may
+        take the running slot that the longer one would have got."""
+        if request.tenant != longer.tenant:
+            return not is_scarce
+        return request.priority == longer.priority and not (is_scarce and longer.num_overtaken == MAX_OVERTAKEN)
 
     def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
         """The first `most` of those that wait, in order, and why each does: as `admit` would find it, between steps."""

@@ -26,10 +26,14 @@ class PlanDraft:
 
     def chunk(self, start: int, num_missing: int) -> int:
         """How many tokens a request may get that lacks so many from `start` on. It gets them by `add_prefill`."""
+        self.set_pace(start)
+        return min(num_missing, self.budget)
+
+    def set_pace(self, start: int) -> None:
+        """Limit the budget to what fits beside those that decode, unless that is done."""
         pace, self.pace = self.pace, None
         if pace is not None:
             self.budget = min(self.budget, pace(start))
-        return min(num_missing, self.budget)
 
     def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
         """Give a request that lacks `num_missing` tokens so many of them."""

@@ -76,6 +76,7 @@ class Request:
         "num_cached_tokens",
         "num_committed_blocks",
         "num_computed_tokens",
+        "num_overtaken",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -138,6 +139,7 @@ class Request:
         self.prefix_hashes: PrefixHashes | None = None  # of what was told of it
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
+        self.num_overtaken = 0  # by shorter requests of its tenant, for a running slot
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
         self.events: list[RequestEvent] = []  # not yet reported

@@ -7,7 +7,8 @@ caching, resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
 (so that no prefill delays a stream), then waiting requests (`engine/scheduler/admission.py`), by fair share of their
-tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`).
+tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`). But half of a budget that the
+first prompt would take alone goes to prompts at most half as long, running or waiting, the shortest of a tenant first.
 
 When blocks run out, the running request of the worst rank (`engine/scheduler/preemption.py`) is preempted: its blocks
 are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
@@ -198,26 +199,80 @@ class Scheduler:
         plan.budget = budget - sum(plan.num_tokens.values())
         if plan.num_tokens and pace_prefill is not None and (behind or self.waiting):
             plan.pace = partial(self._pace, pace_prefill, plan)
-        for request, num_behind in behind:
-            if plan.budget == 0:
-                break
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago for one before it
-            start = len(request.token_ids) - num_behind
-            num_tokens = plan.chunk(start, num_behind)
-            if self._extend(plan, request, start + num_tokens, now, only):
-                plan.add_prefill(request, num_tokens, num_behind)
-        if not plan.ran_out_of_blocks and plan.budget > 0 and self.waiting:
-            for request in self._admission.admit(plan, now, seconds_per_prefill_token, only):
-                if request.grammar is not None and request.grammar.error is not None:
-                    self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
-                else:
-                    self._end(request, RequestStatus.FINISHED_EXPIRED)
+        if not (behind and only is None and self._share_prefill(plan, behind, now, seconds_per_prefill_token)):
+            self._prefill(plan, behind, now, only)
+            self._admit(plan, now, seconds_per_prefill_token, only)
 
         self._step += 1
         self._in_flight.begin(plan)
         removed, self._table.removed = self._table.removed, []
         return plan.as_plan(self._step, removed)
+
+    def _prefill(
+        self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, only: Collection[str] | None
+    ) -> None:
+        """Give running requests, with how many tokens each is behind, chunks of their prompts from the budget."""
+        for request, num_behind in behind:
+            if plan.budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING or request.request_id in plan.prefills:
+                continue  # preempted a moment ago for one before it, or it has its chunk
+            start = len(request.token_ids) - num_behind
+            num_tokens = plan.chunk(start, num_behind)
+            if self._extend(plan, request, start + num_tokens, now, only):
+                plan.add_prefill(request, num_tokens, num_behind)
+
+    def _share_prefill(
+        self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, seconds_per_prefill_token: float
+    ) -> bool:
+        """Where the first prompt would take the whole budget, give half of it to much shorter ones. Returns False where
+        it does not.
+
+        Of those that run, the tenant that was served least goes first, and of its prompts the one that lacks least;
+        half is left to those that wait. The first prompt has the other half and what is left over, and is the first
+        until it is done, so that no prompt waits for ever. Nothing may be preempted for a running request once others
+        have started.
+        """
+        first, most = behind[0]
+        if first.status is not RequestStatus.RUNNING:
+            return False  # preempted a moment ago for one that decodes
+        start = len(first.token_ids) - most
+        plan.set_pace(start)
+        budget = plan.budget
+        if most <= budget or budget < 2 or not self._extend(plan, first, start + budget, now, None):
+            return False
+        plan.add_prefill(first, budget - budget // 2, most)
+        shorter = [each for each in behind if 2 * each[1] <= most]
+        if shorter:
+            shorter.sort(key=lambda each: (each[0].precedence, self.shares.served(each[0].tenant), each[1]))
+            for_waiting = plan.budget // 2 if self.waiting else 0
+            plan.budget -= for_waiting
+            self._prefill(plan, shorter, now, None)
+            plan.budget += for_waiting
+        self._admit(plan, now, seconds_per_prefill_token, None, most // 2)
+        if first.request_id in plan.prefills:  # and not preempted for one of them
+            # The budget may have grown by what a preempted request had, for which no blocks were taken.
+            more = min(plan.budget, budget // 2)
+            plan.num_tokens[first.request_id] += more
+            plan.budget -= more
+        return True
+
+    def _admit(
+        self,
+        plan: PlanDraft,
+        now: float,
+        seconds_per_prefill_token: float,
+        only: Collection[str] | None,
+        most_missing: int | None = None,
+    ) -> None:
+        """Start waiting requests, and end those that wait in vain."""
+        if plan.ran_out_of_blocks or plan.budget == 0 or not self.waiting:
+            return
+        for request in self._admission.admit(plan, now, seconds_per_prefill_token, only, most_missing):
+            if request.grammar is not None and request.grammar.error is not None:
+                self._end(request, RequestStatus.FINISHED_ERROR, request.grammar.error, request.grammar.refusal)
+            else:
+                self._end(request, RequestStatus.FINISHED_EXPIRED)
 
     def _pace(self, pace_prefill: PacePrefill, plan: PlanDraft, start: int) -> int:
         """How much prefill fits into a plan that has none yet."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STAYS = "api_keys, admin_keys and other settings stay as they were at the start"
+
 
 def ignore_hangup(settings: Settings) -> None:
     """Until `reload_on_hangup`, and after it: SIGHUP would end the process."""
@@ -36,6 +38,9 @@ async def reload_on_hangup(server: Server) -> None:
     try:
         with anyio.open_signal_receiver(signal.SIGHUP) as signals:
             async for _ in signals:
+                if settings.api_keys_file is None:
+                    logger.warning("Nothing was read again: %s, and there is no api_keys_file", _STAYS)
+                    continue
                 try:
                     tenants = await to_thread.run_sync(Tenants, settings)
                 except SettingsError as error:
@@ -44,7 +49,7 @@ async def reload_on_hangup(server: Server) -> None:
                     server.tenants.replace(tenants)
                     server.admission.set_tenants(tenants.all)
                     server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
-                    logger.info("Tenants and keys were read again, tenants: %d", len(tenants.all))
+                    logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
     finally:
         signal.signal(signal.SIGHUP, before)  # asyncio leaves the default
 

@@ -309,3 +309,12 @@ def test_finding_a_tenant_does_not_wait_for_the_one_that_fits(tmp_path: Path, mo
         compared.clear()
         assert (tenants.find(key.encode()) is not None) == fits
         assert len(set(compared)) == len(compared) == len(names)
+
+
+def test_without_a_file_sighup_says_that_no_key_has_changed() -> None:
+    """Keys of the settings are rotated by a restart; whoever sends SIGHUP instead must not believe otherwise."""
+    with deployed_tiny_server(api_keys="one-secret", admin_keys="another-secret") as server:
+        server.wait_ready()
+        reload(server, "nothing was read again: api_keys, admin_keys and other settings stay")
+        assert "were read again" not in server.log
+        assert ask(server, "one-secret").status_code == 200

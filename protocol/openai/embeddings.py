@@ -8,13 +8,15 @@ from __future__ import annotations
 import base64
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
+from protocol.body import at_most, fail_fast
+from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
 from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
 from protocol.openai.output import UsageMeter
@@ -42,12 +44,25 @@ class PrefillRequest(GenerationRequest):
         return "logprobs", None
 
 
+class ConversationPrefill(PrefillRequest):
+    """The same for a conversation."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+
 class EmbeddingRequest(TruncatedPrompt):
-    """The body of POST /v1/embeddings. `dimensions` None means all that the model has."""
+    """The body of POST /v1/embeddings. `dimensions` None means all that the model has.
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"messages": (), "embed_dtype": ("float32",)}
+    `messages` may stand in the place of `input`, as in vLLM: the text is what the chat template makes of them.
+    """
 
-    input: Prompt
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"embed_dtype": ("float32",)}
+
+    input: Prompt | None = None
+    messages: Annotated[list[ChatMessage], fail_fast, at_most(MAX_MESSAGES, "messages")] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
@@ -62,8 +77,22 @@ class EmbeddingRequest(TruncatedPrompt):
 
     @model_validator(mode="after")
     def _inputs_can_run(self) -> Self:
-        prompt_list(self.input, "input")
+        if self.messages is not None and self.input is not None:
+            raise InvalidRequest("messages cannot be combined with input; send one of them.", param="messages")
+        if self.messages is not None and self.prompt_name is not None:
+            raise InvalidRequest("prompt_name is written before input, and messages have none.", param="prompt_name")
+        if self.messages is None and self.input is None:
+            raise InvalidRequest("input is required, or messages.", param="input")
+        if self.input is not None:
+            prompt_list(self.input, "input")
         return self
+
+    def conversation(self) -> ChatCompletionRequest | None:
+        """Return the chat request whose prompt is the text; None if there is an `input`."""
+        if self.messages is None:
+            return None
+        names = ChatCompletionRequest.model_fields.keys() & self.model_fields_set
+        return ChatCompletionRequest(**{"add_generation_prompt": False} | {name: getattr(self, name) for name in names})
 
     def inputs(self, vocab_size: int, prompts: Mapping[str, str], default: str | None) -> Prompts:
         """Return the inputs, text or token ids; texts begin with the prompt that the request names, or the default one.
@@ -71,6 +100,7 @@ class EmbeddingRequest(TruncatedPrompt):
         `prompts` are the model's, by their names. Raises `InvalidRequest` for an id or a prompt that the model does not
         have, and for a prompt before token ids.
         """
+        assert self.input is not None
         inputs = prompt_list(self.input, "input")
         check_token_ids(inputs, vocab_size, "input")
         if self.prompt_name is not None and self.prompt_name not in prompts:
@@ -95,7 +125,8 @@ class EmbeddingRequest(TruncatedPrompt):
     def to_prefill(self) -> PrefillRequest:
         """The same request in the engine's terms."""
         names = PrefillRequest.model_fields.keys() & self.model_fields_set
-        return PrefillRequest(**{name: getattr(self, name) for name in names})
+        prefill = PrefillRequest if self.messages is None else ConversationPrefill
+        return prefill(**{name: getattr(self, name) for name in names})
 
 
 class EmbeddingBodyWriter:

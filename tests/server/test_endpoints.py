@@ -117,6 +117,29 @@ def test_every_shape_of_input_and_of_vector(server: Server, tokenizer: Tokenizer
     np.testing.assert_allclose([cut], vectors(input=ids[-2:]), atol=1e-5)
 
 
+def test_a_conversation_has_the_vector_of_its_text(server: Server) -> None:
+    """As vLLM's clients ask: what the chat template writes is one input."""
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SENTENCES[0]}]
+
+    def answered(**fields: Any) -> tuple[Any, int]:
+        body = server.post(EMBEDDINGS, fields).raise_for_status().json()
+        (item,) = body["data"]
+        return item["embedding"], body["usage"]["prompt_tokens"]
+
+    for template in ({}, {"add_generation_prompt": True}):
+        asked = {"messages": turns, "add_generation_prompt": False, **template}
+        token_ids = server.post("/tokenize", asked).json()["tokens"]
+        vector, num_tokens = answered(messages=turns, **template)
+        assert num_tokens == len(token_ids)
+        np.testing.assert_allclose(vector, answered(input=token_ids)[0], atol=1e-5)
+    assert refusal(server, EMBEDDINGS, {})["param"] == "input"
+    assert refusal(server, EMBEDDINGS, {"messages": turns, "input": "a"})["param"] == "messages"
+    assert refusal(server, EMBEDDINGS, {"messages": turns, "prompt_name": "query"})["param"] == "prompt_name"
+    assert (
+        refusal(server, EMBEDDINGS, {"messages": [{"role": "user", "content": "word " * 5000}]})["param"] == "messages"
+    )
+
+
 def test_embeddings_that_cannot_be_are_refused(server: Server) -> None:
     for field, value in [
         ("input", ""),

@@ -6,8 +6,10 @@ be had.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import resource
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import closing
@@ -308,6 +310,8 @@ class Server:
 
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if _is_lack_of_memory(error):
+            return _lack_of_memory(error)
         if not isinstance(error, ModelError | ChatTemplateError):
             return error
         model, works = self.settings.model, Settings.model_fields["model"].default
@@ -377,6 +381,23 @@ class Server:
                 self._stop()
         await anyio.sleep(ERROR_FRAME_SECONDS)
         raise EngineDead("the engine has died while serving") from error
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def _lack_of_memory(cause: BaseException) -> SettingsError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    words = "There is no memory to load the model. What works: a smaller kv_cache_memory, num_threads or model"
+    if limit != resource.RLIM_INFINITY:
+        words += (
+            f", or more address space: this process may have {limit / 2**30:.1f} GiB (ulimit -v), of which mapped "
+            "files and the stacks of threads take their part"
+        )
+    error = SettingsError(words)
+    error.__cause__ = cause
+    return error
 
 
 ServerHandler = Callable[[Server, RequestScope], Awaitable[None]]

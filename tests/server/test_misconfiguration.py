@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -299,3 +300,16 @@ def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
         elapsed = [body["elapsed_seconds"] for _, body in seen]
         assert elapsed == sorted(elapsed)
         assert server.stop() == 0
+
+
+def test_a_limit_of_address_space_ends_the_server_in_one_line() -> None:
+    """As `ulimit -v` sets it: the weights or the KV cache do not fit, and the operator sees no traceback of that."""
+    with HeadraceServe("uvloop", kv_cache_memory="4GiB") as server:
+        process = server._process
+        assert process is not None
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))
+        assert server.wait_exit() == 1
+        assert "Traceback" not in server.log
+        last = server.log.splitlines()[-1]
+        assert last.startswith("error: There is no memory to load the model. What works: a smaller kv_cache_memory")
+        assert "this process may have 2.0 GiB (ulimit -v)" in last

@@ -15,7 +15,7 @@ import zmq
 from engine.commands import Command, Event
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
-from engine.transport.wire import Pulse, decoder, encoder
+from engine.transport.wire import NumberChecker, Numberer, Pulse, decoder
 
 
 class Ended(NamedTuple):
@@ -35,8 +35,9 @@ class Link(ABC):
     _resources: ExitStack
 
     def __init__(self) -> None:
-        self._encode = encoder().encode
+        self._encode = Numberer().encode
         self._decode = decoder(Event | Pulse).decode
+        self._numbers = NumberChecker()
         self._peer: bytes | None = None
 
     @abstractmethod
@@ -74,7 +75,7 @@ class Link(ABC):
             # only after receiving has failed, which has looked at everything that was told so far.
             with suppress(zmq.Again):
                 while True:
-                    event = self._decode(self._up.recv(zmq.NOBLOCK))
+                    event = self._decode(self._numbers.content_of(self._up.recv(zmq.NOBLOCK)))
                     if isinstance(event, Pulse):
                         self.take(event)
                     else:

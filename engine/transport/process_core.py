@@ -32,7 +32,7 @@ from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
 from engine.transport.client import run_loop
-from engine.transport.wire import HEARTBEAT, Ends, Pulse, Report, decoder, encoder
+from engine.transport.wire import HEARTBEAT, Ends, NumberChecker, Numberer, Pulse, Report, decoder
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class ProcessChannel(Inbox):
         super().__init__()
         self._ends = ends
         self._outbox: SimpleQueue[Event | Pulse | None] = SimpleQueue()
+        self._numbers = NumberChecker()
         # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
         self._down = zmq.Context().socket(zmq.DEALER)
         self._output = threading.Thread(target=vital, args=(self._talk,), name="engine-output", daemon=True)
@@ -102,7 +103,7 @@ class ProcessChannel(Inbox):
         """Say that this process is there, wait for its setup, and start to listen and talk."""
         self._connect(self._down, self._ends.down)
         self._down.send(b"")
-        setup = decoder(Any).decode(self._down.recv())
+        setup = decoder(Any).decode(self._receive())
         threading.Thread(target=vital, args=(self._listen,), name="engine-input", daemon=True).start()
         self._output.start()
         return setup
@@ -127,16 +128,18 @@ class ProcessChannel(Inbox):
     def _listen(self) -> None:
         decode = decoder(Command).decode
         while True:
-            self.put(decode(self._down.recv()))
+            self.put(decode(self._receive()))
+
+    def _receive(self) -> memoryview:
+        return self._numbers.content_of(self._down.recv())
 
     def _talk(self) -> None:
         context = zmq.Context()
         up = context.socket(zmq.PUSH)
         self._connect(up, self._ends.up)
-        encode_into, buffer = encoder().encode_into, bytearray()
+        encode = Numberer().encode
         while (event := self._outbox.get()) is not None:
-            encode_into(event, buffer)
-            up.send(buffer)  # copies, so the buffer can be used again
+            up.send(encode(event))  # which copies
         up.close(LINGER_MILLISECONDS)
         context.term()
 

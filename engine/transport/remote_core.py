@@ -64,7 +64,7 @@ class RemoteChannel(ProcessChannel):
     def _listen(self) -> None:
         decode = decoder(Command | Ping).decode
         while True:
-            message = decode(self._down.recv())
+            message = decode(self._receive())
             if isinstance(message, Ping):
                 self._answer(message)
             else:

@@ -3,6 +3,9 @@
     down   the setup, which is plain data, then commands   ROUTER → DEALER
     up     events                                          PUSH → PULL
 
+Each message begins with its number, by which a lost or doubled one is noticed: the engine then counts as dead, since no
+request would know what it lacks.
+
 On one machine over Unix sockets in a private directory; between machines over TCP with CURVE: encrypted, and each side
 shows the other a key that was made for this one engine.
 
@@ -11,6 +14,7 @@ Who imports it: `engine.transport.link` and those on it above, `engine.transport
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -22,6 +26,8 @@ from engine.errors_in_words import ErrorInWords
 
 # Files of the private directory that both sides know.
 DOWN, UP, HEARTBEAT = "down", "up", "heartbeat"
+
+_NUMBER = struct.Struct("<Q")
 
 
 class Ends(msgspec.Struct, frozen=True):
@@ -54,6 +60,39 @@ class Report(Protocol):
     """Is told how far loading is; a `gpu.checkpoint.Progress`."""
 
     def __call__(self, phase: str, done: int, total: int | None) -> None: ...
+
+
+class Numberer:
+    """Encodes the messages of one direction, with their numbers."""
+
+    def __init__(self) -> None:
+        self._encoder = encoder()
+        self._buffer = bytearray(_NUMBER.size)  # used again for each
+        self._number = 0
+
+    def encode(self, message: Any) -> bytearray:
+        """The bytes are those of the latest message only."""
+        self._encoder.encode_into(message, self._buffer, _NUMBER.size)
+        _NUMBER.pack_into(self._buffer, 0, self._number)
+        self._number += 1
+        return self._buffer
+
+
+class NumberChecker:
+    """Checks that the messages of a `Numberer` come one after the other."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def content_of(self, message: bytes) -> memoryview:
+        """Return what a `decoder` takes. Raises msgspec.DecodeError if this is not the next message."""
+        if len(message) < _NUMBER.size:
+            raise msgspec.DecodeError(f"a message of {len(message)} bytes has no number")
+        (number,) = _NUMBER.unpack_from(message)
+        if number != self._number:
+            raise msgspec.DecodeError(f"message {number} came where message {self._number} was due")
+        self._number += 1
+        return memoryview(message)[_NUMBER.size :]
 
 
 def encoder() -> msgspec.msgpack.Encoder:

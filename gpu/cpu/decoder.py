@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -275,15 +275,23 @@ class CPUCausalLM:
         return [slice(start, start + step) for start in range(0, rows, step)]
 
     def _stop_function(self, cancellation_check: Callable[[], None]) -> ctypes._CFunctionType:
-        def stop() -> int:
+        def answers() -> Iterator[int]:
             try:
-                cancellation_check()
+                yield 0
+                while True:
+                    cancellation_check()
+                    yield 0
+            except GeneratorExit:  # the step is over
+                raise
             except BaseException as error:  # nothing may be raised through the library; it is raised after it
                 self._stopped_by = error
-                return 1
-            return 0
+                yield 1
 
-        return StopFunction(stop)
+        # A function would let an interrupt strike as it is entered, before its `try`, and ctypes would drop it. What is
+        # resumed here is within its `try`.
+        resumed = answers()
+        next(resumed)
+        return StopFunction(resumed.__next__)
 
 
 def _begins(spec: DecoderSpec) -> dict[str, int]:

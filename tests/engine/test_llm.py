@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from engine.messages import FinishReason, SamplingParams
 from engine.scheduler.plan import SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, simulated
 from tests.engine.simulated_tokens import expected_output
-from tests.interrupts import interrupted_after
+from tests.interrupts import call_and_interrupt
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
@@ -141,11 +142,11 @@ def test_after_a_hundred_interrupts_every_answer_is_that_of_a_new_object(depth: 
     expected = [tokens(each) for each in LLM(make_core(vocab_size=VOCAB_SIZE), TOKENIZER).generate(prompts, sampling)]
     num_interrupted = 0
     for _ in range(100):
-        with interrupted_after(draw.random() * 0.012):
-            try:
-                llm.generate(prompts[::-1], sampling, on_step=(lambda *news: None) if draw.random() < 0.5 else None)
-            except KeyboardInterrupt:
-                num_interrupted += 1
+        on_step = (lambda *news: None) if draw.random() < 0.5 else None
+        call = partial(llm.generate, prompts[::-1], sampling, on_step=on_step)
+        came, was_interrupted = call_and_interrupt(call, draw.random() * 0.012)
+        assert came == was_interrupted
+        num_interrupted += was_interrupted
         assert [tokens(each) for each in llm.generate(prompts, sampling)] == expected
         assert_nothing_left(core)
     assert num_interrupted > 20

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import headrace
 from app.offline import LLM
 from app.settings import SettingsError
-from engine.messages import SamplingParams
-from tests.interrupts import interrupted_after
+from engine.errors import EngineDead
+from engine.messages import EngineCoreRequest, SamplingParams
+from tests.golden.driving import fresh_core
+from tests.interrupts import call_and_interrupt
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -51,16 +54,40 @@ def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
     seconds = time.monotonic() - began
     num_interrupted = 0
     for _ in range(25):
-        with interrupted_after(draw.random() * seconds):
-            try:
-                llm.generate(prompts[::-1], sampling, progress=False)
-            except KeyboardInterrupt:
-                num_interrupted += 1
+        call = partial(llm.generate, prompts[::-1], sampling, progress=False)
+        came, was_interrupted = call_and_interrupt(call, draw.random() * seconds)
+        assert came == was_interrupted
+        num_interrupted += was_interrupted
         again = [each.choices[0].token_ids for each in llm.generate(prompts, sampling, progress=False)]
         assert again == expected
         llm.core.scheduler.check_integrity()
         assert not llm.core.has_work
     assert num_interrupted > 2  # how many depends on what else the machine does
+
+
+def test_an_interrupt_within_the_c_library_is_not_lost() -> None:
+    """Where steps are made on the main thread, as whoever drives a core by hand does."""
+    llm = LLM("smollm2-135m-instruct", progress=False, max_model_len=2048)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    seconds, num_interrupted = 0.0, 0
+    for number in range(8):
+        core = fresh_core(llm.core, max_num_batched_tokens=2000, target_inter_token_latency=60.0)
+        prompt = [number, *range(100, 1800)]
+        core.add(
+            EngineCoreRequest(request_id=f"r{number}", prompt_token_ids=prompt, sampling=sampling, arrival_time=0.0)
+        )
+        began = time.monotonic()
+        if number == 0:
+            core.step()
+            seconds = time.monotonic() - began
+            continue
+        came, was_interrupted = call_and_interrupt(partial(core.step, lambda _: False), seconds * number / 16)
+        assert came == was_interrupted
+        num_interrupted += was_interrupted
+        if was_interrupted:
+            with pytest.raises(EngineDead):
+                core.step()
+    assert num_interrupted > 2
 
 
 def test_threads_share_an_object(smollm2: LLM) -> None:

@@ -1,5 +1,5 @@
-"""The `headrace` command before anything else is imported: Ctrl-C ends it without a traceback, and a server without a
-terminal outlives SIGHUP from its first moment on."""
+"""The entry point of the `headrace` command. It sets signal handlers before the slow imports, so that Ctrl-C ends the
+command without a traceback, and SIGHUP does not end a server that has no terminal."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ def main() -> int:
     if interrupts:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a second, and nothing has to be cleaned up
     if sys.argv[1:2] == ["serve"] and not os.isatty(0):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `app.reloading` takes it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `app.reloading` handles it
     from app.cli import main as run
 
     if interrupts:

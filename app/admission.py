@@ -122,7 +122,7 @@ class QueueTicket:
         self.expected = expected
         self.since = admission.clock()
         self.progress = admission.wait.progress
-        self.step = admission.wait.step  # seconds, by which `expected` was computed
+        self.step = admission.wait.step  # seconds of one step when `expected` was computed
         self.prompt_tokens = 0  # of each choice, once they are counted
         self.generates = True
         self._admission = admission
@@ -173,11 +173,10 @@ class Admission:
         self.clock = clock
         self.wait = ExpectedWait(settings, clock)
         self._max_queue_time = settings.max_queue_time or math.inf
-        self._answers: defaultdict[str, float] = defaultdict(
-            float
-        )  # typical ones that those who wait are taken to get, by tenant
+        # The expected length of all queued choices' answers, in typical answers, by tenant.
+        self._answers: defaultdict[str, float] = defaultdict(float)
         self._waiting_weight = 0.0  # of the tenants that have somebody waiting
-        self._weights: dict[str, float] = {}  # of each of them
+        self._weights: dict[str, float] = {}  # of each tenant with queued choices
         self._on_waited = on_waited
         self.places = SharedRoom(settings.max_queued_requests, {})
         self.tokens = SharedRoom(settings.max_queued_tokens, {})
@@ -260,7 +259,7 @@ class Admission:
         if not self.places.taken_by(tenant.name):
             self._num_waiting_tenants += change
             if change > 0:
-                self._weights[tenant.name] = tenant.weight  # which may change while it waits
+                self._weights[tenant.name] = tenant.weight  # a reload may change it while the tenant waits
                 self._waiting_weight += tenant.weight
             else:
                 self._waiting_weight -= self._weights.pop(tenant.name)
@@ -279,7 +278,7 @@ class Admission:
             others=others,
             others_tokens=self.tokens.total - own_tokens,
             rival_weight=max(0.0, self._waiting_weight - self._weights.get(name, 0.0)),
-            who_waits=self._weights,
+            waiting_tenants=self._weights,
             part_of_answer=(self._answers[name] + choices * answer) / (own + choices),
         )
 

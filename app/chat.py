@@ -7,7 +7,7 @@ and Ctrl-C in the middle of an answer is a client that leaves.
 
 from __future__ import annotations
 
-import readline  # input() gets line editing and history by it
+import readline  # gives input() line editing and history
 import secrets
 import sys
 import termios
@@ -93,7 +93,7 @@ def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None,
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """For a block that writes an answer: what is typed meanwhile is shown by the next prompt, not in the answer."""
+    """Turn echo off while an answer is written: the next prompt shows what was typed meanwhile."""
     if not sys.stdin.isatty():
         yield
         return

@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from app.progress import loading
 from app.setting_sources import (
@@ -86,8 +86,8 @@ def serve(settings: Settings) -> int:
 
         from app.application import create_app
 
-    # The application takes signals by itself. A second receiver beside it would take the first signal, and on asyncio
-    # leave the default for the next one.
+    # The application handles signals itself. A second receiver would take the first signal, and on asyncio restore the
+    # default action for the next one.
     run(create_app(settings, inherited=inherited is not None), settings, listener, anyio.sleep_forever)
     return 0
 
@@ -214,20 +214,22 @@ class _CommandParser(ArgumentParser):
 
 
 class _Once(argparse.Action):
-    """Takes a setting's flag once: of two values only the last would count, and nothing would say so."""
+    """Accept a setting's flag once. Without this, argparse silently keeps the last of two values."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise SettingsError(f"{option_string} is given twice. Give it once; a list takes commas, as in a,b")
+            raise SettingsError(f"{option_string} is given twice. Give it once{self.const}")
         setattr(namespace, self.dest, values)
 
 
 class _OnceOrNot(argparse.BooleanOptionalAction):
-    """`_Once` for ``--flag`` and ``--no-flag``."""
+    """Accept one of ``--flag`` and ``--no-flag``, once."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
-            raise SettingsError(f"{option_string} is given twice, or with its opposite. Give one of them, once")
+            raise SettingsError(
+                f"{option_string} is given twice, or together with its opposite. Give one of them, once"
+            )
         super().__call__(parser, namespace, values, option_string)
 
 
@@ -280,6 +282,7 @@ def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
             options |= {"action": _OnceOrNot, "help": f"{field.description}{default}"}
         else:
             limits = allowed_values(field)
+            options["const"] = ", with commas between the values" if get_origin(field.annotation) is tuple else ""
             options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
         if name not in in_help:
             options["help"] = argparse.SUPPRESS

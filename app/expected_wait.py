@@ -3,17 +3,17 @@
     waiting for a running slot    the tenant's requests that have to end first * what it takes the engines to end one
     prefill                       the prompts before it, and its own
 
-The engines share running slots between tenants by weight: one that has fewer than its share takes slots from those that
-have more. So what a tenant waits for is its own requests, on its share of the slots and on those that no other tenant
-asks for. How many tokens an answer gets is unknown: it is taken to be as long as the tenant's latest answers were, or
-as `max_tokens` where that is less. While no answer has ended, or no step was measured, nothing is expected.
+The engines share running slots between tenants by weight: a tenant with fewer slots than its share takes slots from
+tenants with more. So a tenant waits only for its own requests, on its share of the slots and on slots that no other
+tenant asks for. The length of an answer is unknown: the estimate is the length of the tenant's latest answers, or
+`max_tokens` where that is less. There is no estimate before an answer has ended and a step was measured.
 
-An expectation that is wrong is put right by the waits of those who were let in: the tenant's latest waits, by what was
-expected of them, multiply it. Nobody is refused while there are running slots left, so there always are such waits.
-Both are counted in steps (`ExpectedWait.progress`), because steps may take longer or shorter while a request waits than
-when it came: in seconds, a machine that was busy for a minute would have refused requests for some minutes more.
+The waits of admitted requests correct the estimate: it is multiplied by the ratio of the tenant's latest waits to their
+estimates. No request is refused while running slots are free, so there are always such waits. Waits and estimates are
+counted in steps (`ExpectedWait.progress`), because steps may become slower or faster while a request waits: counted in
+seconds, one minute on a busy machine would have requests refused for some minutes more.
 
-A tenant that has no answers, or no waits, yet is taken to be like all together.
+A tenant without answers, or without waits, gets the figures of all tenants together.
 
 Pure bookkeeping on the event loop. Owned by `app.admission`.
 """
@@ -36,7 +36,7 @@ _MOST_OFF = 4.0
 
 
 class Waits:
-    """What the latest waits were, and what was expected of them."""
+    """The latest waits and their estimates."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -50,7 +50,7 @@ class Waits:
 
     @property
     def correction(self) -> float:
-        """Truth by expectation."""
+        """The latest waits, divided by their estimates."""
         self._forget()
         off = (self._waited + _BELIEF) / (self._expected + _BELIEF)
         return min(max(off, 1 / _MOST_OFF), _MOST_OFF)
@@ -64,8 +64,8 @@ class Waits:
 
 
 class ExpectedWait:
-    """What is known of the engines and of the latest answers. `costs` is what an engine has said last, `typical` a
-    request of any tenant."""
+    """The state from which waits are estimated. `costs` is the table that an engine sent last, `typical` the typical
+    request of all tenants together."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self.costs: StepCostTable | None = None
@@ -90,14 +90,14 @@ class ExpectedWait:
 
     @property
     def step(self) -> float:
-        """Seconds of a step with all running slots and some prefill, which tells how fast the engines are; 1 where
-        nothing is known."""
+        """The seconds of a step with all running slots and some prefill, a measure of the engines' speed; 1 if no cost
+        is known."""
         load = StepLoad(self._max_num_seqs, 0, 1, 128)
         return (self.costs.cost(load) if self.costs is not None else 0.0) or 1.0
 
     @property
     def progress(self) -> float:
-        """How many steps an engine can have made since the start."""
+        """The number of such steps for which there was time since the start."""
         return self._progress + (self._clock() - self._advanced) / self.step
 
     def begin(self, tenant: Tenant) -> None:
@@ -120,29 +120,29 @@ class ExpectedWait:
         return self._running.get(tenant.name, (0, 0.0))[0]
 
     def learn_answer(self, tenant: Tenant, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A choice of this tenant has ended by itself."""
+        """Record the answer of a choice that ended by itself."""
         self.typical.learn(num_prompt_tokens, num_output_tokens)
         own = self._typical_of.setdefault(tenant.name, TypicalRequest())
         own.learn(num_prompt_tokens, num_output_tokens)
 
     def typical_of(self, tenant: Tenant) -> TypicalRequest:
-        """A request of this tenant."""
+        """Return the typical request of this tenant, or of all tenants if none of its answers has ended."""
         return self._typical_of.get(tenant.name, self.typical)
 
     def learn_wait(self, waited: float, expected: float, tenant: str = "") -> None:
-        """A request that was let in got its first token after so many seconds; `expected` is what `seconds` said,
-        before it was put right. Both as if steps had always taken what they take now."""
+        """Record that an admitted request got its first token after `waited` seconds. `expected` is the uncorrected
+        estimate of `seconds`. Both are converted to seconds at the present speed of steps."""
         if max(waited, expected) >= _LEAST_WAIT:
             self._waits.learn(waited, expected)
             self._waits_of.setdefault(tenant, Waits(self._clock)).learn(waited, expected)
 
     @property
     def correction(self) -> float:
-        """Truth by expectation, of the latest waits of all tenants."""
+        """The latest waits of all tenants, divided by their estimates."""
         return self._waits.correction
 
     def correction_of(self, tenant: str) -> float:
-        """Truth by expectation, of the tenant's latest waits."""
+        """Return the tenant's latest waits divided by their estimates; without any, those of all tenants."""
         return self._waits_of.get(tenant, self._waits).correction
 
     def seconds(
@@ -155,17 +155,20 @@ class ExpectedWait:
         others: int = 0,
         others_tokens: int = 0,
         rival_weight: float = 0.0,
-        who_waits: Collection[str] = (),
+        waiting_tenants: Collection[str] = (),
     ) -> float | None:
-        """Until the last of `own` choices has begun that this tenant will have waiting, with `own_tokens` of prompts;
-        other tenants have some more, and together that weight. `who_waits` names all tenants that have some. All of the
-        tenant's that wait are taken to get that part of its typical answer. None where there is nothing to go by; 0
-        where there are running slots for all."""
+        """Return the seconds until the last of this tenant's `own` queued choices, with `own_tokens` prompt tokens, has
+        begun. None without data to estimate from; 0 if there are running slots for all.
+
+        Other tenants have `others` queued choices, and `rival_weight` together; `waiting_tenants` are the names of all
+        tenants with queued choices. The tenant's choices are expected to generate `part_of_answer` of its typical
+        answer.
+        """
         running = self._num_running_of(tenant)
         others_running = self._num_running - running
         passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
         for name, (_, weight) in self._running.items():
-            rival_weight += weight if name != tenant.name and name not in who_waits else 0.0
+            rival_weight += weight if name != tenant.name and name not in waiting_tenants else 0.0
         slots = self._effective_slots(self.count_engines())
         its_slots = max(slots * tenant.weight / (tenant.weight + rival_weight), slots - others_running - others)
         its_slots = min(its_slots, tenant.max_running or math.inf)
@@ -173,7 +176,7 @@ class ExpectedWait:
         return self._seconds(self.typical_of(tenant), its_slots, own, running, tokens, part_of_answer, others)
 
     def seconds_of_all(self, *, waiting: int, tokens: int, part_of_answer: float) -> float | None:
-        """Until all choices have begun that wait now, of whatever tenants."""
+        """Return the seconds until the queued choices of all tenants have begun."""
         slots = self._effective_slots(self.count_engines())
         return self._seconds(self.typical, slots, waiting, self._num_running, tokens, part_of_answer, 0)
 
@@ -187,7 +190,7 @@ class ExpectedWait:
         part_of_answer: float,
         others: int,
     ) -> float | None:
-        """Until the last of those that wait has begun, on so many slots, on which some run."""
+        """Return the seconds until the last of `waiting` choices has begun, on `slots` slots with `running` choices."""
         costs = self.costs
         if costs is None or not costs.is_known or not typical.num_output_tokens:
             return None

@@ -82,8 +82,8 @@ async def parse(server: Server, model: type[M], request: RequestScope) -> M:
 
 
 def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut, body: object = None) -> None:
-    """Warn of what the request has and nobody serves here, and of what the model's chat template does not read of a
-    conversation."""
+    """Set the warning header of a request with parts that have no effect: `left_out`, and the fields of a conversation
+    that the model's chat template does not read."""
     if isinstance(body, ChatCompletionRequest):
         syntax = server.model.prompts.syntax
         left_out = left_out._replace(unread=syntax.unread_fields(body.documents, body.chat_template_kwargs))

@@ -119,9 +119,10 @@ def tokenizer_info(files: ModelFiles) -> dict[str, Any]:
 
 
 def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the model's files name, and those that its syntax of calls names.
+    """Return the tokens that end an answer: the EOS tokens of the model's files, and the end tokens of the tool-call
+    syntaxes that the vocabulary has as special tokens.
 
-    Files often name one of several, and a model that is not ended runs on after its call.
+    Files often name only one of them, and a model that is not stopped goes on after its call.
     """
     added = files.tokenizer.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}

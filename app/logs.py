@@ -135,7 +135,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
-    """Log a request that was refused for want of a key, with the address that it came from."""
+    """Log a request without a valid key, with the address of its client."""
     client = scope.get("client")
     request_logger.info(
         _REQUEST,
@@ -148,7 +148,7 @@ def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
 
 
 _REQUEST = "request"
-_MOST_OF_A_PATH = 200  # characters, which strangers choose
+_MOST_OF_A_PATH = 200  # characters; any client chooses them
 
 
 def _console(stream: TextIO) -> list[Processor]:

@@ -51,7 +51,7 @@ class WithVersion:
 
 
 class HeadCheck:
-    """Refuses requests with too many headers (CVE-2025-48956) or with control characters in the path. The HTTP server
+    """Refuse requests with too many headers (CVE-2025-48956) or with control characters in the path. The HTTP server
     limits how long headers are."""
 
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
@@ -65,20 +65,21 @@ class HeadCheck:
 
 def _wrong_head(scope: Scope) -> ApiError | None:
     if (count := len(scope["headers"])) > MAX_HEADERS:
-        return ApiError(431, f"The request has {count} headers; at most {MAX_HEADERS} are taken.")
+        return ApiError(431, f"The request has {count} headers; allowed: at most {MAX_HEADERS}.")
     if _CONTROL_CHARACTERS.search(scope["path"]):
         return ApiError(400, "The path contains a control character, such as %0A; no path here has one.")
     return None
 
 
 class BrowserCheck:
-    """Keeps web pages from using a server without keys by way of a browser that reaches it.
+    """Keep web pages from using a server without keys through a browser that can reach it.
 
     A page of any origin may send a POST with a body of plain text, and it can read the answers too once its own name
     resolves to the server's address (DNS rebinding). So a server without clients' keys refuses requests that change
-    something, from pages of other origins, on every address. On a loopback address it takes bodies of JSON only, for
-    which a browser asks first, and Host headers that are an IP address, localhost or one of `allowed_hosts`. Where
-    `allowed_hosts` is set, the Host header is checked on every address, with keys or without.
+    something, from pages of other origins, on every address. On a loopback address it takes JSON bodies only, because a
+    browser asks the server before it sends one for another origin, and Host headers that are an IP address, localhost
+    or one of `allowed_hosts`. If `allowed_hosts` is set, the Host header is checked on every address, with keys or
+    without.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings, tenants: Tenants, refuse: Refuse) -> None:
@@ -98,7 +99,7 @@ class BrowserCheck:
         is_local = is_open and self._is_local and server is not None and _is_loopback(server[0])
         hosts = [value for name, value in headers if name == b"host"]
         if (is_local or self._allowed) and not all(self._is_own(host) for host in hosts):
-            return _WRONG_HOST
+            return _wrong_host(hosts)
         if is_open and scope["method"] not in _SAFE_METHODS and self._is_foreign(headers, hosts):
             return _FOREIGN_ORIGIN
         return _NOT_JSON if is_local and _has_other_body(headers) else None
@@ -112,8 +113,8 @@ class BrowserCheck:
         return name in self._allowed or name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
     def _is_foreign(self, headers: RawHeaders, hosts: Sequence[bytes]) -> bool:
-        """Return True if a browser sends this for a page of another origin, by the headers that no page can change.
-        Apps and browser extensions have origins that are no URLs of the web."""
+        """Return True if a browser sends this for a page of another origin, by headers that no page can change. Apps
+        and browser extensions pass: their origins have other schemes than http and https."""
         given = {name: value for name, value in headers if name in (b"sec-fetch-site", b"origin")}
         site = given.get(b"sec-fetch-site")
         if site in (b"same-origin", b"none"):
@@ -124,8 +125,18 @@ class BrowserCheck:
         return site is not None or (scheme != b"" and place not in hosts)
 
 
+def _wrong_host(hosts: Sequence[bytes]) -> ApiError:
+    host = b", ".join(hosts).decode("latin-1")[:100]
+    return ApiError(
+        403,
+        f"Host must be localhost, an IP address or a name in the setting allowed_hosts, got {host!r}. Add the name to "
+        "allowed_hosts if clients may use it.",
+        code="wrong_host",
+    )
+
+
 def _has_other_body(headers: RawHeaders) -> bool:
-    """Return True if a body comes that is not JSON by its Content-Type."""
+    """Return True if the request has a body, and its Content-Type is not JSON."""
     given = {name: value.strip().lower() for name, value in headers}
     has_body = given.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in given
     kinds = [value.partition(b";")[0].strip().lower() for name, value in headers if name == b"content-type"]
@@ -145,12 +156,12 @@ def _is_loopback(name: str) -> bool:
 
 
 class Authentication:
-    """Checks the API key that the matched route asks for, and names the tenant in the ASGI scope.
+    """Check the API key that the matched route asks for, and set the tenant in the ASGI scope.
 
-    The route decides, as the router will match it, and not the path: two readings of one path would let a request pass
-    here as one thing and reach a handler as another. A path that no route matches takes a client's key, so that only
-    clients learn which paths there are. What the dashboard shows is everybody's requests, so a client's key does not
-    open it.
+    The route that the router will match decides, not the path: if the check read a path differently, a request could
+    pass it with the wrong key and still reach a protected handler. A path that no route matches takes a client's key,
+    so that only clients learn which paths there are. The dashboard shows the requests of all tenants, so a client's key
+    does not open it.
 
     A key comes as `Authorization: Bearer` or as `x-api-key`. Routes match ASGI's `scope["path"]`: anything rebuilt from
     the Host header can be steered by the client (CVE-2026-48746).
@@ -172,7 +183,7 @@ class Authentication:
         await (self._app if error is None else self._refuse(error))(scope, receive, send)
 
     def _wrong_key(self, scope: Scope) -> ApiError | None:
-        """Return why the request may not pass. One that passes with a client's key gets its tenant."""
+        """Return the error of a request that may not pass; set the tenant of one that passes with a client's key."""
         tenants, access = self._tenants, self._access(scope)
         if access is Access.OPEN:
             return None
@@ -192,7 +203,7 @@ class Authentication:
         return None
 
     def _access(self, scope: Scope) -> Access:
-        """Return what the route asks for that the router will choose: the first that matches, best with the method."""
+        """Return the access of the router's choice: the first route of this path and method, else of this path."""
         partial: BaseRoute | None = None
         for route in self._routes:
             match, _ = route.matches(scope)
@@ -229,8 +240,8 @@ _NO_KEY = ApiError(
 )
 _WRONG_KEY = ApiError(
     401,
-    "The API key that was sent opens nothing here: it is mistyped, was withdrawn, or is a client's where an "
-    "administrator's is needed or the other way round.",
+    "The API key is not valid for this path: it is mistyped, was withdrawn, or is a client's key where an "
+    "administrator's is needed, or the other way round. Send another key.",
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
 )
@@ -241,21 +252,15 @@ _NO_ADMINS = ApiError(
     code="invalid_api_key",
     headers={"www-authenticate": "Bearer"},
 )
-_WRONG_HOST = ApiError(
-    403,
-    "The Host header does not name this server. It goes by localhost, by IP addresses and by the names in the setting "
-    "allowed_hosts; a server with api_keys, or on another address than a loopback one, goes by any if that is not set.",
-    code="wrong_host",
-)
 _FOREIGN_ORIGIN = ApiError(
     403,
-    "A web page of another origin sends this, and the server has no API keys. Set api_keys, or name the page's host in "
-    "the setting allowed_hosts.",
+    "A web page of another origin sent this request, and the server has no API keys. Set api_keys, or add the page's "
+    "host to the setting allowed_hosts.",
     code="foreign_origin",
 )
 _NOT_JSON = ApiError(
     415,
-    "The body must come with Content-Type: application/json, because the server has no API keys and any web page may "
-    "send other types.",
+    "The Content-Type of the body must be application/json (curl: -H 'Content-Type: application/json'), because this "
+    "server has no API keys and any web page can send other types.",
     code="unsupported_content_type",
 )

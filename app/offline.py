@@ -29,7 +29,7 @@ _NAMES = list(Settings.model_fields)
 SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
     *("engine", "served_model_name", "check_model_name", "tool_parser", "reasoning_parser"),
 }
-"""Settings that a library call has no use for."""
+"""Settings that only a server reads."""
 
 
 class LLM(engine.frontend.llm.LLM):
@@ -42,15 +42,13 @@ class LLM(engine.frontend.llm.LLM):
         Raises SettingsError naming the setting, and ModelError for files that cannot be run.
         """
         if useless := [name for name in settings if name in SERVER_SETTINGS]:
-            raise SettingsError(
-                f"{useless[0]}: an LLM has no server, and this setting is only the server's; leave it out"
-            )
+            raise SettingsError(f"{useless[0]}: only a server reads this setting, and an LLM has none; leave it out")
         given = settings if model is None else settings | {"model": model}
         self._open(load_settings(given, spelled=str), progress)
 
     @classmethod
     def of(cls, settings: Settings, *, progress: bool = True) -> Self:
-        """Load the model of settings that were read before: neither environment nor file is asked again."""
+        """Load the model with complete settings: the environment and the settings file are not read again."""
         llm = cls.__new__(cls)
         llm._open(settings, progress)
         return llm
@@ -64,7 +62,7 @@ class LLM(engine.frontend.llm.LLM):
             core = core_factory(chosen, files)()
             sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
         super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
-        weakref.finalize(self, self._engine.close)  # processes that compute for it are not freed as memory is
+        weakref.finalize(self, self._engine.close)  # garbage collection ends no worker process
 
     def generate(
         self,
@@ -74,8 +72,8 @@ class LLM(engine.frontend.llm.LLM):
         on_step: OnStep | None = None,
         progress: bool | None = None,
     ) -> list[Generation]:
-        """As the engine's, with a bar in the terminal unless the caller wants none, here or when the model was loaded,
-        or `on_step` shows one."""
+        """Generate as the engine's `LLM` does, with a progress bar in the terminal. `on_step` and `progress=False`,
+        here or when the model was loaded, turn the bar off."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         wanted = self._progress if progress is None else progress
         bar = generating(len(prompts)) if wanted and on_step is None else nullcontext(on_step)

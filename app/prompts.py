@@ -208,13 +208,13 @@ class PromptEncoder:
         return tokenize(self._plain_tokenizer, text, param="messages")
 
     def prepare(self) -> None:
-        """Make what takes tenths of a second and not every request needs. Otherwise the first one makes it, on the
-        event loop."""
+        """Build the plain tokenizer, which takes tenths of a second. Otherwise the first request that needs it would
+        build it on the event loop."""
         _ = self._plain_tokenizer
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer, blind to special tokens."""
+        """The same tokenizer, which encodes the text of special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain

@@ -25,10 +25,10 @@ def decode_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 class Bodies:
-    """How large a request's body may be, and all that are here together. One for all requests of a server.
+    """The limits of one request's body and of all bodies in memory together. A server has one instance.
 
-    `max_bytes` is the limit of one. Unless `given` sets it, it follows from the model's context, once that is known:
-    what is longer would be refused anyway, after it was read and decoded.
+    `max_bytes` is the limit of one body. Unless `given` sets it, it follows from the model's context, once that is
+    known: a longer body would be refused anyway, but only after it was read and decoded.
     """
 
     def __init__(self, given: int | None) -> None:
@@ -43,8 +43,8 @@ class Bodies:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[int], None]]:
-        """For the lifetime of one request. Yields what takes so many more bytes for its body, and raises ApiError 503
-        if all bodies together have more than fits."""
+        """Count the body of one request until the block is left. Yields a function that counts further bytes, and
+        raises ApiError 503 if all bodies together exceed their limit."""
         mine = 0
 
         def take(num_bytes: int) -> None:

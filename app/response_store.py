@@ -82,7 +82,7 @@ class _TenantLRU:
 
     @property
     def undroppable_bytes(self) -> int:
-        """Of what is being made in the background."""
+        """The bytes of responses that are still made in the background."""
         return self.num_bytes - sum(
             each.num_bytes + (each.log.num_bytes if each.log else 0) for each in self.responses.values()
         )
@@ -139,10 +139,11 @@ class ResponseStore:
         log: EventLog | None = None,
         too_large: bytes = b"",
     ) -> None:
-        """Keep a response, at the cost of the tenant's oldest. One that is larger than all the room is not kept, and
-        costs none of the others; of one from the background, `too_large` is kept in its place, without its context.
+        """Keep a response, and drop the tenant's oldest ones to make room for it.
 
-        Nor is one kept that was made in the background, with its `log`, and has been deleted meanwhile.
+        A response that is larger than all the room is not kept, and no other one is dropped for it; if it was made in
+        the background (it has a `log`), `too_large` is kept instead, without its context. A background response that
+        was deleted meanwhile is not kept either.
         """
         response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
         with self._lock:

@@ -91,7 +91,9 @@ class ServerClient:
                         raise ServerError(printable(str(error["message"])))
                 yield chunk
         if not is_over:
-            raise ServerError(f"The connection to {self.url} ended before the answer did: what is shown is not all.")
+            raise ServerError(
+                f"The connection to {self.url} ended before the answer did: the text shown is incomplete."
+            )
 
     @contextmanager
     def understood(self) -> Iterator[None]:

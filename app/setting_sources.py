@@ -103,7 +103,7 @@ def allowed_values(field: FieldInfo) -> str:
     if pattern:
         return f"text that matches {pattern}"
     if is_secret(field):
-        return "keys between commas or as a JSON array, at least one, none empty and none with blanks around it"
+        return "one or more keys, comma-separated or a JSON array, none of them empty or with blanks around it"
     return "a comma-separated list or a JSON array" if get_origin(annotation) is tuple else "text that is not empty"
 
 

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 
 def _as_list(value: object) -> object:
-    """Read text as a JSON array if it begins like one, else as parts between commas."""
+    """Read text as a JSON array if it begins like one, else as comma-separated parts."""
     if not isinstance(value, str):
         return value
     if value.strip().startswith("["):

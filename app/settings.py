@@ -203,8 +203,9 @@ class Settings(BaseSettings):
     )
     allowed_hosts: StringList = Field(
         (),
-        description="Names that Host headers may give the server, comma separated, beside localhost and IP addresses; "
-        "pages of these hosts may use it. Default: any, but none on a loopback address without keys. *: any, always.",
+        description="Host names by which clients may call the server, comma separated, besides localhost and IP "
+        "addresses; web pages of these hosts may use it. Default: none on a loopback address without API keys, any "
+        "elsewhere. *: any, always.",
         examples=["llm.example.com"],
     )
     worker_class: Literal["asyncio", "uvloop", "trio"] = Field("uvloop", description="The event loop.")

@@ -77,7 +77,7 @@ class Shutdown:
         """Of a signal that has just come, whether the end had been asked for before."""
         if self._signalled or self._asked_since is None:
             return self._signalled
-        # Without a parent only a signal can have asked; the trigger of `app.runner` may have taken it.
+        # Without a parent only a signal can have asked for the end, although `app.runner`'s trigger may have taken it.
         return not self._has_parent or time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
 
 

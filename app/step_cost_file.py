@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "step_costs"
 MAX_BYTES = 65536  # of a file
 MAX_FILES = 64
-MUCH = 3.0  # times as long as before: other work on the machine, or the table was wrong
+MUCH = 3.0  # the factor between two tables from which on one of them must be wrong, as by other work on the machine
 
 # No step of one decode takes longer on any machine that is fit to serve: reading the weights once from slow memory, and
 # what a step costs besides.
@@ -67,7 +67,7 @@ def _folder(settings: Settings) -> Path:
 
 class _Content(msgspec.Struct):
     step_cost: StepCostTable
-    times_of_earlier: float = 1.0  # by how much it differs from the table that was here before
+    times_of_earlier: float = 1.0  # the costs of this table, divided by those of the table before it
 
 
 def difference(path: Path) -> str | None:
@@ -83,7 +83,7 @@ def _difference(times: float) -> str | None:
     if times <= 0.0 or 1 / MUCH <= times <= MUCH:
         return None
     how = f"take up to {times:.2g} times as long" if times > 1.0 else f"are up to {1 / times:.2g} times as fast"
-    return f"steps {how} as by an earlier measurement of this model on this machine; one of the two is wrong"
+    return f"steps {how} as in an earlier measurement of this model on this machine; one of the two is wrong"
 
 
 class StepCostFile:
@@ -92,7 +92,7 @@ class StepCostFile:
     def __init__(
         self, path: Path, description: Mapping[str, Any] | None = None, *, most_seconds: float = math.inf
     ) -> None:
-        """A table that says of one decode that it takes more than `most_seconds` is neither read nor kept."""
+        """A table in which a step of one decode takes more than `most_seconds` is neither read nor written."""
         self.path = path
         self._most_seconds = most_seconds
         self._description = dict(description or {})
@@ -143,7 +143,7 @@ class StepCostFile:
         earlier = self.read()
         times = 1.0 if earlier is None else table.times_of(earlier)
         if (text := _difference(times)) is not None:
-            logger.warning("Step costs: %s. Other work on the machine makes them longer", text)
+            logger.warning("Step costs: %s. Other work on the machine makes steps longer", text)
         content = {"step_cost": msgspec.to_builtins(table), "times_of_earlier": times}
         part = self.path.with_suffix(f".{os.getpid()}.part")
         try:

@@ -58,8 +58,8 @@ _PROCESS_KEY = secrets.token_bytes(32)
 
 def shown_name(name: str) -> str:
     """Return a tenant's name for metrics. A name that is the digest of an API key is digested again, with a key of this
-    process: a reader could try guesses of the API key on the digest itself. The name proper has to stay, because it
-    salts what is cached on disk."""
+    process: a reader of the metrics could test guesses of the API key on the digest itself. The name itself must not
+    change, because it salts the KV blocks that are cached on disk."""
     if not _OF_A_KEY.fullmatch(name):
         return name
     return "key-" + hmac.new(_PROCESS_KEY, name.encode(), "sha256").hexdigest()[:16]

@@ -2,8 +2,8 @@
 
 The segments follow each other without a gap, so they add up to the request's time: `receive` (body), `tokenize`
 (validation, template, tokens), `queue`, `prefill`, `decode`, `deliver` (until the client has everything). Events are
-what the engine did in between. Kept in memory for the last `timeline_size` requests, fewer where many events make them
-long; a tenant sees its own only, and one that asks a lot pushes out its own.
+what the engine did in between. Timelines of the last `timeline_size` requests are kept in memory, fewer if they
+have many events. A tenant sees only its own, and a tenant with many requests displaces its own timelines first.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from app.settings import Settings, SettingsError
 from engine.snapshot import BlocksSnapshot, EngineSnapshot, RequestSnapshot
 
 MAX_INTERVAL = 3600.0  # seconds
-_ALWAYS_THERE = "num_requests_running"  # of any server's metrics
+_ALWAYS_THERE = "num_requests_running"  # the metrics of every server have it
 _TIMEOUT = 15.0  # seconds; an engine may take ten to end its step
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 Counted = defaultdict[str, float]

@@ -54,8 +54,8 @@ class NoTracer:
 
 def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tracer:
     """The tracer that settings and environment ask for. `on_lost` is told how many traces were lost and why, by any
-    thread. Raises `SettingsError` when `otlp_endpoint` is set and its packages are not installed, and when a
-    setting of traces is set and no collector."""
+    thread. Raises `SettingsError` if `otlp_endpoint` is set and its packages are not installed, and if a tracing
+    setting is set without a collector."""
     environment = os.environ
     is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     is_off |= environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
@@ -84,6 +84,6 @@ def _refuse_settings_without_effect(settings: Settings) -> None:
     for name in ("trace_messages", "trace_sample_ratio", "trace_names"):
         if getattr(settings, name) != fields[name].default:
             raise SettingsError(
-                f"{name} is set, and nothing is traced without a collector. What works: otlp_endpoint = "
+                f"{name} has no effect without a collector of traces. What works: otlp_endpoint = "
                 f"http://127.0.0.1:4318, or {name} left out"
             )

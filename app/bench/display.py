@@ -128,8 +128,8 @@ def doubts_of(result: dict[str, Any]) -> list[str]:
         doubts.append(f"Latencies are of the {result['completed']} that were answered; {result['failed']} were not.")
     if number := result.get("requests_without_usage"):
         doubts.append(
-            f"Of {number} requests the server told no usage: their prompt tokens are those that were to be sent, their "
-            "output tokens one for each event. Token counts, tokens/s and TPOT are estimates."
+            f"The server sent no usage for {number} requests: their prompt tokens are the planned ones, their output "
+            "tokens one per event. Token counts, tokens/s and TPOT are estimates."
         )
     if result.get("client_was_late"):
         doubts.append(

@@ -48,7 +48,7 @@ def run(
     llm = open_llm(settings, enable_prefix_caching=False, max_num_seqs=batch_size * n)
     if input_len + output_len > (longest := llm.core.config.max_model_len):
         raise SettingsError(
-            f"--output-len: got {output_len} after {input_len} prompt tokens; allowed: {longest} in all (max_model_len)"
+            f"--output-len: got {output_len} and {input_len} prompt tokens; allowed: {longest} in sum (max_model_len)"
         )
     draw = random.Random(settings.seed or 0)
     ids = range(llm.core.executor.vocab_size)

@@ -16,13 +16,13 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def open_llm(settings: Settings, **unless_given: Any) -> LLM:
-    """Open the model of these settings, and of others where none was given."""
+    """Load the model with these settings; `unless_given` are the values of settings that were not given."""
     others = {name: value for name, value in unless_given.items() if name not in settings.model_fields_set}
     return LLM.of(check_settings({n: Given(v, n) for n, v in others.items()} | given_of(settings)))
 
 
 def given_of(settings: Settings) -> dict[str, Given]:
-    """What was given of these settings, as `check_settings` takes it."""
+    """Return the settings that were given, as `check_settings` takes them."""
     return {name: Given(getattr(settings, name), name) for name in settings.model_fields_set}
 
 

@@ -32,7 +32,7 @@ class RequestRecord:
     num_prompt_tokens: int = 0  # as the server counted
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    has_usage: bool = True  # the server told its token counts; else they are estimates
+    has_usage: bool = True  # the server sent its token counts; without them they are estimates
     status: int = 0  # of HTTP; 0 where no answer came
     retry_after: float | None = None  # seconds, of who was refused
     error: str = ""  # why it failed, in words that many may share; empty: it was answered to the end

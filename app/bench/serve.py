@@ -140,8 +140,8 @@ class _Checked:
             raise SettingsError("--metric-percentiles: allowed: 0 to 100. A value that works: 50,90,99")
         if options.extra_body.get("n") not in (None, 1):
             raise SettingsError(
-                f"--extra-body: got n={options.extra_body['n']!r}; allowed: 1, since latencies between tokens are "
-                "those of one answer"
+                f"--extra-body: got n={options.extra_body['n']!r}; allowed: 1, because "
+                "inter-token latency is measured on one answer"
             )
         if options.max_concurrency is not None and options.max_concurrency < 1:
             raise SettingsError(f"--max-concurrency: got {options.max_concurrency}; allowed: at least 1")

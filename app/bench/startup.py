@@ -137,4 +137,4 @@ def _text(value: object) -> str:
         return value.get_secret_value()
     if isinstance(value, dict):
         return json.dumps(value)
-    return str(int(value)) if isinstance(value, ByteSize) else shown(value)  # which rounds sizes
+    return str(int(value)) if isinstance(value, ByteSize) else shown(value)  # `shown` rounds sizes

@@ -2,8 +2,7 @@
 
 One task asks the engine, however many pages look, and none does when nobody looks. It asks the next time when the last
 look has become less than a hundredth of the time, so that looking takes no more than that of the engine. A page that
-does not keep up misses frames, and makes room for a new page when there are MAX_PAGES; one that leaves is gone at once,
-because its request is.
+does not keep up misses frames. If there are MAX_PAGES, a page that does not read is closed to make room for a new one.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Feed:
             receive.close()
 
     def _drop_unread(self) -> bool:
-        """Make room for a page by ending one that does not read: as many frames as may wait for it do."""
+        """Close one page that does not read, with MAX_BEHIND unread frames. Return False if there is none."""
         for page in self._pages:
             if page.statistics().current_buffer_used == MAX_BEHIND:
                 self._pages.discard(page)

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from app.simulate.session import Session
 
 MAX_BODY = 64 * 1024  # bytes
-MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # simulations, and what they keep, some 200 MB; one at least
+MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # simulations, at least one; their tokens in memory, some 200 MB
 MAX_OPEN = 8  # requests
-MAX_STEPS = 100  # with one request, and in a slice
-MAX_WORK = 2**18  # the same: some 50 ms
-MAX_AGAIN, MAX_WORK_AGAIN = 5000, 2**24  # steps that are made again, and their work
+MAX_STEPS = 100  # in one request, and in one slice
+MAX_WORK = 2**18  # in one request, and in one slice: some 50 ms
+MAX_AGAIN, MAX_WORK_AGAIN = 5000, 2**24  # steps that are simulated again, and their work
 MAX_TOLD = 256  # requests that have come and gone, with one answer
 
 T = TypeVar("T")
@@ -87,8 +87,8 @@ class Simulator:
         return sum(session.kept_tokens for session in self._kept.values())
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """Run one slice of the work on the thread. Between two of them a client that has left, and a server that ends,
-        end the rest. Raises ApiError 400 for what the simulation refuses."""
+        """Run one slice of the work on the thread. Between two slices the work ends if the client leaves or the server
+        stops. Raises ApiError 400 for values that the simulation refuses."""
 
         def run() -> T:
             try:
@@ -118,10 +118,10 @@ def _begin(piece: Piece) -> Session:
 
 
 def _catch_up(session: Session, changes: deque[Change], since: float) -> None:
-    """A slice of the way to `since`, with the changes that are due."""
+    """Simulate one slice of the time up to `since`, and apply the change that is due."""
     simulation = session.simulation
     if simulation.num_steps >= MAX_AGAIN or simulation.work >= MAX_WORK_AGAIN:
-        raise ValueError(f"since: what came before is more than {MAX_AGAIN} short steps; begin a new simulation")
+        raise ValueError(f"since: the time before it takes more than {MAX_AGAIN} short steps; begin a new simulation")
     until = changes[0].at if changes else since
     session.advance(until, MAX_STEPS, MAX_WORK)
     if changes and session.now >= until:

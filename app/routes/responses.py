@@ -239,15 +239,15 @@ def _num_stored_bytes(body: InputTokensRequest, previous: StoredResponse | None)
 
 
 async def _as_far_as_it_is(server: Server, running: RunningResponse, status: str | None = None) -> bytes:
-    """A response as far as it is, as JSON."""
+    """Return the response as far as it is complete, as JSON."""
     response = running.response() if status is None else running.writer.response(status)
     weight = weight_so_far(running.request.outputs)
     return await server.workload.write(weight, lambda: orjson.dumps(response))
 
 
 def _too_large(response: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a response from the background that is too large to be kept."""
-    message = "The response was made and is too large to be kept: see the server's setting response_store_bytes."
+    """Return the object that is kept instead of a background response that is too large."""
+    message = "The response is too large to be kept. Ask for a shorter one, or raise the setting response_store_bytes."
     return response | {"status": "failed", "output": [], "error": {"code": "server_error", "message": message}}
 
 

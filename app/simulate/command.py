@@ -35,7 +35,7 @@ SHOWN = {  # of a sweep, by the title of the column
     "cached": "total_cached_tokens",
     "refused": "refused",
 }
-OBEYED = (  # settings that a simulation reads besides those that its table has fixed
+OBEYED = (  # settings that a simulation reads, besides those that its table was measured with
     *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "enable_prefix_caching", "max_model_len"),
     *("pipeline_depth", "max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout"),
     *("default_ttft_timeout", "data_parallel_size", "seed"),
@@ -99,9 +99,7 @@ class Case:
         for name, text in own.items():
             self._set(name, text)
         if wrong := next((name for name in changes or {} if name not in own and name not in OBEYED), None):
-            reason = (
-                "the steps of --table were measured with one value of it" if wrong in FIXED else "it changes nothing"
-            )
+            reason = "the steps of --table were measured with one value of it" if wrong in FIXED else "it has no effect"
             raise SettingsError(f"--sweep: got {wrong}; {reason}. Settings that are simulated: {', '.join(OBEYED)}")
         if self.options.trace is not None:
             _check_beside_trace(self.options)
@@ -164,12 +162,14 @@ def _workload_defaults() -> dict[str, Any]:
 
 
 def _check_beside_trace(options: Namespace) -> None:
-    """Raise SettingsError for flags of a workload beside a trace, which has one of its own."""
+    """Raise SettingsError for a flag of the workload that is given with a trace: the trace is the workload."""
     for name, default in _workload_defaults().items():
         value = getattr(options, name, default)
         if name not in ("num_prompts", "request_rate") and value != default:
             flag = name.replace("_", "-")
-            raise SettingsError(f"--{flag}: got {value}; --trace says what is asked and when. Leave out one of them")
+            raise SettingsError(
+                f"--{flag}: got {value}; --trace already has the requests and their times. Leave out one of them"
+            )
     if not options.request_rate > 0:
         raise SettingsError(f"--request-rate: got {options.request_rate}; allowed: more than 0")
     if options.num_prompts is not None and options.num_prompts < 1:
@@ -206,7 +206,7 @@ def run(settings: Settings, **given: Any) -> int:
         ("html", "record", "goodput") if several == "--sweep" else ("html", "record", "goodput", "json", "sweep")
     )
     if several and (wrong := next((name for name in unwritten if getattr(options, name)), None)):
-        raise SettingsError(f"--{wrong}: {several} makes many runs; allowed: with one run. Leave out one of them")
+        raise SettingsError(f"--{wrong}: {several} makes many runs; allowed: one run. Leave out one of them")
     if options.find is not None:
         return _find(Case(settings, options))
     if options.sweep:

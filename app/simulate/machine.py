@@ -16,7 +16,7 @@ from engine.scheduler.step_cost import StepCostTable
 from engine.simulation.clock import VirtualClock
 from engine.simulation.counting import CountingExecutor
 
-# Settings that a table of step costs and its KV cache were measured with. A simulation cannot have others.
+# Settings that a table of step costs and its KV cache were measured with. A simulation cannot change their values.
 FIXED = (
     *("kv_cache_memory", "gpu_memory_utilization", "block_size", "dtype", "quantization", "device", "num_threads"),
     *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
@@ -144,7 +144,7 @@ def _check_fixed(info: Mapping[str, Any], settings: Settings, flag: str) -> None
             hint = "--num-blocks says how large the KV cache is" if "memory" in name else "Leave it out"
             raise SettingsError(
                 f"--{name.replace('_', '-')}: got {value}; the file of {flag} was measured with another value, or does "
-                f"not tell. {hint}, or give a table that was measured with it"
+                f"not say. {hint}, or give a table that was measured with it"
             )
 
 

@@ -69,9 +69,9 @@ class FoundRate(NamedTuple):
 
 
 def find_rate(simulate: Simulate, limits: Mapping[str, float], seed: int = 0) -> FoundRate:
-    """Bisect, with the same random numbers at each rate, so that only the rate differs. A run holds if all that were
-    sent were answered, and no figure is above its limit; a rate holds if the runs of most seeds do. Raises
-    SettingsError if no rate holds, or any."""
+    """Bisect, with the same random numbers at each rate, so that only the rate differs. A run holds if all requests
+    were answered, and no figure is above its limit; a rate holds if the runs of most seeds hold. Raises SettingsError
+    if no rate holds, or every rate does."""
     kept: dict[tuple[float, int], bool] = {}
     seeds = range(seed, seed + CHECK_SEEDS)
     most = CHECK_SEEDS // 2 + 1

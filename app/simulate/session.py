@@ -36,7 +36,7 @@ class Parameters(LoadShape):
     seed: int = Field(default=0, ge=0, le=2**31)
 
 
-_TOKENS_PER_BLOCK, _TOKENS_PER_REQUEST = 8, 32  # what takes as much memory
+_TOKENS_PER_BLOCK, _TOKENS_PER_REQUEST = 8, 32  # as much memory as one of each
 
 FIXED = ("num_blocks", "seed", "admission")  # parameters that cannot change while it runs
 
@@ -99,13 +99,13 @@ class Session:
         self._begin_account()
 
     def advance(self, until: float = math.inf, max_steps: int = 1000, max_work: float = math.inf) -> None:
-        """Go on to this virtual time, but make no more than so many steps, and no further one when so much work is
-        done. Raises ValueError where more has come than is kept in memory; then it cannot go on."""
+        """Simulate up to the virtual time `until`, in at most `max_steps` steps; no step begins after `max_work`.
+        Raises ValueError if more requests have come than are kept in memory; the session cannot go on then."""
         self.simulation.advance(until, max_steps, max_work)
 
     @property
     def kept_tokens(self) -> int:
-        """How much it keeps in memory, in tokens of about 50 bytes: prompts, the times of tokens, blocks, requests."""
+        """The memory of prompts, the times of tokens, blocks and requests, in tokens of about 50 bytes."""
         simulation = self.simulation
         num_requests = len(simulation.open) + len(simulation.ended)
         return (

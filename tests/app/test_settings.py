@@ -185,7 +185,7 @@ def test_a_list_of_keys_without_a_key_that_can_be_sent_is_refused_wherever_it_co
     monkeypatch: pytest.MonkeyPatch, config_file: Path, name: str, value: str
 ) -> None:
     """An empty key would be everybody's, and an empty list would open the server."""
-    allowed = f"{name}.*got a value that is not shown; allowed: keys .* at least one, none empty"
+    allowed = f"{name}.*got a value that is not shown; allowed: one or more keys, .* none of them empty"
     with pytest.raises(SettingsError, match=allowed.replace(name, flag_name(name), 1)):
         load_settings({name: value})
     as_toml = value if value.startswith("[") else f'"{value}"'

@@ -48,7 +48,7 @@ def test_the_environment_can_turn_it_off(name: str, value: str, monkeypatch: pyt
 def test_settings_of_traces_without_a_collector_are_refused(
     setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SettingsError, match=f"{min(setting)} is set, and nothing is traced without a collector"):
+    with pytest.raises(SettingsError, match=f"{min(setting)} has no effect without a collector of traces"):
         opened(Settings(**setting))
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")  # it was turned off on purpose
     assert isinstance(opened(Settings(**setting)), NoTracer)

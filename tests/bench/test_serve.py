@@ -65,7 +65,7 @@ def test_estimates_are_called_so_and_details_are_saved(tmp_path: Path, capsys: p
         assert main(["bench", "serve", *flags, "--save-detailed", "--result-filename", "r.json"]) == 0
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["requests_without_usage"] == len(result["ttfts"]) == 2
-    assert "Of 2 requests the server told no usage" in capsys.readouterr().out
+    assert "The server sent no usage for 2 requests" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

@@ -311,5 +311,7 @@ def test_a_limit_of_address_space_ends_the_server_in_one_line() -> None:
         assert server.wait_exit() == 1
         assert "Traceback" not in server.log
         last = server.log.splitlines()[-1]
-        assert last.startswith("error: There is no memory to load the model. What works: a smaller kv_cache_memory")
+        assert last.startswith(
+            "error: There is not enough memory to load the model. What works: a smaller kv_cache_memory"
+        )
         assert "this process may have 2.0 GiB (ulimit -v)" in last

@@ -38,10 +38,10 @@ MAX_FIELDS = 1024
 """Of one object, unknown ones included."""
 
 MAX_JSON_WEIGHT = 2**20
-"""Of one body. A value weighs 1, which is at most 0.07 microseconds of the interpreter's lock."""
+"""The limit of one body. A value weighs 1 and holds the interpreter's lock for at most 0.07 microseconds."""
 
-_COMPOUND = 8  # what an object, an array or a field name weighs more than a number
-_PIECE = 64 * 1024  # bytes that are looked at with the interpreter's lock held
+_COMPOUND = 8  # the weight of an object, array or field name in addition to that of a number
+_PIECE = 64 * 1024  # bytes that are counted without releasing the interpreter's lock
 _MAX_SHOWN = 40  # characters of an unknown type that come back
 _JSON_TYPES = {str: "$string", list: "$array", dict: "$object", bool: "$bool"}
 
@@ -264,40 +264,42 @@ def validate(model: type[M], content: Any) -> M:
     try:
         return model.model_validate(content)
     except (ValidationError, InvalidRequest) as exc:
-        # `from None`: the first carries the client's text, which would end up in a logged traceback.
+        # `from None`: the cause quotes the client's text, which would end up in a logged traceback.
         raise to_api_error(exc) from None
 
 
 def decode_json(body: bytes) -> Any:
-    """Decode the JSON of a request. Raises `ApiError`: 400 naming the place if it is broken, 413 if it is made of too
-    many values."""
+    """Decode the JSON of a request. Raises `ApiError`: 400 naming the place if it is broken, 413 if it has too many
+    values."""
     if not body:
         raise ApiError(400, "The request body is empty; send a JSON object.", code="invalid_json")
     if weight_above(body, MAX_JSON_WEIGHT):
         raise ApiError(
             413,
-            f"The request body is made of too many JSON values: each counts 1, a string 2 more, an object, array or "
-            f"field name {_COMPOUND} more, and all together may count {MAX_JSON_WEIGHT}. Send fewer in one request.",
+            f"The request body has too many JSON values: a value counts 1, a string 2 more, an object, array or field "
+            f"name {_COMPOUND} more; allowed: {MAX_JSON_WEIGHT} together. Send fewer in one request.",
             code="too_many_values",
         )
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as exc:
-        raise to_api_error(exc) from None  # it carries the client's text
+        raise to_api_error(exc) from None  # the cause quotes the client's text
 
 
 def weight_above(body: bytes, limit: int) -> bool:
     """Return True if decoding `body` would make so many objects that they weigh more than `limit`.
 
     Decoding is one call that keeps the interpreter's lock: 16 MiB of empty arrays would stop every thread for a second.
-    This looks at the structure outside strings, a piece at a time, and stops at the limit.
+    This function counts the structure outside strings, a piece at a time, and stops at the limit.
     """
     if len(body) * _COMPOUND <= limit:
         return False
     weight, is_inside, rest = 0, False, b""
     for begin in range(0, len(body), _PIECE):
         piece = rest + body[begin : begin + _PIECE]
-        kept = len(piece) - len(piece.rstrip(b"\\")) & 1  # a backslash that belongs to what the next piece begins with
+        kept = (
+            len(piece) - len(piece.rstrip(b"\\")) & 1
+        )  # a backslash that escapes the first character of the next piece
         piece, rest = piece[: len(piece) - kept], piece[len(piece) - kept :]
         parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[is_inside::2])

@@ -57,7 +57,7 @@ class Renderer(Protocol):
 
     @property
     def variables(self) -> Set[str]:
-        """The names that the source reads."""
+        """The names of the variables that the source reads."""
         ...
 
     def render(self, context: dict[str, Any]) -> str:
@@ -65,8 +65,8 @@ class Renderer(Protocol):
 
 
 class ChatTemplate:
-    """A chat template. Any number of threads may render at once. `takes_parts` says that it wants content as a list of
-    parts; strings become such lists then.
+    """A chat template. Any number of threads may render at once. If `takes_parts` is true, the template reads content
+    as a list of parts, and strings are converted to such lists.
 
     `special_tokens` are variables that templates read (``bos_token``, ``eos_token``...). `control_tokens` are further
     strings that the tokenizer turns into control tokens; user text that spells one stays text.
@@ -94,12 +94,12 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
 
     def find_content_form(self, name: str) -> None:
-        """Find out whether the template of the model of this `name` takes content as a string or as a list of parts.
+        """Set `takes_parts`: find out whether the template reads content as a string or as a list of parts.
 
-        To be called once, before the template is shared. A template that loops over parts shows nothing of a string,
-        and one that takes strings prints a list as Python does, so a marker has to appear exactly once. Raises
-        `ChatTemplateError` if it appears in neither form. A template that cannot render the marker's conversation at
-        all is left for requests to complain of.
+        Call it once, before threads share the template. A template that loops over parts shows nothing of a string, and
+        a template for strings prints a list as Python does, so the right form shows a marker exactly once. Raises
+        `ChatTemplateError`, naming the model by `name`, if neither form shows it. If the template fails on the marker's
+        conversation, `takes_parts` stays false, and requests get the template's error.
         """
         counts = []
         for content in (marker := _random_marker(), _as_parts(marker)):
@@ -118,8 +118,8 @@ class ChatTemplate:
                 counts.append(-1)
         if max(counts) == 0:
             raise ChatTemplateError(
-                f"The chat template of {name} shows the text of a user's message neither where its content is a string "
-                "nor where it is a list of parts, so the model would never read it; serve a model with another one."
+                f"The chat template of {name} does not show the text of a user's message, neither as a string nor as a "
+                "list of parts, so the model would never read it. Serve a model with another template."
             )
         self.takes_parts = counts[0] != 1 and (counts[1] == 1 or counts[0] < counts[1])
 

@@ -108,8 +108,8 @@ class Dialect:
 
     The app makes the handlers of `generation` and `counting`; those of `others` are in `app.routes`. `error_body` words
     an error, given the request's id, in the shape of `error_answer`; `request_id_header` is what the dialect's clients
-    read that id from, beside ``x-request-id``. At `retired` roots there is nothing, and errors are worded as below
-    `root`. At and below `shared_roots`, where OpenAI's clients ask as well, its own are known by the header
+    read that id from, beside ``x-request-id``. `retired` roots have no routes, and their errors are worded as
+    those of `root`. At and below `shared_roots`, where OpenAI's clients ask as well, its own are known by the header
     `client_header`.
     """
 

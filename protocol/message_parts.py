@@ -15,9 +15,10 @@ which the wire formats (chat completions, Responses, Anthropic's messages) spell
 
 Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
 A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
-Arguments are JSON as the model wrote it; what was never JSON is content, not lost. A call that breaks off or breaks
-in its arguments is one of `MessageParser.cut_calls`, and no wire format may tell it as finished. Text goes out as soon
-as it is decided; held back is only what may still become a tag, and white space that may turn out to be padding.
+Arguments are JSON as the model wrote it; text that is not JSON is content, not lost. A call whose
+arguments break off or are not JSON is one of `MessageParser.cut_calls`; no wire format may report it as finished. Text
+goes out as soon as it is decided; held back is only what may still become a tag, and white space that may turn out to
+be padding.
 
 A choice that has neither reasoning nor tools needs no parser at all: see `MessageFormat.is_plain`.
 """
@@ -89,7 +90,7 @@ class ToolReader(Protocol):
 
     @property
     def cut_calls(self) -> Set[int]:
-        """The indices of the calls whose arguments are not complete JSON: of one that is being read, so far."""
+        """The indices of calls whose arguments are not complete JSON, or not yet."""
         ...
 
 
@@ -99,9 +100,9 @@ class MessageFormat:
 
     `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
     false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_demanded` says that a grammar
-    lets the model write nothing but calls, so what was begun of one when the text ends is no text. `call_is_named` says
-    that the client has asked for this very call, which some wire formats then do not count as the model's decision.
-    `special_tags` are those tags that are special tokens.
+    lets the model write nothing but calls, so a call that is only begun when the text ends is left out. `call_is_named`
+    says that the client has asked for this very call, which some wire formats then do not count as the model's
+    decision. `special_tags` are the tags that are special tokens.
     """
 
     reasoning: ReasoningTags | None = None
@@ -163,7 +164,7 @@ class MessageParser:
         return self._spelled(self._parts(self._special.feed_text(text)))
 
     def finish_text(self) -> list[MessagePart]:
-        """The text has ended: what was held back."""
+        """Return the parts that were held back, at the end of the text."""
         if self._special is None:
             return self._last_parts()
         return self._spelled(self._parts(self._special.finish_text()) + self._last_parts())
@@ -194,7 +195,7 @@ class MessageParser:
         return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
 
     def _spelled(self, parts: list[MessagePart]) -> list[MessagePart]:
-        """The parts without stand-ins of tags, and those without which nothing is left."""
+        """Return the parts without stand-ins of tags; a part of which no text is left is dropped."""
         spelled: list[MessagePart] = []
         for part in parts:
             match part:

@@ -23,7 +23,9 @@ from protocol.tools.functions import ToolUse
 ToolParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
 
-_THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})  # each of which sets the others
+_THINKING = frozenset(
+    {"enable_thinking", "thinking", "reasoning_effort"}
+)  # a request that sets one of them sets the others
 
 PROMPT_TAIL = 16
 """Tokens of a prompt's end that tell whether it opens the reasoning."""
@@ -68,15 +70,15 @@ class MessageSyntax:
         return messages, [function.for_template() for function in functions] or None
 
     def unread_fields(self, documents: object, variables: Iterable[str]) -> tuple[str, ...]:
-        """The fields of a request for the template of which this one reads nothing."""
+        """Return the request's fields for the template that this template does not read."""
         read = self._variables | (_THINKING if self._variables & _THINKING else frozenset())
         unread = (f"chat_template_kwargs.{name}" for name in variables if name not in read)
         return (*(("documents",) if documents and "documents" not in read else ()), *unread)
 
     def thinking_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The template's variables as they are `given`, and those that switch thinking under every name it reads.
+        """Return the `given` variables, and the thinking variables that the template reads, set to match them.
 
-        Clients know one of the names, `enable_thinking`, `thinking` or `reasoning_effort`, and each family another.
+        A client sets one of `enable_thinking`, `thinking` and `reasoning_effort`; a model's template may read another.
         """
         effort = given.get("reasoning_effort")
         thinks = given.get("enable_thinking", given.get("thinking", None if effort is None else effort != "none"))

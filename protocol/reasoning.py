@@ -90,8 +90,8 @@ class ReasoningSplitter:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, tags included, from the bytes that tokens stand for.
 
-    Text cannot tell: it trails the tokens, and control tokens are not in it. Tags that are special tokens
-    stand in `tags` as `special` has them.
+    Text cannot tell: it trails the tokens, and control tokens are not in it. In `tags`, the stand-in of
+    `special` replaces a tag that is a special token.
     """
 
     def __init__(

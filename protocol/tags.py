@@ -1,8 +1,8 @@
-"""Looking for tags in text that comes in pieces. Used by the readers of reasoning and of tool calls.
+"""Search for tags in text that comes in pieces, for the readers of reasoning and of tool calls.
 
-Where a tag is a special token of the vocabulary, only this token counts: the same spelled by other tokens is text, or
-an answer that speaks of tags would lose words. The engine marks the token's text (`SPECIAL_MARK`), `SpecialTagReader`
-makes one character of mark and tag, which no text holds, and readers look for that.
+If a tag is a special token of the vocabulary, only that token counts. The same characters from other tokens are text;
+otherwise an answer about tags would lose words. The engine puts `SPECIAL_MARK` before the token's text,
+`SpecialTagReader` replaces mark and tag by one character that no text contains (a stand-in), and readers look for it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from engine.messages import SPECIAL_MARK
 
 
 class SpecialTags:
-    """The tags that are special tokens, by their ids, each with a character that stands for it. Immutable.
+    """The tags that are special tokens, and the character that stands in for each. Immutable.
 
-    `shown` says whether a tag that is no syntax where it stands is text; otherwise it is left out, as other special
-    tokens are.
+    `ids` are the tags' token ids. `shown` says whether the client sees a tag that no reader took as syntax; otherwise
+    it is left out like other special tokens.
     """
 
     def __init__(self, ids: Mapping[str, int], *, shown: bool = False) -> None:
@@ -28,11 +28,11 @@ class SpecialTags:
         return bool(self.stand_ins)
 
     def stand_in(self, tag: str) -> str:
-        """What stands for the tag in text: itself, if it is no special token."""
+        """Return the character that stands in for the tag, or the tag itself if it is no special token."""
         return self.stand_ins.get(tag, tag)
 
     def spelled(self, text: str) -> str:
-        """The text for the client, without stand-ins."""
+        """Return the text for the client, with tags or nothing in place of stand-ins."""
         return text.translate(self._spellings)
 
 
@@ -40,14 +40,14 @@ NO_SPECIAL_TAGS = SpecialTags({})
 
 
 class SpecialTagReader:
-    """Puts stand-ins into the text of one choice, as it comes."""
+    """Replace special tags by stand-ins in the text of one choice, as it comes."""
 
     def __init__(self, tags: SpecialTags) -> None:
         self._stand_ins = tags.stand_ins
         self._held = ""
 
     def feed_text(self, text: str) -> str:
-        """What is decided by `text`, with stand-ins."""
+        """Return the text so far with stand-ins; a tag that may be incomplete is held back."""
         if not self._held and SPECIAL_MARK not in text:
             return text
         text, self._held = self._held + text, ""
@@ -61,7 +61,7 @@ class SpecialTagReader:
         return plain
 
     def finish_text(self) -> str:
-        """What was held back: a stop string has cut a tag."""
+        """Return the text that was held back: a tag that a stop string has cut."""
         return self._held.removeprefix(SPECIAL_MARK)
 
 

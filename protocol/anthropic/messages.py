@@ -50,9 +50,9 @@ class MessagesChat(TranslatedChat):
         return {"enable_thinking": self.thinks} | super().template_variables()
 
     def in_client_words(self, error: InvalidRequest) -> InvalidRequest:
-        """As for every dialect; agents find Anthropic's own words for a long prompt, and shorten the conversation."""
+        """Word the error of a long prompt as Anthropic does, because agents then compact the conversation."""
         if isinstance(error, PromptTooLong):
-            maximum = min(error.max_model_len, error.num_tokens - 1)  # a prompt that fills the context has no answer
+            maximum = min(error.max_model_len, error.num_tokens - 1)  # a prompt that fills the context is refused, too
             message = f"prompt is too long: {error.num_tokens} tokens > {maximum} maximum"
             return InvalidRequest(message, param="messages", code=error.code)
         return super().in_client_words(error)

@@ -1,8 +1,8 @@
 """Answers of POST /v1/messages: one message, or its events.
 
 A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers
-read the same parts of the text (`protocol.message_parts`), so what is streamed and what is not are the same message,
-except for a call that is cut off: it has been announced in a stream, and is text in a message.
+read the same parts of the text (`protocol.message_parts`), so a streamed and a whole answer are the same message. A
+call that is cut off is the exception: a stream has announced it as a call, a whole message has it as text.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def _message(head: Head, blocks: list[dict[str, Any]], usage: dict[str, Any]) ->
 
 
 def _stop(output: RequestOutput, parser: MessageParser, max_tokens: int) -> dict[str, Any]:
-    """Why the message ends. The operator's abort, and the model's end within a call, are told as `max_tokens`: the
-    answer is cut off, and none of the words says by whom."""
+    """Return why the message ends. An abort by the operator, and an end within a call, become `max_tokens`: the answer
+    is cut off, and Anthropic has no word that says by whom."""
     if output.finish_reason is FinishReason.LENGTH and output.num_output_tokens != max_tokens:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if output.finish_reason is not FinishReason.STOP or parser.cut_calls:

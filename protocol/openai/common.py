@@ -85,7 +85,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream_options: StreamOptions | None = None
-    service_tier: str | None = None  # there is one tier, and the answer names it to clients that ask for any
+    service_tier: str | None = (
+        None  # without effect: the only tier is `default`, and the answer names it if this is set
+    )
 
     @model_validator(mode="after")
     def _options_have_what_they_need(self) -> Self:
@@ -124,7 +126,7 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
 
     @property
     def begins_message(self) -> bool:
-        """Whether the answer is a text of its own, and not what follows the prompt's."""
+        """True if the answer begins a new message; false if it continues the prompt's text."""
         return False
 
     @property
@@ -133,8 +135,9 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         return None
 
     def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
-        """Raise `InvalidRequest` if the log-probabilities of such prompts, or of the tokens that may follow them, would
-        fill the memory. One choice as long as the context may have some likely tokens of each."""
+        """Raise `InvalidRequest` if the log-probabilities of prompts of these lengths, or of the tokens generated after
+        them, would take too much memory. One choice that fills the context is always allowed, unless it asks for
+        the whole vocabulary."""
         likely = _larger(self.prompt_logprobs, self._echo_logprobs())
         if likely is not None:
             per_token = vocab_size if likely == ALL_LOGPROBS else likely + 1
@@ -159,8 +162,8 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         if num_tokens * per_token > most:
             fitting = most // (per_token * self.n * len(prompt_lengths))
             raise InvalidRequest(
-                f"{name} would give {per_token} log-probabilities with each of {num_tokens} tokens, and one answer has "
-                f"at most {most}; ask for {limit_name} of at most {fitting}, for fewer choices or log-probabilities.",
+                f"{name} would give {per_token} log-probabilities for each of {num_tokens} tokens; allowed: {most} an "
+                f"answer. Ask for {limit_name} of at most {fitting}, fewer choices or fewer log-probabilities.",
                 param=name,
             )
 

@@ -45,7 +45,7 @@ class PrefillRequest(GenerationRequest):
 
 
 class ConversationPrefill(PrefillRequest):
-    """The same for a conversation."""
+    """The prefill of a conversation, whose errors name `messages`."""
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -53,7 +53,7 @@ class ConversationPrefill(PrefillRequest):
 class EmbeddingRequest(TruncatedPrompt):
     """The body of POST /v1/embeddings. `dimensions` None means all that the model has.
 
-    `messages` may stand in the place of `input`, as in vLLM: the text is what the chat template makes of them.
+    A request has `messages` or `input`, as in vLLM; the chat template makes one text of `messages`.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"embed_dtype": ("float32",)}
@@ -67,7 +67,7 @@ class EmbeddingRequest(TruncatedPrompt):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     pooling: Literal["mean", "last"] | None = None  # None: as the server is set
-    prompt_name: str | None = None  # of the prompts that the model's files have
+    prompt_name: str | None = None  # one of the prompts in the model's files
     normalize: bool = True
     add_special_tokens: bool = True
     cache_salt: CacheSalt | None = None
@@ -80,9 +80,11 @@ class EmbeddingRequest(TruncatedPrompt):
         if self.messages is not None and self.input is not None:
             raise InvalidRequest("messages cannot be combined with input; send one of them.", param="messages")
         if self.messages is not None and self.prompt_name is not None:
-            raise InvalidRequest("prompt_name is written before input, and messages have none.", param="prompt_name")
+            raise InvalidRequest(
+                "prompt_name needs input: it does not apply to messages. Leave out one of them.", param="prompt_name"
+            )
         if self.messages is None and self.input is None:
-            raise InvalidRequest("input is required, or messages.", param="input")
+            raise InvalidRequest("input or messages is required.", param="input")
         if self.input is not None:
             prompt_list(self.input, "input")
         return self
@@ -95,10 +97,10 @@ class EmbeddingRequest(TruncatedPrompt):
         return ChatCompletionRequest(**{"add_generation_prompt": False} | {name: getattr(self, name) for name in names})
 
     def inputs(self, vocab_size: int, prompts: Mapping[str, str], default: str | None) -> Prompts:
-        """Return the inputs, text or token ids; texts begin with the prompt that the request names, or the default one.
+        """Return the inputs, text or token ids. Texts begin with the prompt that the request names, or `default`.
 
-        `prompts` are the model's, by their names. Raises `InvalidRequest` for an id or a prompt that the model does not
-        have, and for a prompt before token ids.
+        `prompts` are the model's prompts by name. Raises `InvalidRequest` for a token id or a prompt that the model
+        does not have, and for `prompt_name` with token ids.
         """
         assert self.input is not None
         inputs = prompt_list(self.input, "input")
@@ -110,7 +112,10 @@ class EmbeddingRequest(TruncatedPrompt):
                 param="prompt_name",
             )
         if self.prompt_name is not None and not all(isinstance(each, str) for each in inputs):
-            raise InvalidRequest("prompt_name needs texts: input has token ids.", param="prompt_name")
+            raise InvalidRequest(
+                "prompt_name needs input as text: token ids were sent. Leave out prompt_name or send text.",
+                param="prompt_name",
+            )
         name = default if self.prompt_name is None else self.prompt_name
         prompt = "" if name is None else prompts[name]
         return [prompt + each if isinstance(each, str) else each for each in inputs] if prompt else inputs

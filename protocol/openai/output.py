@@ -322,9 +322,9 @@ class ChoicesBodyWriter(_ChoicesWriter):
 
 
 def api_finish_reason(reason: FinishReason, parser: MessageParser | None) -> str:
-    """The API's word for the end of a choice. Calls are an end of their own, but not if the client named the call.
+    """Return the `finish_reason` of a choice. It is `tool_calls` for calls, unless the client named the call.
 
-    A choice with a call that is cut off is cut off itself, whatever has ended it: a client runs what `stop` ends.
+    If a call is cut off it is `length`, whatever ended the choice, because clients run the calls of other choices.
     """
     if reason is FinishReason.STOP and parser and parser.num_tool_calls:
         if parser.cut_calls:

@@ -1,8 +1,8 @@
 """The fields that ask for structured output, and the one grammar that they come to.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`, and the single fields of SGLang
-(`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) all mean the same few things. At most one of
-them may be used at a time, but for clients that send vLLM's new and old fields together: then the new one holds.
+(`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) all mean the same few things. A request
+may use one of them. The exception are clients that send vLLM's new and old fields together: the new one holds.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Fiel
 
 
 class NamedSchema(ClientModel):
-    """Without `strict` it is enforced as far as a grammar can, and the rest is checked when the answer is there.
+    """A named schema. Without `strict`, a grammar enforces what it can; the complete answer is checked for the rest.
 
-    Without a schema it is any JSON object.
+    Without `schema` the answer is any JSON object.
     """
 
     name: str | None = None

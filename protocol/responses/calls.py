@@ -61,7 +61,7 @@ class CallForm(NamedTuple):
             yield "response.function_call_arguments.done", fields
         elif self.kind == "custom":
             yield "response.custom_tool_call_input.done", {"item_id": item["id"], "input": item["input"]}
-        elif self.kind == "shell" and item["status"] == "completed":  # a half command would look whole
+        elif self.kind == "shell" and item["status"] == "completed":  # half a command would look complete
             for index, command in enumerate(item["action"]["commands"]):
                 yield "response.shell_call_command.added", {"command_index": index, "command": ""}
                 yield "response.shell_call_command.delta", {"command_index": index, "delta": command}

@@ -171,19 +171,19 @@ def reasoning_item(item_id: str, texts: Iterable[str], status: str) -> dict[str,
 
 
 def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The items of a conversation as they are listed: each has an id of its own, by which pages are turned.
+    """Return the items of a conversation as lists show them, each with an id of its own, which pages begin after.
 
     A client may send an item twice; the second one gets another id.
     """
     seen: set[str] = set()
-    told = []
+    shown = []
     for item in items:
         fields = item.listed()
         if fields["id"] in seen:
             fields = {**fields, "id": new_id(fields["id"].partition("_")[0])}
         seen.add(fields["id"])
-        told.append(fields)
-    return told
+        shown.append(fields)
+    return shown
 
 
 def listing(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> bytes:

@@ -53,7 +53,7 @@ class _OpenItem:
     kind: type[MessagePart]  # the parts that it takes
     id: str
     index: int
-    number: int | None = None  # of a call among the calls
+    number: int | None = None  # the index of a call among the calls
     call_id: str = ""  # of a call
     form: CallForm = _FUNCTION
     text: list[str] = field(default_factory=list)
@@ -173,7 +173,7 @@ class ResponseStreamWriter:
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
             response = self.response("completed", completed_at=int(time.time()), **self._told())
-        else:  # the operator's abort, and an end within a call, have no word of their own: the answer is cut off
+        else:  # an abort by the operator and an end within a call have no reason of their own: the answer is cut off
             response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **self._told())
         self._done(response)
         return frames, response

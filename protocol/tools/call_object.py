@@ -52,7 +52,7 @@ class CallObject:
         self._num_read = 0
 
     def step(self, text: str) -> int:
-        """Read `text` up to the end of a key, of a value or of the call at most, and return how much that is."""
+        """Read `text` at most to the end of a key, a value or the call. Return the number of characters read."""
         position = 0
         while self.state is BlockState.MORE:
             if self._scanner is None:

@@ -28,7 +28,7 @@ def without_tools(messages: Sequence[Message], functions: Sequence[Function], to
 
 
 def content_text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The text of a message's content, which is a string or a list of parts."""
+    """Return the text of a message's content, which is a string or a list of parts."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 

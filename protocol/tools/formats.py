@@ -51,7 +51,7 @@ class ToolFormat:
     known_call_id: Callable[[str], str] | None = None
 
     def reader(self, tools: ToolUse, tags: SpecialTags) -> Callable[[], ToolReader]:
-        """What makes a reader for a choice of such a request."""
+        """Return a function that makes the reader of one choice of such a request."""
         names = frozenset(function.name for function in tools.functions)
         custom = frozenset(function.name for function in tools.functions if isinstance(function, CustomTool))
         family_reader = partial(self.new_reader, self.new_call_id, names, tags)
@@ -125,9 +125,9 @@ FORMATS = {
 
 END_TOKENS = (
     *(*hermes.END_TOKENS, *llama3.END_TOKENS, *mistral.END_TOKENS),
-    *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma, whose calls nothing here reads
+    *("<|call|>", "<|observation|>", "<|tool_response>"),  # of gpt-oss, GLM and Gemma, whose calls no reader here knows
 )
-"""With which a turn or a call of a family ends. A vocabulary that has one as a special token means that by it."""
+"""The tokens that end a turn or a call of a model family, in vocabularies that have them as special tokens."""
 
 
 def format_of_template(source: str) -> ToolFormat | None:

@@ -25,7 +25,7 @@ def partial_object(arguments: str) -> dict[str, Any]:
     try:
         try:
             value = from_json(arguments, allow_partial=True)
-        except ValueError:  # half a character among whole JSON: no text can carry it further
+        except ValueError:  # complete JSON with half a surrogate pair, which text cannot hold
             halves = json.dumps(json.loads(arguments), ensure_ascii=False).encode("utf-16-le", "surrogatepass")
             value = json.loads(halves.decode("utf-16-le", "replace"))
         try:

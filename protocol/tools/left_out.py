@@ -55,7 +55,7 @@ class Unread(Unserved):
 class LeftOut(NamedTuple):
     """The parts of a request that have no effect, each once: types of tools, types of items, names of fields.
 
-    `unread` are the fields for the chat template that the template of the served model does not read.
+    `unread` are the fields for the chat template that the served model's template does not read.
     """
 
     tools: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class CallSink:
             self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
 
     def end_arguments(self) -> None:
-        """The call's arguments are complete JSON."""
+        """Record that the call's arguments are complete JSON."""
         self.cut_calls.discard(self.num_calls - 1)
 
     def end(self) -> None:
@@ -64,9 +64,9 @@ class Block(Protocol):
     state: BlockState
 
     def step(self, text: str) -> int:
-        """Read some of `text` and return how much, 0 if more text is needed first.
+        """Read some of `text`. Return the number of characters read, 0 if more text is needed first.
 
-        A step ends where a call ends and where its arguments end.
+        It stops where a call ends and where its arguments end.
         """
         ...
 
@@ -179,7 +179,7 @@ class BlockReader:
         if block.state is BlockState.MORE:
             return size > 0
         self._block = None
-        if block.state is BlockState.BROKEN:  # also in a call that was announced: what was sent stays
+        if block.state is BlockState.BROKEN:  # also in a call that was announced: clients keep the part that was sent
             self._awaits_closing = self._sink.is_open
             self._sink.end()
             self._give_back()

@@ -407,7 +407,7 @@ def test_the_form_of_content_that_a_template_takes_is_found_out(source, takes_pa
     "source", ["{% for m in messages %}{{ m.role }}{% endfor %}", "{{ messages[-1].content[0].words }}", "Hello!", ""]
 )
 def test_a_template_that_shows_nothing_that_the_user_says_is_refused_by_name(source):
-    with pytest.raises(ChatTemplateError, match="The chat template of smol shows the text of a user's message neither"):
+    with pytest.raises(ChatTemplateError, match="The chat template of smol does not show the text of a user's message"):
         template_of(source, SPECIAL).find_content_form("smol")
 
 

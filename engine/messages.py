@@ -31,9 +31,9 @@ MAX_LOGPROBS = 20
 ALL_LOGPROBS = -1  # those of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
-MAX_READ_OFTEN = 1024  # ids in a tuple; of longer ones the types are looked at once, by `check`
+MAX_READ_OFTEN = 1024  # ids in a tuple; `check` looks once at the types in a longer one
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
-MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of schemas that are enforced as far as a grammar of the size above can
+MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema of which a grammar of the size above enforces what it can
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -120,9 +120,9 @@ class Unenforced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SPECIAL_MARK = "\ud800"
-"""Stands in `RequestOutput.text` before the text of each token of `SamplingParams.shown_special_tokens`.
+"""The mark in `RequestOutput.text` before the text of each token of `SamplingParams.shown_special_tokens`.
 
-The same text spelled by other tokens has no mark. No decoded text holds this character.
+The same characters from other tokens have no mark. No decoded text contains this character.
 """
 
 
@@ -134,9 +134,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     computed and nothing generated.
     `logprobs` None means none, 0 the sampled token's only, k also the k most likely tokens of that position;
     -1 all tokens, 200 KB for each position where there are 50,000. `prompt_logprobs` is the same for the prompt's
-    tokens. `seed` None draws a fresh one. A string as `stop` or `bad_words` is one of them.
+    tokens. `seed` None draws a fresh one. A string as `stop` or `bad_words` counts as a list of it.
 
-    Types are checked when one is made, ranges by `check`. Raises `InvalidRequest` naming the field.
+    The constructor checks types, `check` the ranges. Raises `InvalidRequest` naming the field.
     """
 
     n: int = 1
@@ -158,7 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # tell these instead of the most likely ones; needs `logprobs`
     skip_special_tokens: bool = True
-    shown_special_tokens: tuple[int, ...] = ()  # token ids that are text all the same, after `SPECIAL_MARK`
+    shown_special_tokens: tuple[int, ...] = ()  # special tokens that become text nevertheless, after `SPECIAL_MARK`
     structured_output: StructuredOutput | None = None
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is generated, EOS included
     bad_words: tuple[str, ...] = ()  # never generated
@@ -272,7 +272,7 @@ def _whole_number(name: str, value: object) -> int:
         return value
     if not _is_whole(value):
         raise _wrong_type(name, "a whole number", value)
-    return int(value)  # of numpy, for instance
+    return int(value)  # a number of numpy, for instance
 
 
 def _whole_number_or_none(name: str, value: object) -> int | None:

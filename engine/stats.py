@@ -26,7 +26,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     num_waiting: int
     kv_cache_usage: float  # 0..1: share of blocks that requests own
     num_preemptions: int
-    prompt_tokens: int  # that were prefilled: of prompts, and of answers again after a preemption
+    prompt_tokens: int  # prefilled: of prompts, and again of answers after a preemption
     prefix_cache_queries: int  # in tokens
     prefix_cache_hits: int  # in tokens
     num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning

@@ -6,7 +6,7 @@ config      the numbers that an engine is made with
 executor    the seam: who computes a plan
 heartbeat   what tells from outside whether steps are made
 quarantine  finds the request that makes steps fail
-lost_time   finds steps that other work on the machine has held up
+lost_time   finds steps that other work on the machine delayed
 calibration  measures what steps cost, while nobody wants one
 step_costs  keeps that up to date, and paces prefill by it
 expert_load  how evenly a model's experts are used

@@ -1,9 +1,9 @@
 """Measures what steps cost while nobody wants one: made-up steps on blocks that nobody owns.
 
-Each call makes one step, so whoever arrives waits for one at most. All together they take `MAX_SECONDS`: first those
-that tell most, three times each, and none that is likely to take more than what is left, as soon as three measures say
-so. A step during which the thread lost its processor, or that took three times as long as others tell, is not believed
-and made again; `MAX_SECONDS` more are allowed for these. What they leave behind is a
+Each call makes one step, so whoever arrives waits for one at most. All steps together take `MAX_SECONDS`: the most
+informative shapes come first, three times each. Once three measures allow an estimate, a shape that is likely to take
+more than the remaining time is left out. A step during which the thread lost its processor, or that took more than
+three times its estimate, is not believed and is repeated, for which `MAX_SECONDS` more are allowed. The result is a
 `StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
 """
 
@@ -62,13 +62,13 @@ class Calibration:
         self._pool = pool
         self._tracker = tracker
         self._lost_time = lost_time
-        self._lost = 0.0  # seconds of steps that are made again
+        self._lost = 0.0  # seconds of steps that are repeated
         self._again: Counter[Shape] = Counter()
         self._clock = clock
         self._num_groups = len(config.kv_windows)
         self._length = min(LONG, config.max_model_len - 1)
         self._samples: dict[Shape, list[float]] = {}
-        self._took: dict[Shape, float] = {}  # the least of enough samples, by shape
+        self._took: dict[Shape, float] = {}  # the least of SETTLED samples, by shape
         self._rows = min(8, config.max_num_seqs)
         self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
         self._left = deque(self._shapes(config))
@@ -84,8 +84,8 @@ class Calibration:
         others += [Shape(prompts=1, tokens=size) for size in sizes if 16 < size < most]
         others += [Shape(1, prompts=1, tokens=size) for size in sizes if 16 <= size < most]
         shapes = [each for each in dict.fromkeys(first + others) if self._fits(each, config)]
-        # What others may take is judged by the first two, so these are measured often enough before anything else. None
-        # is measured three times in a row: whatever holds up a step may hold up the next.
+        # The first two shapes give the estimates of the others, so they are measured SETTLED times before any other. No
+        # shape is measured three times in a row: if other work delays a step, it may delay the next one, too.
         groups = [shapes[:2], shapes[2:8], *(shapes[first : first + 8] for first in range(8, len(shapes), 8))]
         return [shape for group in groups for shape in SETTLED * group]
 
@@ -142,7 +142,7 @@ class Calibration:
                     self._tracker.observe(shape.load, least)
 
     def _estimate(self, shape: Shape) -> float:
-        """Seconds that a step will take, 0 as long as too few measures tell of it."""
+        """Return the expected seconds of a step, 0 while there are too few measures to say."""
         table = self._tracker.table
         is_settled = table.prefill.is_settled if shape.prompts else table.decode.is_settled
         return table.cost(shape.load) if is_settled else 0.0

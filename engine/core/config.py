@@ -27,7 +27,7 @@ class EngineConfig:
     num_stages: int = 1
     eos_token_ids: tuple[int, ...] = ()
     compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
-    is_batch_invariant: bool = False  # a token's bits depend on nothing but its request
+    is_batch_invariant: bool = False  # a token's bits depend only on its request
 
     def __post_init__(self) -> None:
         if not 1 <= self.pipeline_depth <= max(2, self.num_stages):

@@ -123,7 +123,7 @@ class EngineCore:
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self._profiler = StepProfiler(executor)
         self.is_closed = False  # it was told to end
-        self._broken_by: BaseException | None = None  # what a step raised that was not contained
+        self._broken_by: BaseException | None = None  # the exception of a step that was not contained
         self.on_begin: Callable[[list[str]], None] = lambda request_ids: None  # is told who is new in a step, before it
 
     @property
@@ -212,10 +212,10 @@ class EngineCore:
 
         `is_abandoned` tells whether all of these requests are about to be ended; then the step need not be finished.
         Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more. After
-        any other exception the accounts may be half made, so from then on every call raises EngineDead.
+        any other exception the accounts may be incomplete, so every later call raises EngineDead.
         """
         if self._broken_by is not None:
-            raise EngineDead("the engine has ended: a step of it was broken off; restart it") from self._broken_by
+            raise EngineDead("the engine has ended, because one of its steps failed; restart it") from self._broken_by
         try:
             return self._step(is_abandoned)
         except BaseException as error:
@@ -237,7 +237,7 @@ class EngineCore:
                     f"the executor answered for {len(output.sampled_token_ids)} of {len(plan.request_ids)} requests"
                 )
             ended = self.clock()
-            # What the host does between two steps is a part of what they cost.
+            # The host's work between two steps counts as part of their cost.
             lasted = ended - (self._last_end if self._goes_on else began)
             self._costs.observe(plan, num_prefill_tokens, lasted)
         except StepAbandoned:
@@ -344,7 +344,7 @@ class EngineCore:
             self._in_flight.append(StepInFlight(plan, handle, planned_at, submitted_at, self._costs.prefill_tokens))
 
     def _accompany(self, plan: SchedulerOutput) -> None:
-        """Do what a plan needs besides its execution. For a plan without requests: wait for what holds them up."""
+        """Do the work that a plan needs besides its execution. If it has no request, wait for grammars and tiers."""
         if self._structured is not None:
             plan.masks = self._structured.masks(self.scheduler.matchers_of(plan))
             if not plan.request_ids:

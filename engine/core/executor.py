@@ -43,7 +43,7 @@ class Executor(Protocol):
         asks it now and then, and raises StepAbandoned from `result`; one that cannot need not ask. The plan's diffs
         have been applied then, and no request has advanced. After any other error, too, no request may have advanced;
         the diffs may have been applied or not: all requests of the plan and all its removals are removed by the next.
-        What is known so soon has to be raised by `submit` itself: then nothing is planned on top of it.
+        An error that `submit` can detect must be raised by `submit`: then no step is planned on top of it.
 
         What was submitted after a step that turns out to have failed means nothing: its result is waited for and
         dropped. It may compute anything, or raise, as long as it writes to no block but those of its requests.

@@ -1,21 +1,21 @@
-"""Finds the steps that were held up by other work on the machine, which say nothing of what a step costs.
+"""Detection of steps that other work on the machine delayed: their times do not show what a step costs.
 
-Only for executors that compute in the thread that calls them, because then its CPU time tells: a step that took much
-longer than its thread computed was waiting for a processor, or for a helper thread that was. It says nothing where a
-device or other processes compute, for which the thread waits anyway, nor of a helper that loses its processor while
-this thread spins for it; such steps are left to the rules of `StepCostTracker`. Owned by the EngineCore.
+It works for executors that compute in the calling thread, by that thread's CPU time: if a step took much longer than
+its thread computed, the thread waited for a processor, or for a helper thread that waited for one. It detects nothing
+if a device or other processes compute, because the thread waits for them anyway, nor if a helper thread loses its
+processor while the calling thread spins; `StepCostTracker` has rules for such steps. Owned by the EngineCore.
 """
 
 from __future__ import annotations
 
 from engine.core.executor import ComputesHere, Executor
 
-MOST_LOST = 0.2  # of a step's time
-MOST_IN_A_ROW = 8  # after so many, the machine is as busy as this for good: then it is what steps cost
+MOST_LOST = 0.2  # the part of a step's time during which its thread may wait
+MOST_IN_A_ROW = 8  # delayed steps; after more, the machine counts as busy for good, and their times are believed
 
 
 class LostTime:
-    """Compares a step's time with the CPU time of the thread."""
+    """Compare a step's time with the CPU time of its thread."""
 
     def __init__(self, executor: Executor) -> None:
         self._cpu_seconds = executor.cpu_seconds if isinstance(executor, ComputesHere) else None
@@ -24,12 +24,12 @@ class LostTime:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Note that a step begins now."""
         if self._cpu_seconds is not None:
             self._began = self._cpu_seconds()
 
     def was_held_up(self, seconds: float) -> bool:
-        """Return True if a step of so many seconds, which ends now, should not be believed. The next one begins."""
+        """Return True if the time of a step that ends now should not be believed. The next step begins."""
         if self._cpu_seconds is None:
             return False
         began, self._began = self._began, self._cpu_seconds()

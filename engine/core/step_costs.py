@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 STEPS_BETWEEN_NEWS = 256  # after which the front end is told anew, in the beginning sooner
 FIRST_LOOKS = 32  # so many steps, from the first on, are looked at all
 DECODES_PER_LOOK = 8  # steps of decodes alone of which one is looked at afterwards
-STEPS_BETWEEN_CHANGES = 16  # after which the front end is told anew of a table that has changed much
-MUCH = 0.2  # of a natural logarithm
+STEPS_BETWEEN_CHANGES = 16  # steps after which a table that has changed much is sent to the front end again
+MUCH = 0.2  # the sum of changes, as natural logarithms of factors
 
 
 class StepCosts:
@@ -62,7 +62,7 @@ class StepCosts:
             logger.info("Step costs, as they were: %s", self.table.summary)
 
     def measure_on(self, executor: Executor, clock: Clock) -> None:
-        """Learn from the steps of this executor. Measure while there is no work, if that is wanted."""
+        """Learn from the steps of this executor. Measure while there is no work, if the settings ask for it."""
         self._lost_time = LostTime(executor)
         if self._keep is not None and self._tracker is not None and not self.table.is_known:
             pool = self._scheduler.kv.pool
@@ -118,8 +118,8 @@ class StepCosts:
             self._scheduler.kv.tiers.seconds_per_token = self.table.seconds_per_prompt_token
 
     def are_news(self, num_steps: int) -> bool:
-        """Return True if the front end should be told after so many steps: now and then, and soon after much has
-        changed, because it refuses requests by what it was told."""
+        """Return True if the table should be sent to the front end after so many steps: now and then, and soon after it
+        has changed much, because the front end refuses requests by it."""
         due = self._due
         if self._tracker is not None and self._tracker.changes - self._changes_told > MUCH:
             due = min(due, self._told_at + STEPS_BETWEEN_CHANGES)

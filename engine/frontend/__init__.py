@@ -9,6 +9,6 @@ observer          who counts: metrics listen here
 request_stream    one request's outbox, and who reads it
 output_processor  an engine's outputs to each caller's stream
 async_llm         `AsyncLLM`, the server's front door: a request is a scope
-shared_engine     a core that several threads use at once, on a thread of its own
+shared_engine     a core that several threads use at once; it steps on its own threads
 llm               `LLM`, the offline front door
 """

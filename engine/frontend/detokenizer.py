@@ -19,7 +19,7 @@ from tokenizers.decoders import ByteLevel
 
 from engine.messages import SPECIAL_MARK
 
-_WINDOW = 16  # last tokens of the text before; one is enough unless it is empty or a byte
+_WINDOW = 16  # tokens of the preceding text; one is enough unless it is empty or a byte
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -60,9 +60,9 @@ class Vocabulary:
     def decoder(
         self, *, skip_special_tokens: bool, shown: Sequence[int] = (), after: Sequence[int] = ()
     ) -> TokenDecoder:
-        """Return a decoder of one sequence, whose text goes on with that of the tokens `after`, such as a prompt's.
+        """Return a decoder of one sequence, whose text continues that of the tokens in `after`, such as a prompt's.
 
-        Those special tokens in `shown` are always text, after `SPECIAL_MARK`.
+        The special tokens in `shown` always become text, with `SPECIAL_MARK` before it.
         """
         skipped = frozenset[int]()
         if skip_special_tokens:
@@ -112,7 +112,7 @@ class _WindowDecoder:
             return ""
         shown = self._decode(self._shown)
         text = self._decode(self._shown + self._pending)
-        # A run of byte tokens may turn out broken as a whole; what was shown of it stays.
+        # A run of byte tokens may turn out to be broken; the part that was already shown stays.
         is_whole = text.startswith(shown) and text.count("\ufffd") <= shown.count("\ufffd") + alone.count("\ufffd")
         new = text[len(shown) :] if is_whole else alone
         if new:
@@ -124,7 +124,7 @@ class _WindowDecoder:
 
 
 class _MarkingDecoder:
-    """Another decoder, with `SPECIAL_MARK` before the text of these tokens."""
+    """A decoder that puts `SPECIAL_MARK` before the text of some tokens of another decoder."""
 
     __slots__ = ("_decoder", "_marked")
 
@@ -143,11 +143,11 @@ class _MarkingDecoder:
 class StopStrings:
     """Look for stop strings in a growing text and hold back what may still become one.
 
-    The stop string that is complete first wins, and of those that end together the one that begins first, so it does
-    not matter how the text is cut into tokens.
+    The stop string that is complete first wins, and of several that end together the one that begins first, so the
+    result does not depend on how the text is cut into tokens.
 
     Held back is exactly the longest end of the text that some stop string begins with, not a fixed length, so text
-    that cannot match flows on at once. The work is linear in the text for each stop string, whatever both say.
+    that cannot match flows on at once. For each stop string, the work is linear in the length of any text.
 
     Args:
         automata: one for each stop string; choices of one request may share them.
@@ -187,14 +187,14 @@ class StopStrings:
 
 
 class MarkedStopStrings(StopStrings):
-    """The same in a text with marks (`SPECIAL_MARK`), which stop strings do not see."""
+    """`StopStrings` for a text with marks (`SPECIAL_MARK`), which do not count for matches."""
 
     __slots__ = ("_marks", "_num_fed", "_num_given")
 
     def __init__(self, automata: Sequence[StopAutomaton], *, include_in_output: bool) -> None:
         super().__init__(automata, include_in_output=include_in_output)
-        self._marks: list[int] = []  # before which character of the text, without marks, they stand
-        self._num_fed = self._num_given = 0  # characters, without marks
+        self._marks: list[int] = []  # positions in the text without marks
+        self._num_fed = self._num_given = 0  # characters, marks not counted
 
     def feed_text(self, text: str) -> str:
         plain, *others = text.split(SPECIAL_MARK)
@@ -217,20 +217,19 @@ class MarkedStopStrings(StopStrings):
 
 
 class StopAutomaton:
-    """The automaton of Knuth, Morris and Pratt for one stop string, which is not empty. Its table grows as far as some
-    text has matched the stop string."""
+    """The automaton of Knuth, Morris and Pratt for one stop string, which is not empty. Its table
+    grows to the longest match so far."""
 
     __slots__ = ("_borders", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self._borders = [0, 0]  # by length: the longest proper prefix of the stop string that its prefix also ends with
+        self._borders = [0, 0]  # by the length of a prefix: its longest proper prefix that it also ends with
 
     def read(self, state: int, text: str) -> tuple[int, int | None]:
-        """Read on after a text that ended with `state` characters of the stop string's beginning.
+        """Continue after a text whose end matches the first `state` characters of the stop string.
 
-        Returns the same number for the text that has been read now, and where in `text` the stop string is complete
-        for the first time; None if it is not.
+        Return the new state, and the end of the first complete stop string in `text`, None if there is none.
         """
         stop, position = self.stop, 0
         while position < len(text):
@@ -243,12 +242,12 @@ class StopAutomaton:
         return state, None
 
     def _next(self, state: int, character: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while state and self.stop[state] != character:
             state = self._borders[state]
         if self.stop[state] == character:
             state += 1
-        if state == len(self._borders) < len(self.stop):  # one longer than ever before
+        if state == len(self._borders) < len(self.stop):  # the longest match so far
             self._borders.append(self._next(self._borders[-1], character))
         return state
 

@@ -1,6 +1,6 @@
 """The offline front door: prompts in, completions out, no event loop.
 
-The same core, the same checks and the same text as the server's. `engine.frontend.shared_engine` makes the steps.
+The same core, the same checks and the same text as the server's. `engine.frontend.shared_engine` runs the steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Generation:
     prompt_token_ids: list[int]
     num_cached_tokens: int
     choices: list[Completion]
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of all its tokens but the first, where they are asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of all prompt tokens but the first, if requested
 
 
 class LLM:
-    """Generates for lists of prompts. `app.offline` opens one by the name of a model.
+    """Generate for lists of prompts. `app.offline` opens an instance by the name of a model.
 
     Threads may share it: calls of `generate` that overlap run together, as one batch.
     """
@@ -82,11 +82,11 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt (text, or token ids) and return the results in the order of the prompts.
 
-        A string is one prompt. What is neither text nor a list of token ids is refused.
+        A string is one prompt. A prompt must be text or a list of token ids.
 
         `sampling` is one for all or one for each. Raises InvalidRequest before anything runs if one of them cannot, or
         later if only that shows it, RequestFailed if one fails in the engine, and EngineDead if the engine has ended.
-        What interrupts the call, an exception of `on_step` among it, aborts its requests and nothing else.
+        An interrupt of the call or an exception of `on_step` aborts the requests of this call and nothing else.
         """
         self._engine.check_process()
         prompts = [prompts] if isinstance(prompts, str | bytes) else prompts
@@ -136,7 +136,7 @@ def _collect(request: EngineCoreRequest, stream: RequestStream, n: int) -> Gener
 
 
 def _checked(prompt: object) -> list[int]:
-    """The token ids of a prompt that is no text."""
+    """Return the token ids of a prompt that is not text."""
     if isinstance(prompt, list | tuple) and all(isinstance(each, numbers.Integral) for each in prompt):
         return list(map(int, prompt))
     raise InvalidRequest(f"prompts must be texts or lists of token ids, got a {type(prompt).__name__}.", param="prompt")

@@ -64,8 +64,8 @@ class OutputProcessor:
     ) -> RequestStream:
         """Start listening for the children of a request, which has one EngineCoreRequest for each of its prompts.
 
-        With `begins_message` the text of an answer stands for itself. Otherwise it goes on with the prompt's: where a
-        tokenizer leaves out the blank that a text begins with, the answer keeps it.
+        With `begins_message` an answer begins a new text. Otherwise it continues the prompt's text: if a tokenizer
+        strips the blank at the beginning of a text, the answer keeps it.
         """
         stream = RequestStream(requests, children, self._clock())
         n = len(children) // len(requests)
@@ -126,8 +126,8 @@ class OutputProcessor:
         return unfinished
 
     def process(self, batch: EngineCoreOutputs) -> list[str]:
-        """Put a step's tokens into their streams. Returns the children that the engine has to be told to end: a stop
-        string was found, or the stream has failed.
+        """Put a step's tokens into their streams. Returns the children that the engine must end, because a stop
+        string was found or the stream has failed.
 
         Children that are not listened for any more, because their client has left, are passed over. `hand_over` makes
         the readers see it; in between, steps that have come together merge.
@@ -174,8 +174,8 @@ class OutputProcessor:
         return stopped
 
     def hand_over(self) -> list[str]:
-        """Give readers what `process` has put into their streams. Returns the children of those that have failed, which
-        the engine has to be told to end."""
+        """Give readers the outputs that `process` has put into their streams. Returns the children of failed streams,
+        which the engine must end."""
         touched, self._touched = self._touched, {}
         left = LISTENED_LOGPROBS
         failed: list[str] = []
@@ -189,7 +189,7 @@ class OutputProcessor:
         return failed
 
     def _fail(self, stream: RequestStream, error: Exception) -> list[str]:
-        """A step could not be delivered to this stream, so it ends here. Returns its children that were unfinished."""
+        """End a stream to which a step could not be delivered. Returns its unfinished children."""
         logger.error("a step could not be delivered to request %s", stream.request_id, exc_info=error)
         failure = RequestFailed(f"a step could not be delivered ({type(error).__name__})")
         failure.__cause__ = error

@@ -1,12 +1,12 @@
 """One engine core that several threads use at once: their calls run together, as requests of one batch.
 
 The core steps on threads of its own, never on a caller's. So an interrupt (Ctrl-C, or any signal handler that raises)
-strikes only the thread that waits, never half-way through a plan or its accounts; the call's requests are then aborted
-between two steps, as a server aborts those of a client that has gone.
+only reaches the waiting thread, never a thread in the middle of a plan or its accounts. The call's requests are then
+aborted between two steps, like those of a server's client that has disconnected.
 
-A caller changes nothing that is shared. It puts its call on a queue, starts a thread that steps until nothing is left,
-and waits for the call's news. Threads that are started while one steps wait for it and then find nothing to do, so no
-call can be forgotten, whenever the thread before ends.
+A caller changes no shared state. It puts its call on a queue, starts a thread that steps until no work is left, and
+waits for the call's news. A thread that is started while another one steps waits for it, and usually finds no work
+then. So no call is forgotten, whenever the earlier thread ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 OnStep = Callable[[int, int], None]
-"""Is told after each step how many prompts have finished, and how many tokens have been generated so far."""
+"""Called after each step with the number of finished prompts and the number of tokens generated so far."""
 
 
 class Call:
-    """The requests of one caller, one stream for each. Its caller reads `streams` and `error` after the end."""
+    """The requests of one `generate`, with a stream for each. The caller reads `streams` and `error` at the end."""
 
     def __init__(
         self,
@@ -36,41 +36,41 @@ class Call:
         *,
         is_watched: bool,
     ) -> None:
-        """With `is_watched`, every step that runs meanwhile is news."""
+        """With `is_watched`, the call gets news after every step."""
         self.requests = requests
         self.children = children
         self.child_ids = {child.request_id for of_one in children for child in of_one}
         self.is_watched = is_watched
         self.streams: list[RequestStream] = []
         self.num_tokens = 0
-        self.error: BaseException | None = None  # what the engine died of
+        self.error: BaseException | None = None  # why the engine died
         self.is_taken = False  # by the thread that steps
-        self.is_left = False  # its caller wants nothing any more
+        self.is_left = False  # its caller has stopped waiting
         self.news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()  # for an OnStep; None at the end
 
     @property
     def num_finished(self) -> int:
-        """How many of its streams have come to their end."""
+        """The number of streams that have ended."""
         return sum(not stream.num_unfinished or stream.error is not None for stream in self.streams)
 
 
 class SharedEngine:
-    """Owns `core` and `outputs` from here on. `run` and `close` may be called by any thread."""
+    """The owner of `core` and `outputs`. Any thread may call `run` and `close`."""
 
     def __init__(self, core: EngineCore, outputs: OutputProcessor) -> None:
         self._core = core
         self._outputs = outputs
         self._process = os.getpid()
         self._arrived: SimpleQueue[Call] = SimpleQueue()
-        self._stepping = threading.Lock()  # held by the thread that steps, and guards all below
+        self._stepping = threading.Lock()  # held by the thread that steps; guards all attributes below
         self._open: list[Call] = []
-        self._ended: list[Call] = []  # whose callers do not know yet
-        self._error: BaseException | None = None  # what the core died of, or that it was closed
+        self._ended: list[Call] = []  # calls that have ended, but have not got their last news
+        self._error: BaseException | None = None  # why the core died
         self._is_closing = self._is_shut_down = False
         self._stepper: int | None = None  # the thread that steps
 
     def check_process(self) -> None:
-        """Raise EngineDead in a process that was forked from the one that loaded the model: no thread came along."""
+        """Raise EngineDead in a fork of the process that loaded the model: a fork has none of its threads."""
         if os.getpid() != self._process:
             raise EngineDead(
                 f"this LLM was loaded by process {self._process} and cannot be used in process {os.getpid()}, which "
@@ -78,7 +78,7 @@ class SharedEngine:
             )
 
     def run(self, call: Call, on_step: OnStep | None = None) -> None:
-        """Have the requests of a new call computed, and wait for their end.
+        """Run the requests of a new call, and wait for their end.
 
         If this raises anything, an interrupt or an error of `on_step`, the requests have been aborted. Raises
         EngineDead if the engine has ended or ends meanwhile.
@@ -89,7 +89,7 @@ class SharedEngine:
             self._wait(call, on_step)
         except BaseException:
             call.is_left = True
-            self._arrived.put(call)  # the interrupt may have come before all this was done
+            self._arrived.put(call)  # the interrupt may have come before the call was queued or a thread started
             self._start()
             self._wait(call, None)
             raise
@@ -97,7 +97,7 @@ class SharedEngine:
             raise EngineDead("the engine has ended; load the model again") from call.error
 
     def close(self) -> None:
-        """End all calls after the step that runs, and shut the core down. Nothing happens in a forked process."""
+        """End all calls after the current step, and shut the core down. Does nothing in a forked process."""
         if os.getpid() != self._process:
             return
         self._is_closing = True
@@ -118,13 +118,13 @@ class SharedEngine:
     # --- on the thread that steps
 
     def _serve(self) -> None:
-        """Step until nothing is left to do."""
+        """Step until no work is left."""
         with self._stepping:
             self._stepper = threading.get_ident()
             try:
                 while self._take_in():
                     self._deliver(self._core.step(self._are_left))
-                    if self._open:  # else they are told when the core is idle
+                    if self._open:  # otherwise they get their last news when the core is idle
                         self._tell_ended()
             except BaseException as error:
                 self._error = error
@@ -143,7 +143,7 @@ class SharedEngine:
             self._core.shutdown()
 
     def _take_in(self) -> bool:
-        """Take in what callers want. Returns whether there is anything to compute."""
+        """Begin new calls and end abandoned ones. Return True if there is work for the core."""
         while True:
             try:
                 call = self._arrived.get_nowait()
@@ -152,7 +152,7 @@ class SharedEngine:
             if not call.is_taken:
                 call.is_taken = True
                 self._begin(call)
-            elif call not in self._open:  # its caller was interrupted, perhaps with the end in its hands
+            elif call not in self._open:  # its caller was interrupted, perhaps after it got its last news
                 self._ended.append(call)
         for call in [call for call in self._open if call.is_left]:
             self._end(call)
@@ -181,7 +181,7 @@ class SharedEngine:
         self._ended = []
 
     def _are_left(self, request_ids: Sequence[str]) -> bool:
-        """Whether the callers of all these requests have gone. Asked many times within a step."""
+        """Return True if the callers of all these requests have stopped waiting. Called many times within a step."""
         left = [call.child_ids for call in self._open if call.is_left]
         return bool(left and request_ids) and set().union(*left).issuperset(request_ids)
 

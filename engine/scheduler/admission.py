@@ -13,7 +13,7 @@ from engine.scheduler.request_table import RequestTable
 from engine.snapshot import WaitsFor
 
 MAX_OVERTAKEN = 16  # times that a request may be overtaken by shorter ones of its tenant for a running slot
-_MAX_SKIPPED = 32  # requests that are too long, in a look for shorter ones
+_MAX_SKIPPED = 32  # too long requests, in one search for shorter ones
 
 
 class Admission:
@@ -36,14 +36,14 @@ class Admission:
 
         A request whose next block is being computed for somebody else, in this very step or in the one in flight,
         waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
-        crowd with one system prompt, prefill it once. To look that up costs time: after `max_num_seqs` of them, the
-        requests with the same first block wait without being looked up, and those behind them have their turn.
+        crowd with one system prompt, prefill it once. The lookup takes time: after `max_num_seqs` such
+        requests, others with the same first block wait without a lookup, and the requests behind them are tried.
 
         One whose prefix lies in a tier starts when that is loaded; nobody behind it waits for that.
 
-        `most_missing` restricts it to requests that lack no more tokens than that. They overtake longer ones only where
-        there are running slots for all of these, or where these are of the same tenant and were not overtaken often;
-        and never one of the same tenant and another priority.
+        With `most_missing`, only requests that lack at most so many tokens start. They overtake longer requests only if
+        there are running slots for all of those, or if those belong to the same tenant and were not overtaken too
+        often. They never overtake a request of their tenant that has another priority.
 
         Returns those that wait in vain: their deadline cannot be kept at that speed, or their grammar has an error.
         """
@@ -53,7 +53,7 @@ class Admission:
         dismissed: list[Request] = []
         in_vain: list[Request] = []
         passed_over = 0
-        skipped: list[Request] = []  # that lack more than `most_missing`
+        skipped: list[Request] = []  # requests that lack more than `most_missing`
         crowd: set[bytes] = set()  # first blocks of the requests that were passed over
         candidates: Iterable[Request] = table.waiting.below_limits()
         if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
@@ -127,8 +127,8 @@ class Admission:
 
     @staticmethod
     def _may_overtake(request: Request, longer: Request, is_scarce: bool) -> bool:
-        """Return True if a request may start before a longer one that is before it in the queue. `is_scarce`: it may
-        take the running slot that the longer one would have got."""
+        """Return True if a request may start before a longer one that precedes it in the queue. `is_scarce` means that
+        it may take the running slot that the longer one would have got."""
         if request.tenant != longer.tenant:
             return not is_scarce
         return request.priority == longer.priority and not (is_scarce and longer.num_overtaken == MAX_OVERTAKEN)
@@ -194,7 +194,7 @@ class Admission:
         return range(start // self._kv.block_size, end // self._kv.block_size)
 
     def _first_block(self, request: Request) -> bytes | None:
-        """The hash of a request's first block, if it is full and may be found in the prefix cache."""
+        """Return the hash of a request's first block, if it is full and may be found in the prefix cache."""
         if not request.reads_prefix_cache or request.num_tokens <= self._kv.block_size:
             return None
         return self._kv.block_hash(request, 0)

@@ -3,12 +3,12 @@
 One step says little: it may have been held up by whatever else the machine does. So what is told of a size moves only
 when its three latest steps were all slower than told, or all quicker, and by the smallest difference. A single step
 that took a hundred times as long moves nothing; a machine that has become slower is followed within some steps; and
-where steps vary, the table tells the middle of them. What was measured less than three times, here or since this
-tracker was made, takes a quicker step at its word, because nothing makes a step quicker than it is.
+where steps vary, the table tells the middle of them. A size that was measured fewer than three times, in all or
+since this tracker was made, follows one quicker step at once: other work on the machine can only make a step slower.
 
-What is told of a size that has not been measured lately follows its neighbours: it may be of a time when the machine
-was busy, or of another process. And no size costs more than its share of a smaller one, where one of them was measured
-just now (`Curve.share_out`), or pacing would never try it again.
+The cost of a size that was not measured lately follows its neighbours, because it may come from another process or from
+a time when the machine was busy. If one of two sizes was measured just now, the larger one costs at most its share of
+the smaller one (`Curve.share_out`); otherwise pacing would never try it again.
 
 A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost is
 known from the steps without prefill; those with both only lower it, where it is more than they take.
@@ -39,8 +39,8 @@ Rate = Literal["decode_key", "prefill_key", "prefill_row"]
 
 @dataclass(slots=True)
 class _Size:
-    """The latest measures of one size of a curve: the logarithms of truth by told of the two before, how many there
-    were, and the number of the latest one among those of the curve."""
+    """The latest measures of one size of a curve: the logarithms of measured by stated seconds for the last two, their
+    count, and the number of the latest one among the curve's measures."""
 
     older: float = 0.0
     old: float = 0.0
@@ -49,14 +49,14 @@ class _Size:
 
 
 class _Measures:
-    """What was measured of a curve since this process began."""
+    """The measures of a curve since this process began."""
 
     def __init__(self) -> None:
         self.number = 0
         self.sizes: dict[int, _Size] = {}  # by index
 
     def count(self, index: int) -> _Size:
-        """Note that the size of this index was measured again, and return what is known of it."""
+        """Count one more measure of the size at this index, and return its latest measures."""
         self.number += 1
         size = self.sizes.setdefault(index, _Size())
         size.latest = self.number
@@ -69,7 +69,7 @@ class _Measures:
 
 
 class StepCostTracker:
-    """`table` is what is known at the moment, `changes` the sum of the logarithms by which it has changed."""
+    """The keeper of `table`. `changes` is the sum of the logarithms by which the table has changed."""
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
@@ -113,7 +113,7 @@ class StepCostTracker:
         others: Sequence[Part] = (),
         beside: float = 0.0,
     ) -> None:
-        """This part of a step, with the others, took so long, and what it was beside took the rest."""
+        """Learn that this part of a step took `seconds` together with `others`, and `beside` seconds were the rest."""
         if not curve.is_known:
             curve.begin(size, seconds)
             self._measures[id(curve)].count(curve.nearest(size)).count = 1
@@ -131,7 +131,7 @@ class StepCostTracker:
             for _, blame, scale in parts:
                 if blame:
                     scale(share * blame)
-        if log_ratio <= change:  # the step took no longer than is told now
+        if log_ratio <= change:  # the step took no longer than the table says now
             curve.share_out(size, beside)
 
     def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:

@@ -30,7 +30,7 @@ class PlanDraft:
         return min(num_missing, self.budget)
 
     def set_pace(self, start: int) -> None:
-        """Limit the budget to what fits beside those that decode, unless that is done."""
+        """Limit the budget once to the prefill tokens that fit into a step with these decodes."""
         pace, self.pace = self.pace, None
         if pace is not None:
             self.budget = min(self.budget, pace(start))

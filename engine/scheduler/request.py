@@ -139,7 +139,7 @@ class Request:
         self.prefix_hashes: PrefixHashes | None = None  # of what was told of it
         self.num_committed_blocks = 0
         self.num_cached_tokens = 0
-        self.num_overtaken = 0  # by shorter requests of its tenant, for a running slot
+        self.num_overtaken = 0  # times that a shorter request of its tenant took a running slot before it
         self.num_preemptions = 0
         self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
         self.events: list[RequestEvent] = []  # not yet reported

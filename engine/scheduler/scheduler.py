@@ -7,8 +7,9 @@ caching, resuming after a preemption and mixed batches are all the same rule.
 
 The order within a step: running requests that are one token behind, then running requests that are further behind
 (so that no prefill delays a stream), then waiting requests (`engine/scheduler/admission.py`), by fair share of their
-tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`). But half of a budget that the
-first prompt would take alone goes to prompts at most half as long, running or waiting, the shortest of a tenant first.
+tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`). There is one exception: if the
+first prompt would take the whole budget, half of it goes to prompts at most half as long, running or waiting, the
+shortest of a tenant first.
 
 When blocks run out, the running request of the worst rank (`engine/scheduler/preemption.py`) is preempted: its blocks
 are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
@@ -211,12 +212,12 @@ class Scheduler:
     def _prefill(
         self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, only: Collection[str] | None
     ) -> None:
-        """Give running requests, with how many tokens each is behind, chunks of their prompts from the budget."""
+        """Give running requests chunks of their prompts from the budget. `behind` says how many tokens each lacks."""
         for request, num_behind in behind:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING or request.request_id in plan.prefills:
-                continue  # preempted a moment ago for one before it, or it has its chunk
+                continue  # preempted just now for an earlier request, or it has its chunk
             start = len(request.token_ids) - num_behind
             num_tokens = plan.chunk(start, num_behind)
             if self._extend(plan, request, start + num_tokens, now, only):
@@ -225,17 +226,17 @@ class Scheduler:
     def _share_prefill(
         self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, seconds_per_prefill_token: float
     ) -> bool:
-        """Where the first prompt would take the whole budget, give half of it to much shorter ones. Returns False where
-        it does not.
+        """If the first prompt would take the whole budget, give half of it to prompts that lack at most half as many
+        tokens. Return False if it would not.
 
-        Of those that run, the tenant that was served least goes first, and of its prompts the one that lacks least;
-        half is left to those that wait. The first prompt has the other half and what is left over, and is the first
-        until it is done, so that no prompt waits for ever. Nothing may be preempted for a running request once others
-        have started.
+        Among running prompts, the tenant that was served least goes first, and its prompt that lacks the fewest tokens;
+        half of their share is left to waiting requests. The first prompt gets the other half of the budget and the
+        remainder, and stays the first until it is done, so that no prompt waits for ever. No request may be preempted
+        for a running one after waiting ones have started.
         """
         first, most = behind[0]
         if first.status is not RequestStatus.RUNNING:
-            return False  # preempted a moment ago for one that decodes
+            return False  # preempted just now for a decode
         start = len(first.token_ids) - most
         plan.set_pace(start)
         budget = plan.budget
@@ -250,8 +251,8 @@ class Scheduler:
             self._prefill(plan, shorter, now, None)
             plan.budget += for_waiting
         self._admit(plan, now, seconds_per_prefill_token, None, most // 2)
-        if first.request_id in plan.prefills:  # and not preempted for one of them
-            # The budget may have grown by what a preempted request had, for which no blocks were taken.
+        if first.request_id in plan.prefills:  # and it was not preempted for a shorter one
+            # The budget may have grown by the tokens of a preempted request, for which this one has no blocks.
             more = min(plan.budget, budget // 2)
             plan.num_tokens[first.request_id] += more
             plan.budget -= more
@@ -265,7 +266,7 @@ class Scheduler:
         only: Collection[str] | None,
         most_missing: int | None = None,
     ) -> None:
-        """Start waiting requests, and end those that wait in vain."""
+        """Start waiting requests. End requests with a failed grammar or a deadline that cannot be kept."""
         if plan.ran_out_of_blocks or plan.budget == 0 or not self.waiting:
             return
         for request in self._admission.admit(plan, now, seconds_per_prefill_token, only, most_missing):
@@ -393,13 +394,12 @@ class Scheduler:
                     gain.logprobs = logprobs[index][: len(token_ids)]
                 if request.events:
                     gain.events = request.take_events()
-                # Few ask, so that usually no row is looked up. A prefill has been accounted for, so there is an output
-                # of it.
+                # Few requests ask for them, so usually no row is looked up. After a prefill there is always an output.
                 if prompt_logprobs and index in prompt_logprobs:
                     gain.prompt_logprobs = request.take_prompt_logprobs(computed_before, prompt_logprobs[index])
                 if embeddings and index in embeddings:
                     gain.embedding = embeddings[index]
-            except Exception as error:  # its accounts may be half made, those of the others are not touched
+            except Exception as error:  # its accounts may be incomplete; those of other requests are not affected
                 logger.exception("a step could not be accounted for to request %s", request_id)
                 self.fail(request_id, f"the engine could not account for a step ({type(error).__name__})")
                 continue
@@ -413,8 +413,8 @@ class Scheduler:
         return gained + self.take_ended() if self._ended else gained
 
     def _count_computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Count all that a step computed, also for requests that have ended or were preempted meanwhile; of drafts
-        those that were taken."""
+        """Count all tokens that a step computed, also for requests that have ended or were preempted meanwhile. Of
+        draft tokens, only accepted ones count."""
         self._computed_tokens += plan.total_num_scheduled_tokens
         if self.config.max_sampled_tokens > 1:
             self._computed_tokens += sum(map(len, output.sampled_token_ids)) - sum(plan.num_sampled_tokens)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
 
-MIN_PREFILL_TOKENS = 8  # a prefill always gets somewhere, whatever the target
+MIN_PREFILL_TOKENS = 8  # a prefill always makes progress, whatever the target is
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
-_EXPLORED = 16  # one step of so many takes an eighth more, so that larger chunks than the table recommends are measured
+_EXPLORED = 16  # one step in so many gets an eighth more tokens, so that chunks above the table's limit are measured
 
 PacePrefill = Callable[[StepLoad, int], int]
 """`StepBudget.prefill_tokens`."""

@@ -34,7 +34,7 @@ MAX_SECONDS = 1e9  # that anything is believed to cost: sums of them, and what i
 KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
 _FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
 _TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
-SETTLED = 3  # measures of which the least is believed: other work on the machine can make one or two of them too long
+SETTLED = 3  # measures, of which the least is believed: other work on the machine may delay one or two of them
 
 
 class StepLoad(NamedTuple):
@@ -136,11 +136,11 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         for index, other in enumerate(self.sizes):
             limit = min if index >= here else max
             self.seconds[index] = limit(self.seconds[index], step * other / size - beside)
-        self.seconds = list(accumulate(self.seconds, max))  # which rounding may have made to fall
+        self.seconds = list(accumulate(self.seconds, max))  # rounding may have broken the rising order
 
     def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
-        """Multiply what is told for this size. The sizes whose indices are not in `measured`, because they were not
-        measured lately, follow their neighbours."""
+        """Multiply the seconds of this size. Sizes whose indices are not in `measured` were not measured lately and
+        follow their neighbours."""
         sizes, seconds = self.sizes, self.seconds
         upper = min(bisect_left(sizes, size), len(sizes) - 1)
         lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
@@ -191,7 +191,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_known(self) -> bool:
-        """Return True if the usual step has been measured often enough to tell others of it."""
+        """Return True if decode steps were measured often enough to publish the table."""
         return self.decode.is_settled
 
     @property
@@ -232,8 +232,8 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return max(seconds + added, alone) + more
 
     def times_of(self, other: StepCostTable) -> float:
-        """Return how many times as long as by another table a step takes, of the size that differs most among those
-        that both have measured; 1 if there is none."""
+        """Return this table's seconds divided by another's, for the size that differs most among the sizes that both
+        have measured; 1 if there is none."""
         times = 1.0
         for name in ("decode", "prefill"):
             own, others = getattr(self, name), getattr(other, name)
@@ -243,7 +243,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return times
 
     def settled(self) -> Self:
-        """Return what is worth keeping: a copy without the sizes that were measured too few times."""
+        """Return a copy for the disk, without sizes that were measured too few times."""
         curves = {name: getattr(self, name).settled() for name in ("decode", "prefill", "mixed")}
         return msgspec.structs.replace(self, **curves)
 

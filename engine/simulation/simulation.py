@@ -14,8 +14,8 @@ from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Fini
 from engine.simulation.engines import Engines
 
 WORK_PER_STEP = 512
-WORK_PER_ROW = 32  # of a step's output
-WORK_PER_REQUEST = 512  # beside the tokens of its prompt, which are 1 each
+WORK_PER_ROW = 32  # for each output of a step
+WORK_PER_REQUEST = 512  # in addition to 1 for each prompt token
 
 
 class SimulatedRequest(msgspec.Struct, kw_only=True):
@@ -97,13 +97,13 @@ class Simulation:
         keep_tokens: float = math.inf,
         outages: Sequence[Outage] = (),
     ) -> None:
-        """`door` makes one of a clock. `keep` is how many ended requests are remembered, all if it is None, and
-        `keep_tokens` how many output tokens they may have together."""
+        """`door` makes one of a clock. `keep` is the number of ended requests that are remembered, None for all, and
+        `keep_tokens` the limit of their output tokens together."""
         self.engines = engines
         self.load = load
         self.num_sent = self.num_ended = self.num_refused = self.num_placed_again = 0
         self.num_preemptions = self.prefix_cache_queries = self.prefix_cache_hits = 0
-        self.work = 0  # that was done so far, at some 0.2 microseconds a unit
+        self.work = 0  # done so far; a unit takes some 0.2 microseconds
         self.kept_tokens = 0  # output tokens whose times are remembered
         self.request_seconds = 0.0  # the integral of how many requests are in the engines
         self.open: dict[str, SimulatedRequest] = {}
@@ -144,8 +144,8 @@ class Simulation:
         return due
 
     def advance(self, until: float = math.inf, max_steps: int | None = None, max_work: float = math.inf) -> bool:
-        """Go on to this time, or for so many steps, or until so much work is done: a step can be long, so that any
-        number of requests come in it. Returns whether anything will happen afterwards."""
+        """Go on until this time, for at most so many steps and until so much work is done: any number of requests may
+        come during a long step. Returns whether anything will happen afterwards."""
         last_step = math.inf if max_steps is None else self.num_steps + max_steps
         most_work = self.work + max_work
         while self.num_steps < last_step and self.work < most_work:

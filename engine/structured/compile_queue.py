@@ -200,8 +200,10 @@ class CompileQueue(Generic[T]):
             return None
 
     def _give_up(self) -> set[Future[T]]:
-        """A thread ends, and with it all that has not begun: some of it may be in no line any more. Returns who waits
-        for that. The next that is queued finds a whole queue, and a thread."""
+        """Remove a thread that fails, and all jobs that have not begun, because some may be in no queue any more.
+
+        Returns the futures that wait for these jobs. The next job finds a consistent queue, and starts a thread.
+        """
         with self._lock:
             lost = [job for job in self._jobs.values() if not job.has_begun]
             self._jobs = {job.key: job for job in self._jobs.values() if job.has_begun}

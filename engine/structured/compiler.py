@@ -178,7 +178,7 @@ class GrammarCompiler:
         return CompiledGrammar(prototype, structured)
 
     def _tried_out(self, prototype: LLMatcher) -> LLMatcher:
-        """Follow the grammar for a few tokens, whichever it allows, and return it at its start, or with its error.
+        """Follow the grammar for a few allowed tokens. Return it at its start, or with its error.
 
         What is too complex to be followed mostly shows now, while it can be refused; and the lexer, which learns as it
         goes, does its dearest work here and not for each of its copies.
@@ -196,7 +196,7 @@ class GrammarCompiler:
                 break
         if prototype.is_error() or prototype.reset():
             return prototype
-        return fresh  # lexemes that end after some tokens or at a text cannot go back
+        return fresh  # a lexeme with a token limit or a stop text cannot be reset
 
     @property
     def mask_words_of_tokenizer(self) -> int:

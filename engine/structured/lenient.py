@@ -74,7 +74,7 @@ def loosened(structured: StructuredOutput, can_compile: CanCompile) -> Loosened:
             leave_out(number, schema, Relaxed(outermost(schema), ("",)))
     excess = len(enforced().value) - MAX_GRAMMAR_CHARACTERS
     sizes = {number: len(_text(places[number]["schema"])) for number in asked} if excess > 0 else {}
-    for number in sorted(sizes, key=lambda number: -sizes[number]):  # the longest first, until all others fit
+    for number in sorted(sizes, key=lambda number: -sizes[number]):  # the longest first, until the others fit
         if excess > 0:
             leave_out(number, asked[number], Relaxed(outermost(asked[number]), ("",)))
             excess -= sizes[number] - len(_text(places[number]["schema"]))

@@ -58,7 +58,7 @@ class StructuredOutputManager:
         return matcher
 
     def _mask_of(self, token_ids: tuple[int, ...]) -> NDArray[np.uint32]:
-        """The mask that allows these tokens. The choices of a request come one after the other and share it."""
+        """Return the mask that allows these tokens. The choices of a request arrive in a row and share it."""
         if self._allowed[0] != token_ids:
             self._allowed = token_ids, mask_of(token_ids)
         return self._allowed[1]

@@ -29,7 +29,7 @@ ENOUGH_SECONDS = 0.5  # of processor time, after which only the outermost shape 
 REFINING_SECONDS = 0.2  # of processor time, in which what need not have gone is put back
 MAX_TRIES = 16  # of the compiler, to put it back
 MAX_PATTERNS = 64  # tried one by one
-OPEN_DEPTH = 3  # levels that are left, or fewer, of what is too large or too deep as a whole
+OPEN_DEPTH = 3  # levels that are kept at most of a schema that is too large or too deep
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _ENFORCED_FORMATS = frozenset(
@@ -100,7 +100,7 @@ def least(schema: Any) -> Relaxed:
 
 
 def outermost(schema: Any) -> dict[str, Any]:
-    """No more than the type of a value, which `allOf` or a reference may name."""
+    """Return a schema of nothing but the value's type, which `allOf` or a reference may name."""
     return _typed(schema, None if _ids(schema) else schema)
 
 
@@ -110,7 +110,7 @@ def _typed(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def _type_of(schema: Any, root: Any, depth: int = 8) -> Any:
-    """What `type` says of a value; None if nothing. References lead into the document `root`, if there is one."""
+    """Return the value's `type`, None if there is none. References lead into the document `root`, if it is given."""
     if not isinstance(schema, dict) or depth == 0:
         return None
     if "type" in schema:

@@ -21,7 +21,7 @@ ALL_TOKENS = np.uint32(0xFFFFFFFF)
 class TokenRules:
     """A `TokenMatcher` of one request: a grammar's if there is one, narrowed.
 
-    `allowed` is the mask of the `allowed_token_ids`, see `mask_of`, if there are any; requests may share it.
+    `allowed` is the mask of `allowed_token_ids` (see `mask_of`), or None; requests may share it.
     `bad_words` are sequences of token ids, none of them empty. A sequence of one token is never generated; of a longer
     one the last token is not, where the others have just been.
     """
@@ -110,7 +110,7 @@ def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tupl
 
 
 def mask_of(token_ids: Sequence[int]) -> NDArray[np.uint32]:
-    """The mask that allows these tokens, of which there is one at least: a bit for each token, in words of 32."""
+    """Return the mask that allows these tokens, at least one: a bit for each token, in words of 32 bits."""
     bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

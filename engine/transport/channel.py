@@ -33,8 +33,8 @@ Deliver = Callable[[list[Event]], None]
 
 
 def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
-    """`deliver`, until it fails for the first time: then `end` is to end the engine, and `deliver` gets an EngineDied
-    as the last event. A loop would log the failure and go on, and requests would lack what was in these events."""
+    """Return `deliver` with a guard: if it fails, `end` must end the engine, and EngineDied is delivered as the last
+    event. A loop that logs the failure and goes on would lose the outputs in these events."""
     is_over = False
 
     def take(events: list[Event]) -> None:
@@ -45,9 +45,9 @@ def or_dead(deliver: Deliver, end: Callable[[], None]) -> Deliver:
             deliver(events)
         except Exception as error:
             is_over = True
-            logger.critical("What the engine sent could not be delivered, so it counts as dead", exc_info=True)
+            logger.critical("Events of the engine could not be delivered, so the engine counts as dead", exc_info=True)
             end()
-            died = EngineDead(f"what the engine sent could not be delivered ({type(error).__name__})")
+            died = EngineDead(f"events of the engine could not be delivered ({type(error).__name__})")
             died.__cause__ = error
             deliver([EngineDied(died)])
 

@@ -30,7 +30,7 @@ _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 # so that is waited for; otherwise there is only what it had said before.
 LAST_EVENT_SECONDS = 2.0
 CUT_OFF_SECONDS = 0.05
-LOOKING_SECONDS = 0.1  # between two looks at whether it is stopped
+LOOKING_SECONDS = 0.1  # between two checks whether the process is stopped
 
 
 class Child(Link):
@@ -47,7 +47,7 @@ class Child(Link):
         *,
         ends_when_stopped: bool = False,
     ) -> None:
-        """With `ends_when_stopped` a process that is stopped (SIGSTOP), and so cannot answer, is killed."""
+        """With `ends_when_stopped`, a process that is stopped (SIGSTOP) and cannot answer is killed."""
         super().__init__()
         self._command = command
         self._environment = environment
@@ -89,7 +89,7 @@ class Child(Link):
         return Ended(EngineDead(_how_it_ended(status)), CUT_OFF_SECONDS if status else LAST_EVENT_SECONDS)
 
     def _is_stopped(self) -> bool:
-        # The state is looked at, not silence: a busy machine is not taken for a stopped process.
+        # The process state decides, not silence: a slow process on a busy machine is not a stopped one.
         with suppress(ChildProcessError):
             return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False

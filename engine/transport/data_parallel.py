@@ -248,8 +248,8 @@ class DataParallelClient:
         for event in events:
             try:
                 told += self._take(replica, event)
-            except Exception as error:  # one that cannot be believed, or accounted for, is as good as dead
-                died = EngineDead(f"the engine says what makes no sense: {error}")
+            except Exception as error:  # an engine whose events are wrong or cannot be accounted for counts as dead
+                died = EngineDead(f"an event of the engine is invalid: {error}")
                 died.__cause__ = error
                 told += self._take(replica, EngineDied(died))
         if told:
@@ -364,8 +364,8 @@ class DataParallelClient:
             replica.client.send(PublishKVEvents(self._router.key))
 
     async def _look(self) -> None:
-        """Miss what was lost of an engine's KV events, though no other follows it. End what was held for too long, and
-        engines whose heartbeat stands still."""
+        """Ask again for lost KV events, also if none follows them. End requests that were held too long, and engines
+        that have work and make no step."""
         while not self._over:
             await anyio.sleep(LOOKING_SECONDS)
             for index in self._alive():

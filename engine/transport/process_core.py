@@ -5,8 +5,8 @@
     output thread   queue → msgpack → PUSH    events, one batch per step; the engine never waits for it
 
 The process belongs to its parent and ends only by its word: it ignores SIGINT, SIGTERM and SIGHUP, which reach a whole
-group at once, and it ends when the parent's end of the lifeline is closed, by whatever end the parent had, even if it
-is stopped then.
+group at once, and it ends when the parent's end of the lifeline is closed, however the parent ended, even if this
+process is stopped at that time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def serve_parent(build: Build) -> NoReturn:
     `build` makes the core on the main thread, from what `ProcessClient` was given as setup, and reports how far it is.
     """
     _ignore_signals()
-    # The kernel lets this process go on when its parent ends: stopped, it would not see the lifeline's end.
+    # The kernel resumes this process when its parent ends: a stopped process would not see the lifeline's end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     *_, directory, descriptor = sys.argv
     private = Path(directory)
@@ -139,7 +139,7 @@ class ProcessChannel(Inbox):
         self._connect(up, self._ends.up)
         encode = Numberer().encode
         while (event := self._outbox.get()) is not None:
-            up.send(encode(event))  # which copies
+            up.send(encode(event))  # it copies the buffer
         up.close(LINGER_MILLISECONDS)
         context.term()
 

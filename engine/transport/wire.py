@@ -3,8 +3,8 @@
     down   the setup, which is plain data, then commands   ROUTER → DEALER
     up     events                                          PUSH → PULL
 
-Each message begins with its number, by which a lost or doubled one is noticed: the engine then counts as dead, since no
-request would know what it lacks.
+Each message begins with its number, which shows a lost or doubled message. The engine then counts as dead, because its
+requests may lack outputs without a sign of it.
 
 On one machine over Unix sockets in a private directory; between machines over TCP with CURVE: encrypted, and each side
 shows the other a key that was made for this one engine.
@@ -63,15 +63,15 @@ class Report(Protocol):
 
 
 class Numberer:
-    """Encodes the messages of one direction, with their numbers."""
+    """Encode the messages of one direction, with their numbers."""
 
     def __init__(self) -> None:
         self._encoder = encoder()
-        self._buffer = bytearray(_NUMBER.size)  # used again for each
+        self._buffer = bytearray(_NUMBER.size)  # reused for each message
         self._number = 0
 
     def encode(self, message: Any) -> bytearray:
-        """The bytes are those of the latest message only."""
+        """Return the encoded message, in a buffer that the next call overwrites."""
         self._encoder.encode_into(message, self._buffer, _NUMBER.size)
         _NUMBER.pack_into(self._buffer, 0, self._number)
         self._number += 1
@@ -79,18 +79,18 @@ class Numberer:
 
 
 class NumberChecker:
-    """Checks that the messages of a `Numberer` come one after the other."""
+    """Check that the messages of a `Numberer` arrive in order, each once."""
 
     def __init__(self) -> None:
         self._number = 0
 
     def content_of(self, message: bytes) -> memoryview:
-        """Return what a `decoder` takes. Raises msgspec.DecodeError if this is not the next message."""
+        """Return the message without its number, for a `decoder`. Raises msgspec.DecodeError if it is not the next."""
         if len(message) < _NUMBER.size:
             raise msgspec.DecodeError(f"a message of {len(message)} bytes has no number")
         (number,) = _NUMBER.unpack_from(message)
         if number != self._number:
-            raise msgspec.DecodeError(f"message {number} came where message {self._number} was due")
+            raise msgspec.DecodeError(f"message {number} came, but message {self._number} was next")
         self._number += 1
         return memoryview(message)[_NUMBER.size :]
 

@@ -268,6 +268,6 @@ def test_what_has_no_number_or_another_one_is_no_message() -> None:
         bytes(numberer.encode(FinishRequests(["a"], FinishReason.ABORT))),
     )
     for wrong in (b"", b"\0", second):
-        with pytest.raises(msgspec.DecodeError, match=r"has no number|came where message 0 was due"):
+        with pytest.raises(msgspec.DecodeError, match=r"has no number|but message 0 was next"):
             checker.content_of(wrong)
     assert decoder(AddRequests | ResetPrefixCache).decode(checker.content_of(first)) == ResetPrefixCache()

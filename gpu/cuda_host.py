@@ -1,7 +1,7 @@
-"""What CUDA needs of the machine beside a card: a driver, a C compiler, and a folder for compiled kernels.
+"""Checks of the driver, the C compiler and the folder for compiled kernels that CUDA needs.
 
-Checked before a model is loaded, because each of them otherwise fails minutes later, deep within torch or Triton, in
-words that do not say what to install. Nothing here imports torch or Triton.
+They run before a model is loaded. Otherwise each of the three fails minutes later, inside torch or Triton, with a
+message that does not say what to install. This module imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-OLDEST_DRIVERS = {"12": 525, "13": 580}  # by the major version of the CUDA libraries in torch's wheel
+OLDEST_DRIVERS = {"12": 525, "13": 580}  # the oldest driver by the major version of the CUDA libraries in torch's wheel
 CACHE_VARIABLE = "TRITON_CACHE_DIR"
 _PROGRAM = "#include <Python.h>\n#include <stdlib.h>\n"
 
 
 def why_no_device(torch_version: str, cuda_version: str | None, root: Path = Path("/")) -> tuple[str, str]:
-    """Return why torch cannot use a card that the driver lists, and what to do, for a log or an error.
+    """Return two texts for a log or an error: why torch cannot use a card that the driver lists, and what to do.
 
     `cuda_version` is `torch.version.cuda`, None for a build without CUDA.
     """
@@ -49,24 +49,24 @@ def check_compiler() -> None:
     """Raise ConfigError unless C programs that include Python.h can be compiled, as Triton does at its first launch."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise _needs("a C compiler, and there is neither gcc nor clang on the PATH, nor is CC set")
+        raise _needs("a C compiler, but neither gcc nor clang is on the PATH, and CC is not set")
     scheme = sysconfig.get_default_scheme()
     include = sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)
     command = [compiler, "-fsyntax-only", f"-I{include}", "-x", "c", "-"]
     try:
         run = subprocess.run(command, input=_PROGRAM, capture_output=True, text=True, check=False)  # noqa: S603
     except OSError as error:
-        raise _needs(f"a C compiler, and {compiler} (CC) cannot be started: {error.strerror}") from error
+        raise _needs(f"a C compiler, but {compiler} (CC) cannot be started: {error.strerror}") from error
     if run.returncode:
         missing = re.search(r"(\S+\.h)\W", run.stderr)
-        what = missing[1] if missing else "what a C program includes"
-        raise _needs(f"C's and Python's headers, and {Path(compiler).name} does not find {what}")
+        what = missing[1] if missing else "one of them"
+        raise _needs(f"C's and Python's headers, but {Path(compiler).name} does not find {what}")
 
 
 def ensure_kernel_cache() -> None:
-    """See to it that Triton can keep compiled kernels: where its folder cannot be written, a private one is made.
+    """Give Triton a private folder for compiled kernels if its own cannot be written.
 
-    The private folder is removed when the process ends. Raises ConfigError if there is no room for one either.
+    The private folder is removed when the process ends. Raises ConfigError if it cannot be made either.
     """
     home = Path(os.environ.get("TRITON_HOME") or Path("~").expanduser())
     folder = Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
@@ -82,11 +82,11 @@ def ensure_kernel_cache() -> None:
         raise ConfigError(
             CACHE_VARIABLE,
             str(folder),
-            allowed=f"compiled kernels need a folder that can be written ({reason}); there is none for temporary ones",
-            hint="a volume there, or --tmpfs /tmp, works",
+            allowed=f"compiled kernels cannot be written there ({reason}), nor to a temporary folder",
+            hint="Mount a volume there, or start the container with --tmpfs /tmp",
         ) from error
     atexit.register(shutil.rmtree, private, ignore_errors=True)
-    os.environ[CACHE_VARIABLE] = private  # ranks, which are started later, use it too
+    os.environ[CACHE_VARIABLE] = private  # ranks start later and use it, too
     logger.warning(
         "Compiled kernels cannot be kept where %s or the home directory says (%s): they go to a temporary folder, and "
         "every start compiles them anew. Name a folder that can be written, or mount a volume there.",

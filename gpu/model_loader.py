@@ -164,7 +164,7 @@ def load_model(
 
 
 def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int:
-    """Bits of a weight where torch computes, which keeps all of them in one type."""
+    """Return the bits of a weight if torch computes, which keeps all weights in one type."""
     from gpu.models.served import resolve_dtype
 
     return 8 * resolve_dtype(options.dtype, config, device).itemsize
@@ -219,12 +219,12 @@ def resolve_device(name: str) -> str:
         raise _needs_torch("device", name, "it", "device=cpu works")
     import torch
 
-    count = torch.cuda.device_count()  # as the driver lists them, whether or not this torch can use them
+    count = torch.cuda.device_count()  # the driver's devices, whether or not this torch can use them
     if name == "auto":
         if torch.cuda.is_available():
             return "cuda:0"
         if count:
-            _warn_once("There is a CUDA device, but the CPU computes: %s. %s.", *_why_no_device())
+            _warn_once("A CUDA device is present, but the CPU is used: %s. %s.", *_why_no_device())
         return "cpu"
     try:
         device = torch.device(name)
@@ -236,7 +236,7 @@ def resolve_device(name: str) -> str:
         if not torch.cuda.is_available():
             reason, advice = _why_no_device()
             raise ConfigError("device", name, allowed=reason, hint=f"{advice}. device=cpu works")
-        return f"cuda:{device.index or 0}"  # with its number, without which torch means the thread's current device
+        return f"cuda:{device.index or 0}"  # with its number: plain "cuda" means the thread's current device to torch
     found = f"{count} CUDA device{'s were' if count != 1 else ' was'} found"
     raise ConfigError("device", name, allowed=f"allowed are auto, cpu and cuda, and {found}", hint="device=cpu works")
 

@@ -129,7 +129,7 @@ class RowTable:
         self._num_computed_tokens = self.columns["num_computed_tokens"]
         self._num_blocks = [0] * sizes.max_num_seqs
         self._rows: dict[str, int] = {}
-        self._broken: set[str] = set()  # requests of plans whose diffs were not applied as a whole, until removed
+        self._broken: set[str] = set()  # requests of plans whose diffs were applied only in part, until their removal
         self._free_rows = list(reversed(range(sizes.max_num_seqs)))  # low ones first: less memory is touched
 
     def __len__(self) -> int:
@@ -152,14 +152,14 @@ class RowTable:
         for request_id in plan.removed_request_ids:
             self._remove(request_id, store)
         if not self._broken.isdisjoint(plan.request_ids):
-            raise ValueError("The plan goes on with requests whose diffs were not applied.")
+            raise ValueError("The plan contains requests whose earlier diffs were not applied.")
         try:
             for request in plan.new_requests:
                 self._add(request, store)
             for request_id, block_ids in plan.new_block_ids.items():
                 self._append_blocks(self._rows[request_id], block_ids, store)
         except BaseException:
-            # A plan that was made on top of this one would compute with blocks that never came.
+            # A plan on top of this one would compute with blocks that were never added.
             self._broken.update(plan.request_ids)
             raise
 
@@ -200,7 +200,7 @@ class RowTable:
         self._broken.discard(request_id)
         row = self._rows.get(request_id)
         if row is not None:
-            # All of these may be repeated, so if one fails, the row is still known and removed by the next plan.
+            # These calls may be repeated: if one fails, the row stays known, and the next plan removes it.
             self.biases.remove(row)
             self.named_tokens.remove(row)
             store.remove(row)

@@ -86,8 +86,8 @@ class Worker:
         self.pipeline_depth = 2 if self._on_cuda else 1
 
     def enter_thread(self) -> None:
-        """Give this thread, which may be another than the one that loaded the model, what torch keeps for each thread:
-        the current device and how many threads help it."""
+        """Set the state that torch keeps for each thread, the current device and the number of helper threads: this may
+        be another thread than the one that loaded the model."""
         if self._native is None and not hasattr(self._entered, "num_threads"):
             from gpu.models.served import use_threads
 

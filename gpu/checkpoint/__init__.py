@@ -24,12 +24,12 @@ quantized_rows      a quantized tensor as its file holds it
 slices              the part of a tensor that one rank of several has
 hf_directory        a Hugging Face directory as a `ModelFiles`
 hf_config           its config.json as the model's shape
-hf_spellings        one spelling for what a config.json may say in two places
+hf_spellings        one spelling of facts that a config.json may state twice
 stacks              its tensors that hold the parts of many experts, taken apart
 json_file           its JSON files, within bounds
 safetensors_header  what a safetensors file says it holds, checked before it is mapped
 default_sampling    what a model's authors recommend to sample with
-embedder            how they make vectors of its hidden states
+embedder            pooling and prompts of embedding models
 header_fields       what the numbers of a model's header may be
 foreign_tokenizer   guards around the tokenizers library
 tokenizer_steps     what the steps of a stranger's tokenizer may do

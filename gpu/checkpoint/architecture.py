@@ -232,10 +232,10 @@ class Architecture:
 
     name: str  # in `architectures` of config.json
     gguf: str | None = None  # `general.architecture` of a GGUF file; None: there are none, or they say another family's
-    # What a config.json means that lacks a key: the defaults of transformers' configuration class of this family.
+    # The values of keys that a config.json lacks: the defaults of transformers' configuration class for this family.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    nullable: frozenset[str] = frozenset({"sliding_window"})  # of the numbers of all families
-    model_type: str | None = None  # of config.json, by which transformers chooses the family
+    nullable: frozenset[str] = frozenset({"sliding_window"})  # numbers for which config.json may have null
+    model_type: str | None = None  # the value in config.json by which transformers chooses the family
     allowed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LLAMA_VALUES)
     attention_bias: bool = False  # on q, k and v; a GGUF file shows by its tensors whether there are any
     qk_norm: bool = False  # likewise

@@ -16,9 +16,9 @@ SAMPLE_BYTES = 4096
 def model_digest(files: ModelFiles) -> bytes:
     """32 bytes, the same wherever the same files lie; random weights have that of their configuration and seed.
 
-    There are samples of each tensor, so that a file in which one of them was changed has another digest. Files of equal
-    sizes that differ only between the samples have the same. Fine-tuning and quantizing change nearly every byte of a
-    tensor, so that this has to be done on purpose; and nothing relies on it but what clients are told.
+    Each tensor is sampled, so a file in which one tensor was changed has another digest. Files of equal sizes that
+    differ only between the samples have the same digest. Fine-tuning and quantizing change nearly every byte of a
+    tensor, so only a deliberate change goes unseen; and only values that clients are shown rely on the digest.
     """
     found = hashlib.blake2b(digest_size=32)
     found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
@@ -38,7 +38,7 @@ def model_digest(files: ModelFiles) -> bytes:
 
 
 def _middles(files: ModelFiles, path: Path) -> list[int]:
-    """Where the middle byte of each tensor in a file lies."""
+    """Return the offset of each tensor's middle byte in a file."""
     if isinstance(files.tensors, GGUFFile):
         return [tensor.offset + tensor.nbytes // 2 for tensor in files.tensors.tensors.values()]
     return [tensor.offset + tensor.num_bytes // 2 for tensor in read_header(path).values()]

@@ -1,7 +1,8 @@
-"""How a model's authors make vectors of its hidden states: how they are pooled, and what is written before a text.
+"""The way from a model's hidden states to embeddings that its authors prescribe: the pooling and the prompts.
 
-Read from the files of sentence-transformers, modules.json, the folder of its Pooling module and
-config_sentence_transformers.json, or from `pooling_type` of a GGUF file. What would give other vectors is refused.
+It is read from the files of sentence-transformers (modules.json, the folder of its Pooling module and
+config_sentence_transformers.json) or from `pooling_type` of a GGUF file. Files that would give other vectors than the
+authors' are refused.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _MAX_MODULES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Embedder:
-    """What the files of a model say of embeddings; nothing, where they are of a model that only talks."""
+    """The pooling and the prompts in a model's files; empty for a model that only generates text."""
 
     pooling: PoolingKind | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by their names
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name
     default_prompt: str | None = None  # the name of the prompt of requests that name none
 
 
 def embedder_of_directory(directory: Path, source: str) -> Embedder:
-    """Read modules.json and what it names. Raises `ModelError` for a module, a pooling or a prompt that is not
-    supported."""
+    """Read modules.json and the files that it names. Raises `ModelError` for a module, a pooling or a prompt that is
+    not supported."""
     if not (directory / "modules.json").is_file():
         return Embedder()
     modules = parse_object(f'{{"modules": {read_text(directory / "modules.json", MAX_JSON)}}}', source)["modules"]
@@ -47,8 +48,8 @@ def embedder_of_directory(directory: Path, source: str) -> Embedder:
         kind = str(module.get("type")).rpartition(".")[2]
         if kind not in _UNDERSTOOD or len(modules) > _MAX_MODULES:
             raise ModelError(
-                f"{source}: the module {shown(module.get('type'))} of modules.json is not supported; supported are "
-                f"{', '.join(_UNDERSTOOD)}. Without modules.json the model is served, and its vectors lack that module."
+                f"{source}: the module {shown(module.get('type'))} of modules.json is not supported; allowed: "
+                f"{', '.join(_UNDERSTOOD)}. Without modules.json the model is served, but its vectors lack that module."
             )
         if kind == "Pooling":
             settings = _settings_of(directory, module.get("path"), source)
@@ -59,9 +60,7 @@ def embedder_of_directory(directory: Path, source: str) -> Embedder:
 def embedder_of_gguf(value: object, key: str, source: str) -> Embedder:
     """Read a GGUF file's `pooling_type`. Raises `ModelError` for one that is not supported."""
     if isinstance(value, bool) or not isinstance(value, int | None) or value not in _GGUF_POOLING:
-        raise ModelError(
-            f"{source}: {key}={shown(value)} is not supported; supported are 0 (none), 1 (mean), 3 (last)."
-        )
+        raise ModelError(f"{source}: {key}={shown(value)} is not supported; allowed: 0 (none), 1 (mean), 3 (last).")
     return Embedder(pooling=_GGUF_POOLING[value])
 
 
@@ -80,7 +79,7 @@ def _pooling(settings: Mapping[str, Any], source: str) -> PoolingKind:
     if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _MODES:
         raise ModelError(
             f"{source}: pooling by {', '.join(map(shown, modes)) or 'nothing'} in the configuration of its Pooling "
-            f"module is not supported; supported are {' and '.join(_MODES)}, one of them."
+            f"module is not supported; allowed: one of {' and '.join(_MODES)}."
         )
     return _MODES[modes[0]]
 
@@ -89,11 +88,11 @@ def _with_prompts(directory: Path, pooling: PoolingKind | None, settings: Mappin
     found = read_json(directory / "config_sentence_transformers.json")
     prompts, default = found.get("prompts") or {}, found.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ModelError(f"{source}: prompts in config_sentence_transformers.json must be texts by their names.")
+        raise ModelError(f"{source}: prompts in config_sentence_transformers.json must be an object of texts.")
     if default is not None and default not in prompts:
         raise ModelError(
-            f"{source}: default_prompt_name={shown(default)} in config_sentence_transformers.json names none of its "
-            f"prompts."
+            f"{source}: default_prompt_name={shown(default)} in config_sentence_transformers.json is not one "
+            f"of its prompts."
         )
     if settings.get("include_prompt", True) is not True and any(prompts.values()):
         raise ModelError(f"{source}: include_prompt=false of its Pooling module is not supported.")

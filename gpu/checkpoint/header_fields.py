@@ -28,7 +28,7 @@ class HeaderField:
     unit: str
     gguf: str | None = None  # GGUF's key, without the architecture before it
     default: Number | None = None  # of a number that only its family has; None: it must be there
-    null: Number | None = None  # what null in config.json means; None: null is refused, as if it were another type
+    null: Number | None = None  # the value of null in config.json; None: null is refused like a wrong type
 
 
 FIELDS: dict[str, HeaderField] = {

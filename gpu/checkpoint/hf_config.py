@@ -1,8 +1,8 @@
 """What a Hugging Face config.json says about the model's shape.
 
-Old and new spellings are read (`gpu.checkpoint.hf_spellings`). A key that is not there means what it means to
-transformers, which differs between families (`Architecture.defaults`). What would change the numbers and is not
-implemented is refused, never ignored.
+Old and new spellings are read (`gpu.checkpoint.hf_spellings`). A missing key has transformers' default,
+which differs between families (`Architecture.defaults`). A key that would change the numbers and is not implemented is
+refused, never ignored.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def token_ids(values: Mapping[str, Any], key: str, *, source: str) -> list[int]:
 class _Fields(Numbers):
     """Typed access to parsed JSON; every error names the field.
 
-    Where a `family` is given, its defaults stand for keys that are not there, and null is refused for keys that its
-    configuration class in transformers has no null for.
+    With a `family`, its defaults replace missing keys, and null is refused for keys that may not be null in
+    transformers' configuration class.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, family: Architecture | None = None) -> None:
@@ -140,7 +140,7 @@ class _Fields(Numbers):
         return value, key
 
     def value(self, name: str) -> object:
-        """Return the value, or the family's default, or None."""
+        """Return the value, else the family's default, else None."""
         return self._values.get(name)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -217,9 +217,9 @@ def _windows(
 ) -> tuple[int | None, tuple[str, ...]]:
     """Return the window, and which layers have it, by the keys that the family reads (`Architecture.window_keys`).
 
-    A window that is null, or that `use_sliding_window` switches off, is none. Where no `layer_types` are named, those
-    of families with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, and others have
-    it in all layers.
+    There is no window if it is null or `use_sliding_window` is false. Without `layer_types`, the layers of families
+    with `full_layers` alternate, Qwen's have the window from layer `max_window_layers` on, and other families have it
+    in all layers.
     """
     keys = family.window_keys
     is_on = "use_sliding_window" not in keys or fields.flag("use_sliding_window", False)
@@ -241,8 +241,8 @@ def _windows(
         )
     if kinds != usual and "layer_types" not in keys:
         raise ModelError(
-            f"{source}: layer_types in config.json are not supported for {family.name}, which transformers computes "
-            f"with {usual[0]} in all layers."
+            f"{source}: layer_types in config.json are not supported for {family.name}: transformers ignores them "
+            f"and uses {usual[0]} in all layers. Leave out layer_types."
         )
     if SLIDING not in kinds:
         return None, ()

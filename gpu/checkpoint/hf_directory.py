@@ -110,8 +110,8 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _with_head(config: ModelConfig, paths: tuple[Path, ...], *, source: str) -> ModelConfig:
-    """Untie the embedding, with a warning, if the files have another matrix as their head: transformers computes with
-    the file's, too."""
+    """Untie the head from the embedding, with a warning, if the files have a different matrix for it: transformers uses
+    that matrix, too."""
     found: dict[str, tuple[Path, SafetensorsTensor]] = {}
     for path in paths if config.tie_word_embeddings else ():
         found |= {text_name(name): (path, tensor) for name, tensor in read_header(path).items()}

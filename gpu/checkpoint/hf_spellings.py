@@ -1,8 +1,8 @@
-"""One spelling for what a Hugging Face config.json may say in two places.
+"""One spelling of facts that a Hugging Face config.json may state in two places.
 
 transformers 5 writes `rope_parameters` and `dtype` where older files have `rope_theta`, `rope_scaling` and
-`torch_dtype`. Some files have both, for example where a person added YaRN by `rope_scaling`. They are read as one if
-they agree, and refused if they contradict each other.
+`torch_dtype`. Some files have both, for example where a person added YaRN by `rope_scaling`. Two spellings that
+agree are read as one; two that contradict each other are refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -> dict[str, Any]:
-    """Return a copy of `values` that has each fact in one place, for `family`.
+    """Return a copy of `values` that states each fact in one place, for `family`.
 
-    Keys of `text_config` lie beside the others. `num_experts`, `dtype`, `rope_theta`, `rope_local_base_freq` and
-    `partial_rotary_factor` are read from there alone, and all else of rotary embeddings from `rope_parameters`, which
-    is flat and has a `rope_type`. Raises `ModelError` for spellings that contradict each other.
+    Keys of `text_config` move to the top level. `num_experts`, `dtype`, `rope_theta`, `rope_local_base_freq` and
+    `partial_rotary_factor` are at the top level, all other values of rotary embeddings in `rope_parameters`, which is
+    flat and has a `rope_type`. Raises `ModelError` for spellings that contradict each other.
     """
     text = mapping(values, "text_config", source)
     _agreed(
@@ -41,7 +41,7 @@ def one_spelling(values: Mapping[str, Any], family: Architecture, source: str) -
 
 
 def mapping(values: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
-    """Return the object `name`, empty where there is none. Raises `ModelError` for anything else."""
+    """Return the object `name`, empty if there is none. Raises `ModelError` for a value of another type."""
     value = values.get(name)
     if value is not None and not isinstance(value, dict):
         raise ModelError(f"{source}: {name} in config.json must be an object, got {shown(value)}.")
@@ -53,7 +53,7 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
     if not old and values.get("rope_parameters") is None:
         new = family.defaults.get("rope_parameters", {})
     found: dict[str, Any] = {}
-    by_kind = "rope_local_base_freq" in family.numbers  # layers with a window have a rotation of their own
+    by_kind = "rope_local_base_freq" in family.numbers  # layers with a window have their own rotation
     if by_kind:
         new, found["rope_local_base_freq"] = _of_full_layers(values, new, source)
     elif kind := next((kind for kind in (FULL, SLIDING) if kind in new), None):
@@ -72,8 +72,8 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
         named = not by_kind and old.get("rope_theta") is None and values.get("rope_theta") is None
         if named and unseen not in (None, default):
             raise ModelError(
-                f"{source}: transformers reads no rope_theta={shown(unseen)} of rope_parameters beside rope_scaling in "
-                f"config.json, but takes {default:g}. Move the keys of rope_scaling to rope_parameters."
+                f"{source}: with rope_scaling in config.json, transformers ignores rope_theta={shown(unseen)} of "
+                f"rope_parameters and takes {default:g}. Move the keys of rope_scaling to rope_parameters."
             )
     scaling = old or new
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
@@ -92,7 +92,7 @@ def _rope(values: Mapping[str, Any], family: Architecture, source: str) -> dict[
 def _of_full_layers(
     values: Mapping[str, Any], rope: Mapping[str, Any], source: str
 ) -> tuple[Mapping[str, Any], float | None]:
-    """Return the rotation of layers that see everything, and the base of the others', if it is named."""
+    """Return the rotation of layers without a window, and the base of the other layers, None if it is not given."""
     if wrong := sorted(rope.keys() - {FULL, SLIDING}):
         raise ModelError(
             f"{source}: rope_parameters in config.json must hold {FULL} and {SLIDING}, got {shown(wrong[0])}."
@@ -117,7 +117,7 @@ def _with_type(rope: Mapping[str, Any], name: str, source: str) -> dict[str, Any
 
 
 def _agreed(named: Mapping[str, Any], source: str) -> Any:
-    """Return the value that all names have which are there, or None. Raises `ModelError` if two have different ones."""
+    """Return the common value of all names that have one, or None. Raises `ModelError` if two values differ."""
     present = [(name, value) for name, value in named.items() if value is not None]
     for name, value in present[1:]:
         if value != present[0][1]:
@@ -127,6 +127,6 @@ def _agreed(named: Mapping[str, Any], source: str) -> Any:
 
 def _contradiction(name: str, value: Any, other: str, otherwise: Any, source: str) -> ModelError:
     return ModelError(
-        f"{source}: config.json contradicts itself: {name}={shown(value)}, but {other}={shown(otherwise)}. Take one of "
-        f"them out."
+        f"{source}: config.json contradicts itself: {name}={shown(value)}, but {other}={shown(otherwise)}. Leave out "
+        f"one of them."
     )

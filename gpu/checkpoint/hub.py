@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _DESCRIPTION_FILES = ["*.json", "*.jinja"]
-# A repository's folders hold other formats of the same model, but those of modules.json, which have a number, how its
-# vectors are made. Mistral's "consolidated" files are its weights again.
+# A repository's folders hold other formats of the same model, except the folders of modules.json, whose names begin
+# with a number. Mistral's "consolidated" files repeat its weights.
 _IGNORED = ["[!0-9]*/*", "*/*.safetensors", "consolidated*"]
 
 

@@ -35,7 +35,7 @@ class ModelFiles:
     tensors: GGUFFile | tuple[Path, ...] | None = field(repr=False)
     seed: int = 0  # of random weights
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of tokenizer_config.json
-    embedder: Embedder = field(default=Embedder(), repr=False)  # how vectors are made of its hidden states
+    embedder: Embedder = field(default=Embedder(), repr=False)  # pooling and prompts of embeddings
     load_sampling: Callable[[], Sampling] = field(default=dict, repr=False)  # use `sampling`, which warns once
     progress: Progress = field(default=no_progress, repr=False)
 

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 32
-MXFP4_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)  # of its 4 bits
+MXFP4_DOUBLED = np.array(
+    [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8
+)  # by the 4 bits of a number
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class QuantizedRows:
         return values if values.flags.writeable else values.copy()
 
     def as_q8_0(self) -> QuantizedRows | None:
-        """The same numbers, exactly, as Q8_0. None for what that cannot hold: types with an offset or with scales of
-        scales, and MXFP4 with a scale that is no float16."""
+        """Return exactly the same numbers as Q8_0. None if it cannot hold them: for types with an offset or with scales
+        of scales, and for MXFP4 with a scale that is no float16."""
         if self.type == "Q8_0":
             return self
         if self.type not in ("Q4_0", "Q5_0", "MXFP4"):
@@ -57,7 +59,7 @@ class QuantizedRows:
 def q8_0_of_powers(
     exponents: NDArray[np.int32], numbers: NDArray[np.int8], shape: tuple[int, ...]
 ) -> QuantizedRows | None:
-    """Rows of this shape whose blocks [..., 32] are multiples of a power of two; None if one is no float16."""
+    """Return rows of this shape from blocks [..., 32] of multiples of a power of two; None if one is no float16."""
     if np.any((exponents < -24) | (exponents > 15)):
         return None
     steps = np.ldexp(np.float32(1), exponents).astype(np.float16)[..., None].view(np.uint8)

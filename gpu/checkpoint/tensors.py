@@ -20,7 +20,7 @@ _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # Of a model that sees images too, whose text part is served: what it sees them by, and how the rest is called.
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _OF_TEXT = re.compile(r"(model\.language_model|language_model\.model)\.")
-_BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # of a model that was saved without its head
+_BARE = re.compile(r"(embed_tokens|layers|norm)\.")  # names in a model that was saved without its head
 _NAMES_SHOWN = 8  # of each kind in an error: one missing layer alone has a dozen names
 
 

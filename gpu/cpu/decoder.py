@@ -287,8 +287,8 @@ class CPUCausalLM:
                 self._stopped_by = error
                 yield 1
 
-        # A function would let an interrupt strike as it is entered, before its `try`, and ctypes would drop it. What is
-        # resumed here is within its `try`.
+        # A function could be interrupted after its entry and before its `try`, and ctypes would drop that exception. A
+        # generator is resumed inside its `try`.
         resumed = answers()
         next(resumed)
         return StopFunction(resumed.__next__)

@@ -27,13 +27,13 @@ FORMS = {  # for the log
 LANES = 16  # outputs of one tile
 ROWS_AT_ONCE = 4096  # that are widened to float32, and packed
 
-# GGUF types whose blocks are taken over as they are, and their forms. MXFP4 becomes Q8_0, which holds the same numbers.
-# Any other quantized type is rounded to U8, whose steps of 1/127 of a block's largest weight lie well below those of 6
-# bits and fewer. Steps are float16, so 6e-8 at least: blocks with no weight above 1e-4 lose bits, and weights below
-# 3e-8 are zero.
+# GGUF types whose blocks are used unchanged, and their forms. MXFP4 becomes Q8_0, which holds the same numbers. Any
+# other quantized type is rounded to U8, whose steps of 1/127 of a block's largest weight are much finer than those of 6
+# bits and fewer. Steps are float16, so at least 6e-8: blocks without a weight above 1e-4 lose bits, and weights below
+# 3e-8 become zero.
 _AS_THEY_ARE = {"Q4_0": U4, "Q4_1": U4, "Q5_0": U5, "Q5_1": U5, "Q8_0": U8, "Q4_K": K4, "Q5_K": K5, "Q6_K": K6}
 _NUMBERS = {tensor_type.name: tensor_type.number for tensor_type in TENSOR_TYPES}
-# The forms of these have an offset, that many times the scale: where that is no float16, U8 holds the same numbers.
+# The forms of these types have an offset of so many scales. If it is no float16, U8 holds the same numbers.
 _OFFSETS = {"Q4_0": 8, "Q5_0": 16}
 _LARGEST_HALF = 65504.0
 _BLOCK = 32  # weights that share a scale in U8
@@ -93,11 +93,11 @@ def pack(
 
 
 def _as_it_is_taken(weight: Weight) -> Weight:
-    """The same numbers in a type that the library takes over as it is, if it takes over its own only with a loss."""
+    """Return the same numbers in a type that the library uses unchanged, if it would use the own type with a loss."""
     if not isinstance(weight, QuantizedRows) or weight.shape[1] % _BLOCK:
         return weight
     if weight.type == "MXFP4":
-        return weight.as_q8_0() or floats(weight)  # bfloat16 holds them, too, in twice the room
+        return weight.as_q8_0() or floats(weight)  # bfloat16 holds them, too, in twice the memory
     if weight.type in _OFFSETS:
         blocks = weight.data.reshape(-1, weight.data.shape[-1] * _BLOCK // weight.shape[1])
         scales = np.abs(np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32))
@@ -107,7 +107,7 @@ def _as_it_is_taken(weight: Weight) -> Weight:
 
 
 def _exact_in_8_bits(weight: Weight) -> Weight:
-    """The same numbers in Q8_0, if that holds them."""
+    """Return the same numbers in Q8_0, if it holds them."""
     return (weight.as_q8_0() or weight) if isinstance(weight, QuantizedRows) else weight
 
 

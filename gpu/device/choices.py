@@ -88,8 +88,8 @@ def choose_products(model: CausalLM, seconds: Seconds) -> str:
 
 
 def agree_on_products(model: CausalLM, communicator: Communicator, device: torch.device) -> None:
-    """Take the tiles of tensor rank 0, so that which rank computes a part of a matrix shows in no bit. All ranks call
-    it; they have the same matrices in the same order."""
+    """Use the tiles of tensor rank 0 on all ranks, so that results do not depend on which rank computes a part of a
+    matrix. All ranks call it; they have the same matrices in the same order."""
     layers, kinds = _products(model), [None, *TILES]
     if layers:
         own = torch.tensor([[float(kinds.index(layer.tile)) for layer in layers]], device=device)

@@ -26,15 +26,15 @@ Kind = Literal["step", "hidden"]
 
 
 class CaptureFailed(Exception):
-    """A graph could not be captured; what it was captured from has run, so the device is sound."""
+    """A graph could not be captured, although its work has run without error, so the device is usable."""
 
 
 class Graphs(Protocol):
     """How a function that starts work on the device becomes one that starts it at once."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """`run` is called, and its work done, at least once; it leaves no trace that matters. Raises `CaptureFailed`
-        if that went well and the capture did not."""
+        """Call `run` and do its work at least once; it must have no lasting effect. Raises `CaptureFailed` if the work
+        succeeds and the capture fails."""
         ...
 
 
@@ -58,12 +58,12 @@ class CudaGraphs:
                 try:
                     run()
                 except BaseException:
-                    with suppress(Exception):  # it fails because the first one has, which says why
+                    with suppress(Exception):  # a second failure after the first one, which says why
                         graph.capture_end()
                     raise
                 graph.capture_end()
         except Exception as error:
-            # A capture that ends with an error leaves the allocator in it: memory would never be freed again.
+            # After a failed capture the allocator is still in capture mode, and would never free memory again.
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise CaptureFailed(f"{type(error).__name__}: {error}") from error
@@ -72,10 +72,10 @@ class CudaGraphs:
 
 
 class AgreedGraphs:
-    """Graphs of one of several tensor ranks: what cannot be captured on one of them is captured on none.
+    """The graphs of one of several tensor ranks: a graph that one rank cannot capture is used on none.
 
-    A rank that ran a step eagerly while others replay it would meet them in other collectives. So all say after each
-    capture, outside of it, whether they have it.
+    If one rank ran a step eagerly while the others replay it, their collectives would not match. So after each capture
+    all ranks exchange whether they have the graph.
     """
 
     def __init__(self, graphs: Graphs, communicator: Communicator, device: torch.device) -> None:
@@ -97,12 +97,12 @@ class AgreedGraphs:
 
 
 def agreed(graphs: Graphs, communicator: Communicator | None, device: torch.device) -> Graphs:
-    """The same graphs, which other tensor ranks have too if there are any."""
+    """Return `graphs`, or, with several tensor ranks, graphs that all ranks capture or none."""
     return graphs if communicator is None else AgreedGraphs(graphs, communicator, device)
 
 
 def all_ranks(it_holds: bool, communicator: Communicator | None, device: torch.device) -> bool:
-    """Whether something holds on every tensor rank, all of which ask. Waits for the device."""
+    """Return True if `it_holds` is true on every tensor rank. All ranks call it. Waits for the device."""
     if communicator is None:
         return it_holds
     denials = torch.zeros(1, 1, device=device) if it_holds else torch.ones(1, 1, device=device)

@@ -43,7 +43,7 @@ class SamplingFeatures:
     asking: NDArray[np.int64]  # places whose log-probabilities are wanted
     num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens; 0 for `EVERY`
     asking_all: NDArray[np.int64]  # which of those that ask want those of every token
-    of_grammar: NDArray[np.int64]  # which of those that ask want those of what their grammar allows
+    of_grammar: NDArray[np.int64]  # which of them get log-probabilities after the mask of their grammar
 
     @property
     def are_none(self) -> bool:

@@ -9,8 +9,8 @@
 A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
 synced for that case: what does not match its header is a miss, and is removed with a line in the log.
 
-Other files in a namespace are left alone, and a link in the place of a namespace is not followed: nothing is stored or
-read there.
+Other files in a namespace are left alone. If a namespace's folder is a symbolic link, nothing is stored in it or read
+from it.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class DiskStore:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open the namespace's folder. Raises OSError if it is a link, which may lead to another's files."""
+        """Open the namespace's folder. Raises OSError if it is a symbolic link, which may lead to foreign files."""
         folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             yield folder

@@ -99,7 +99,7 @@ class TorchMemory:
         return self._behind(moved)
 
     def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        # From pinned memory: a copy from any other waits for all steps in flight.
+        # From pinned memory: a copy from other memory waits for all steps in flight.
         from gpu.device.upload import on_device
 
         return on_device(np.array(block_ids, np.int64), self._caches[0].device)

@@ -67,7 +67,7 @@ class _Read:
     """A piece that was read, from the store of that name, or was not there."""
 
     wanted: _Wanted
-    buffer: NDArray[np.uint8] | None  # None: there was no memory for one
+    buffer: NDArray[np.uint8] | None  # None if there was no memory for it
     store: str | None
     seconds: float
 

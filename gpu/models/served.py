@@ -107,7 +107,7 @@ class TorchModel:
 
 
 def use_threads(number: int) -> None:
-    """Have so many threads help the calling one: torch keeps their number for each thread."""
+    """Set how many threads compute for the calling thread: torch keeps the number for each thread."""
     torch.set_num_threads(number)
 
 
@@ -123,9 +123,9 @@ def load_torch_model(
     spec: DecoderSpec | None = None,
     communicator: Communicator | SharedMemoryCommunicator | None = None,
 ) -> TorchModel:
-    """A model whose steps are to run on this thread, or on one that has called `use_threads`."""
+    """Build a model whose steps run on this thread, or on one that has called `use_threads`."""
     use_threads(num_threads)
-    # By default cuBLAS may add the parts of a long sum in 16 bits, which no other form of ours does.
+    # By default cuBLAS may add the parts of a long sum in 16 bits; all other code paths here use float32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     place, kind = torch.device(device), resolve_dtype(dtype, config, device)

@@ -28,7 +28,7 @@ class RankSetup(msgspec.Struct, kw_only=True):
     """What a rank of this machine is told at its start, on the connection that it inherits."""
 
     layout: Layout
-    model: str  # this and the next three as `gpu.checkpoint.open_model` has them
+    model: str  # this and the next three fields are arguments of `gpu.checkpoint.open_model`
     cache_dir: str | None
     load_format: str
     seed: int = 0

@@ -89,7 +89,7 @@ def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -
         progress=lambda phase, done, total: tell(Progress(phase, done, total)),
     )
     options = replace(WorkerOptions(), **setup.options)
-    use_device(options.device)  # before the ranks meet, who may do so on their devices
+    use_device(options.device)  # before the ranks connect, which may use their devices
     worker, cost = load_worker(
         files,
         options,

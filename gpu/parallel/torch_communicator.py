@@ -2,8 +2,8 @@
 
 NCCL between several devices has never run here, for want of a machine with two; what is written for it is the same
 but for the backend's name. Its collectives may be captured in a CUDA graph. NCCL's own watchdog ends a rank that waits
-too long in a collective that was started eagerly; it does not see those of a graph that is replayed, where nothing but
-the end of another rank's process is noticed, by the driver.
+too long in an eager collective. It does not watch collectives of a replayed graph: there, only the end of another
+rank's process is noticed, by the driver.
 """
 
 from __future__ import annotations

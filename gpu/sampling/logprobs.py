@@ -30,8 +30,8 @@ def _num_logprobs(request: NewRequestData) -> int:
 NUM_LOGPROBS = Column("num_logprobs", np.int64, -1, _num_logprobs, host_only=True)
 
 
-# Whether a row's log-probabilities are those of what its grammar allows. What `allowed_token_ids` and `bad_words` leave
-# out is no matter of the model's, so without a grammar they are those of all tokens.
+# True if a row's log-probabilities are those of the tokens that its grammar allows. Without a grammar they are those of
+# all tokens: `allowed_token_ids` and `bad_words` do not change the model's distribution.
 OF_GRAMMAR = Column(
     "of_grammar", np.bool_, False, lambda request: request.sampling.structured_output is not None, host_only=True
 )
@@ -51,7 +51,7 @@ class NamedTokens:
         self._token_ids.pop(row, None)
 
     def told(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
-        """An entry that has `every`, as the request in this row wants it: the named tokens, then the sampled one."""
+        """Return an entry with `every` in the form for this row's request: the named tokens, then the sampled one."""
         token_ids = self._token_ids.get(row)
         if token_ids is None or entry.every is None:
             return entry

@@ -6,8 +6,8 @@ and position: every operation works through rows independently, and the randomne
 The order of operations is vLLM's, because clients tune their parameters to it:
 
 0. tokens that the request's grammar does not allow get -inf, for whatever follows;
-1. log-probabilities are those of the raw logits: without a grammar, also of tokens that `allowed_token_ids` and
-   `bad_words` leave out, which get -inf now;
+1. log-probabilities are taken from the raw logits; without a grammar, before tokens outside `allowed_token_ids` and in
+   `bad_words` get -inf;
 2. logit bias, and so much less for stop tokens that none comes while any other may, until min_tokens are there;
 3. repetition, then frequency and presence penalties;
 4. greedy rows: the largest logit, the lowest id where several are largest;

@@ -22,7 +22,7 @@ def dummy_weights(
     is N(0, 0.02). With `names`, only these.
 
     Each tensor has its own generator, seeded by `seed` and its name, so that its values depend neither on the order in
-    which tensors are drawn nor on which ranks draw them.
+    which tensors are drawn nor on the ranks that draw them.
     """
     for name, shape in tensor_shapes(config).items():
         if names is not None and name not in names:
@@ -39,7 +39,7 @@ def dummy_weights(
 
 
 def dummy_seed(name: str, seed: int) -> int:
-    """The seed of one tensor, below 2^63."""
+    """Return the seed of one tensor, below 2^63."""
     return (
         int.from_bytes(hashlib.sha256(f"{seed} {name}".encode() if seed else name.encode()).digest()[:8], "little") >> 1
     )

@@ -77,13 +77,13 @@ def _read(files: ModelFiles, spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
 
 
 def _numbers(name: str, weight: MXFP4Rows | NDArray[Any]) -> Weight:
-    """Raises ModelError for bytes, which are numbers only together with their scales."""
+    """Return the numbers of a weight. Raises ModelError for bytes, which mean nothing without their scales."""
     if isinstance(weight, MXFP4Rows):
         return weight.read()
     if weight.dtype == np.uint8:
         raise ModelError(
-            f"The tensor {name} has the dtype U8, which is supported for MXFP4 experts alone (NAME_blocks and "
-            "NAME_scales): the checkpoint is quantized in a way that is not supported. Serve one in BF16, F16 or F32."
+            f"The tensor {name} has the dtype U8, which is supported only for MXFP4 experts (NAME_blocks and "
+            "NAME_scales): this quantization is not supported. Serve a checkpoint in BF16, F16 or F32."
         )
     return weight
 

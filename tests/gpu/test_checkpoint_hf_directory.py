@@ -254,7 +254,7 @@ def test_how_vectors_are_made_is_read(directory):
         ({"pooling_mode": "mean"}, [POOLING | {"path": "3_Pooling"}], {}, "lacks 3_Pooling/config.json"),
         ({"pooling_mode": "mean"}, [7], {}, "modules.json must hold a list of objects"),
         ({"pooling_mode": "mean"}, [], {"prompts": {"a": 1}}, "prompts in config_sentence_transformers.json"),
-        ({"pooling_mode": "mean"}, [], {"default_prompt_name": "query"}, "default_prompt_name='query'.*none of"),
+        ({"pooling_mode": "mean"}, [], {"default_prompt_name": "query"}, "default_prompt_name='query'.*is not one of"),
         ({"pooling_mode": "mean", "include_prompt": False}, [], {"prompts": {"a": "b"}}, "include_prompt=false"),
     ],
 )
@@ -267,7 +267,7 @@ def test_bytes_are_no_weights(directory):
     weights = {name: torch.from_numpy(w) for name, w in random_weights(TINY).items()}
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(weights | {name: torch.ones(weights[name].shape, dtype=torch.uint8)}, directory / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"tensor {re.escape(name)} has the dtype U8, .* Serve one in BF16"):
+    with pytest.raises(ModelError, match=rf"tensor {re.escape(name)} has the dtype U8, .* Serve a checkpoint in BF16"):
         dict(weights_of(open_model(str(directory))))
 
 

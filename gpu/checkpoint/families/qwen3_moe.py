@@ -28,7 +28,7 @@ QWEN3_MOE = Architecture(
     gguf="qwen3moe",
     model_type="qwen3_moe",
     defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096},
-    window_keys=frozenset({"sliding_window", "use_sliding_window"}),  # a window is in all layers
+    window_keys=frozenset({"sliding_window", "use_sliding_window"}),  # all layers have the window
     qk_norm=True,
     numbers={
         "num_experts": EXPERTS,

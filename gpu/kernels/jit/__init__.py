@@ -23,5 +23,5 @@ dependent          of all that a layer starts: how a kernel is started before it
 
 import os
 
-# Triton 3.10 no longer joins multiplications and additions by default, which would change the last bits of all kernels.
+# Triton 3.10 no longer fuses multiplications and additions by default, which would change the last bits of results.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

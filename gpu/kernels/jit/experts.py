@@ -42,7 +42,7 @@ def grouped_linear(
             EXPERTS=triton.next_power_of_2(num_experts),
             ROWS=ROWS,
             OUTPUTS=OUTPUTS,
-            COLUMNS=COLUMNS if x.itemsize == 2 else COLUMNS // 2,  # longer ones stay in registers, and would spill
+            COLUMNS=COLUMNS if x.itemsize == 2 else COLUMNS // 2,  # wider rows of 4-byte numbers would spill registers
             num_warps=4,
         )
     return output

@@ -16,12 +16,12 @@ import triton.language as tl
 
 from gpu.kernels.jit.online import accumulate, beginning, capped
 
-FROM_SHARED_MEMORY = (9, 10)  # major compute capabilities whose matrix instructions read their operands from there
+FROM_SHARED_MEMORY = (9, 10)  # major compute capabilities whose matrix instructions read operands from shared memory
 
 
 @cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a card, (9, 0); in the interpreter, Hopper's."""
+    """Return the compute capability of a card, such as (9, 0), which is also the interpreter's."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -36,9 +36,9 @@ def rows_per_block(query: torch.Tensor, group: int, longest: int | None) -> int:
 
 
 def tile_and_warps(query: torch.Tensor, block_m: int) -> tuple[int, int]:
-    """How many keys a program reads at a time, and how many warps it has, so that no register is spilled
-    (`tests/gpu/test_kernels_compile.py` looks). Other cards than Hopper and data-center Blackwell keep the operands of
-    matrix instructions in registers, and have room for fewer keys.
+    """Return how many keys a program reads at a time and its number of warps, so that no register is spilled
+    (`tests/gpu/test_kernels_compile.py` checks it). Other cards than Hopper and data-center Blackwell keep the operands
+    of matrix instructions in registers, and have room for fewer keys.
     """
     row_bytes = max(16, triton.next_power_of_2(query.shape[2])) * query.element_size()
     if query.dtype == torch.float32:

@@ -9,13 +9,16 @@ import sys
 def main() -> int:
     """Run the command line. Returns the exit code."""
     interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    serves = sys.argv[1:2] == ["serve"]
     if interrupts:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a second, and nothing has to be cleaned up
-    if sys.argv[1:2] == ["serve"] and not os.isatty(0):
+    if serves and not os.isatty(0):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `app.reloading` handles it
     from app.cli import main as run
 
-    if interrupts:
+    # A server keeps SIGINT's default until `app.shutdown` handles it: an asyncio runner that finds Python's own handler
+    # cancels the main task instead, and `asyncio.wait_for` around the start of the lifespan loses that (Python 3.11).
+    if interrupts and not serves:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 

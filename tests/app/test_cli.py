@@ -151,6 +151,26 @@ def test_a_signal_during_the_first_imports_leaves_no_traceback_and_a_server(numb
         assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
+def test_ctrl_c_just_before_the_server_takes_signals_ends_it() -> None:
+    """The model's name ends a server that has lost the signal, with code 1."""
+    program = """
+import os, signal, sys
+import app.application
+from app.__main__ import main
+
+def end_with_parent(original=app.application.end_with_parent):
+    os.kill(os.getpid(), signal.SIGINT)  # in the lifespan's start, before its first task runs
+    original()
+
+app.application.end_with_parent = end_with_parent
+sys.argv = ["headrace", "serve", "--port", "0", "--model", "/no/such-model"]
+sys.exit(main())
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

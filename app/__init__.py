@@ -9,6 +9,7 @@ setting_types      paths, lists and secrets as settings have them
 setting_rules      what settings must be together
 settings           every setting, defined once: type, range, default and what it does
 setting_sources    where they come from, and what is said of one that is refused
+__main__           the `headrace` command before anything else is imported: signals in its first second
 cli                the command line: `headrace serve`, `chat` and `pull`
 application        wires settings, server, routes, middleware and lifespan into one ASGI application
 runner             runs it under Hypercorn in this process

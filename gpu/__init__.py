@@ -14,6 +14,7 @@ input_batch     tokens and blocks of the rows on the host, and a step's inputs m
 prompt_outputs  what a request wants of its prompt: log-probabilities, pooled hidden states
 profile         what the device does with its time, while somebody wants to know
 perplexity      how well a model that was quantized at load still reads a short text
+cuda_host       checks of what CUDA and Triton need of the machine, before a model is loaded
 device          the runner of a device that computes while the host goes on
 model_loader    how a model comes to be on its device, and who computes there
 kv_layout       where each layer has its keys and values: KV groups

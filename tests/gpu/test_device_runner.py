@@ -227,7 +227,7 @@ def test_steps_that_fail_before_or_while_they_are_sent_change_nothing(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     requests = crowd(6)
-    expected = drive(make_core(make_executor("host"), 1, num_blocks=20), requests)
+    expected = drive(make_core(make_executor("host"), 1, num_blocks=18), requests)
     executor = make_executor("device")
     draw, num_failed = random.Random(depth), 0
     runner = executor.runner
@@ -246,7 +246,7 @@ def test_steps_that_fail_before_or_while_they_are_sent_change_nothing(
     monkeypatch.setattr("engine.core.core.MAX_FAILURES_IN_A_ROW", 1000)
     monkeypatch.setattr(runner._sampler, "features", failing(runner._sampler.features))
     monkeypatch.setattr(runner._upload, "send", failing(runner._upload.send))
-    assert drive(make_core(executor, depth, num_blocks=20), requests) == expected
+    assert drive(make_core(executor, depth, num_blocks=18), requests) == expected
     assert num_failed > 10
 
 

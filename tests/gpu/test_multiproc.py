@@ -355,7 +355,8 @@ def test_a_stage_that_writes_much_and_one_that_waits_for_much_do_not_wait_for_ea
 @needs_library
 def test_tokens_of_experts_are_those_of_one_worker(tmp_path: Path) -> None:
     """However many ranks have a token's experts, and whoever has its layers."""
-    changes = LAYERS | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    family = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    changes = LAYERS | family | {"num_local_experts": 3, "num_experts_per_tok": 2}
     model = str(write_tiny_model(tmp_path / "experts", vocab_size=4096, **changes))
     ranks = start(model, tensor_parallel_size=2, pipeline_parallel_size=2, enable_expert_parallel=True)
     alone = load_executor(open_model(model, load_format="dummy"), OPTIONS)

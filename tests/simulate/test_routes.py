@@ -63,10 +63,11 @@ def figures_of(route: Route, rate: float, **options: Any) -> dict[str, Any]:
 
 
 def test_known_prefixes_double_the_throughput() -> None:
-    """Of a load that is too much for either."""
+    """Under a load that is too much for either route. Short prompts overtake long ones, so a request whose prefix is
+    cached runs while it still is: that helps both routes, and leaves them 3.2 and 2.9 times apart."""
     by_prefix, blind = (figures_of(route, 30.0, count=1200) for route in ("prefix", "round-robin"))
-    assert by_prefix["request_throughput"] >= 2 * blind["request_throughput"]
-    assert by_prefix["total_cached_tokens"] > 3 * blind["total_cached_tokens"]
+    assert by_prefix["request_throughput"] >= 2.5 * blind["request_throughput"]
+    assert by_prefix["total_cached_tokens"] > 2.5 * blind["total_cached_tokens"]
 
 
 def test_known_prefixes_keep_first_tokens_twenty_times_as_quick() -> None:

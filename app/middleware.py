@@ -23,6 +23,7 @@ MAX_HEADERS = 128
 WITHOUT_VERSION = frozenset({"chat", "completions", "embeddings", "models", "responses", "messages"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # which change nothing here
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^:/?#@\[\]\s]+))(?::[0-9]*)?")
+_OF_CONTAINERS = frozenset({"host.docker.internal", "host.containers.internal"})  # no public name ends in .internal
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -110,7 +111,13 @@ class BrowserCheck:
         if found is None:
             return False
         name = (found["name"] or found["v6"]).removesuffix(".")
-        return name in self._allowed or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+        return (
+            name in self._allowed
+            or name == "localhost"
+            or name.endswith(".localhost")
+            or name in _OF_CONTAINERS
+            or _is_address(name)
+        )
 
     def _is_foreign(self, headers: RawHeaders, hosts: Sequence[bytes]) -> bool:
         """Return True if a browser sends this for a page of another origin, by headers that no page can change. Apps

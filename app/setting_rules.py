@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,8 +23,18 @@ def check_together(settings: Settings) -> None:
                 f"{name} ({seconds:g}) must be at most max_timeout ({settings.max_timeout:g}), the longest that a "
                 f"request gets. What works: max_timeout = {seconds:g}, or a smaller {name}"
             )
+    _check_hosts(settings)
     _check_tiers(settings)
     _check_ranks(settings)
+
+
+def _check_hosts(settings: Settings) -> None:
+    for name in settings.allowed_hosts:
+        if name != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name):  # no Host header would match
+            raise ValueError(
+                f"allowed_hosts: got {name!r}; allowed: names of hosts, without scheme, port, path or pattern, or * "
+                "for every host. A value that works: llm.example.com"
+            )
 
 
 def _check_tiers(settings: Settings) -> None:

@@ -271,3 +271,12 @@ def test_no_setting_is_a_dead_knob() -> None:
 def _is_settings(node: ast.expr) -> bool:
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
     return name.lstrip("_") == "settings"
+
+
+@pytest.mark.parametrize(
+    "name", ["https://llm.example.com", "llm.example.com:8000", "*.example.com", "a.example/", "a.", ""]
+)
+def test_a_host_that_no_header_would_match_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="allowed_hosts: got .* without scheme, port, path or pattern"):
+        load_settings({"allowed_hosts": [name]})
+    assert load_settings({"allowed_hosts": "LLM.example.com, *"}).allowed_hosts == ("LLM.example.com", "*")

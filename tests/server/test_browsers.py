@@ -38,6 +38,8 @@ def status(
         "127.0.0.1:8000",
         "[::1]:8000",
         "10.0.0.7",
+        "host.docker.internal:8000",
+        "host.containers.internal",
     ],
 )
 def test_names_of_this_machine_are_taken(host: str) -> None:
@@ -64,6 +66,8 @@ def test_names_of_this_machine_are_taken(host: str) -> None:
             "[evil.example]",
             "localhost:8000:x",
             "headrace",
+            "evil.internal",
+            "host.docker.internal.evil.example",
             "\xe9",
         ),
     ],

@@ -64,7 +64,7 @@ class StepCosts:
     def measure_on(self, executor: Executor, clock: Clock) -> None:
         """Learn from the steps of this executor. Measure while there is no work, if the settings ask for it."""
         self._lost_time = LostTime(executor)
-        if self._keep is not None and self._tracker is not None and not self.table.is_known:
+        if self._keep is not None and self._tracker is not None and not self.table.is_complete:
             pool = self._scheduler.kv.pool
             self._calibration = Calibration(executor, self._config, pool, self._tracker, self._lost_time, clock)
 

@@ -195,11 +195,17 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.decode.is_settled
 
     @property
+    def is_complete(self) -> bool:
+        """Return True if steps with tokens of prompts have been measured, too."""
+        return self.decode.is_known and (self.prefill.is_known or self.mixed.is_known)
+
+    @property
     def summary(self) -> str:
         """In a line of the log: steps of the smallest and the largest size."""
         decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
         told = [f"{decode.at(size) * 1e3:.3g} ms for {size} of decode" for size in (decode.sizes[0], decode.sizes[-1])]
-        told += [f"{prefill.at(size) * 1e3:.3g} ms for {size} of a prompt" for size in prefill.sizes[-1:]]
+        if prefill.is_known:
+            told.append(f"{prefill.at(prefill.sizes[-1]) * 1e3:.3g} ms for {prefill.sizes[-1]} of a prompt")
         return f"{', '.join(told)}; {self.decode_key * 1e9:.3g} and {self.prefill_key * 1e9:.3g} ns for a key"
 
     @property

@@ -219,6 +219,16 @@ def test_what_is_known_is_not_measured_again() -> None:
     assert second.kept == [second.core.costs.settled()], "as the steps have made it"
 
 
+def test_a_table_without_costs_of_prompts_is_measured_at_the_next_start() -> None:
+    """An engine that ends early keeps what it has measured three times, perhaps of decodes alone."""
+    table = StepCostTable.unknown(32, 512)
+    table.decode.begin(1, 0.0052)
+    device = Device(costs=table)
+    device.calibrate()
+    prompt = StepLoad(0, 0, 1, 256, chunk_keys(0, 256))
+    assert device.core.costs.cost(prompt) == pytest.approx(device.truth(prompt), rel=0.2)
+
+
 def test_a_device_that_fails_is_left_alone() -> None:
     device = Device()
     device.executor.cost = lambda plan: 1 / 0

@@ -196,8 +196,8 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_complete(self) -> bool:
-        """Return True if steps with tokens of prompts have been measured, too."""
-        return self.decode.is_known and (self.prefill.is_known or self.mixed.is_known)
+        """Return True if steps with tokens of prompts were measured often enough, too."""
+        return self.decode.is_settled and (self.prefill.is_settled or self.mixed.is_settled)
 
     @property
     def summary(self) -> str:

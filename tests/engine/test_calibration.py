@@ -10,7 +10,7 @@ from engine.core.calibration import MAX_SECONDS
 from engine.core.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
+from engine.scheduler.step_cost import SETTLED, StepCostTable, StepLoad, chunk_keys
 from engine.simulation.clock import VirtualClock
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_request, run_to_end
@@ -223,6 +223,7 @@ def test_a_table_without_costs_of_prompts_is_measured_at_the_next_start() -> Non
     """An engine that ends early keeps what it has measured three times, perhaps of decodes alone."""
     table = StepCostTable.unknown(32, 512)
     table.decode.begin(1, 0.0052)
+    table.decode.counts[0] = SETTLED
     device = Device(costs=table)
     device.calibrate()
     prompt = StepLoad(0, 0, 1, 256, chunk_keys(0, 256))

@@ -59,7 +59,7 @@ class StepCosts:
         self._lost_time: LostTime | None = None
         self._tell_scheduler()
         if self.table.is_known:
-            logger.info("Step costs, as they were: %s", self.table.summary)
+            logger.info("Step costs of an earlier start: %s", self.table.summary)
 
     def measure_on(self, executor: Executor, clock: Clock) -> None:
         """Learn from the steps of this executor. Measure while there is no work, if the settings ask for it."""

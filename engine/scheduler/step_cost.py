@@ -201,12 +201,14 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def summary(self) -> str:
-        """In a line of the log: steps of the smallest and the largest size."""
+        """The steps of the smallest and the largest size, for a line of the log."""
         decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
-        told = [f"{decode.at(size) * 1e3:.3g} ms for {size} of decode" for size in (decode.sizes[0], decode.sizes[-1])]
-        if prefill.is_known:
-            told.append(f"{prefill.at(prefill.sizes[-1]) * 1e3:.3g} ms for {prefill.sizes[-1]} of a prompt")
-        return f"{', '.join(told)}; {self.decode_key * 1e9:.3g} and {self.prefill_key * 1e9:.3g} ns for a key"
+        parts = [f"{decode.at(size) * 1e3:.3g} ms for {size} decodes" for size in (decode.sizes[0], decode.sizes[-1])]
+        size = prefill.sizes[-1]
+        known = f"{prefill.at(size) * 1e3:.3g} ms for {size} prefill tokens"
+        parts.append(known if prefill.is_known else "prefill not measured yet")
+        keys = f"{self.decode_key * 1e9:.3g} ns per key for decodes, {self.prefill_key * 1e9:.3g} ns for prefill"
+        return f"{', '.join(parts)}; attention: {keys}"
 
     @property
     def seconds_per_prefill_token(self) -> float:

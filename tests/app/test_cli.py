@@ -71,7 +71,7 @@ def test_without_a_command_there_is_help(words: list[str], capsys: pytest.Captur
     ids=str,
 )
 def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two models one would be served without a word."""
+    """Without the check, one of two models would be ignored silently."""
     assert main(["serve", *flags]) == 1
     assert "given twice" in capsys.readouterr().err
 

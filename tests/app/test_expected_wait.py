@@ -285,7 +285,7 @@ def wrong_table(factor: float, from_tokens: int) -> StepCostTable:
 
 
 def served_beside_40(server: Server) -> int:
-    """How many requests start in 30 s, from the sixth second on."""
+    """Return the number of requests that start in 30 s, from the sixth second on."""
     server.clients = [Client(f"c{n}", ANONYMOUS, (10, 60), prompt_tokens=300) for n in range(40)]
     server.run(5)
     before = sum(client.number for client in server.clients)

@@ -1,4 +1,4 @@
-"""How large bodies may be: one by the context, all together by a limit that a request gives back when it ends."""
+"""Limits of one body (by the context) and of all bodies together (a request frees its part when it ends)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_force(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `headrace config` says, without where each setting comes from."""
+    """Return the output of `headrace config`, without the sources of settings."""
     assert main(["config", "--given", *arguments]) == 0
     return "\n".join(line.rpartition("  # ")[0] for line in capsys.readouterr().out.splitlines())
 
@@ -107,7 +107,7 @@ def test_a_setting_is_the_same_by_flag_by_environment_and_by_file(
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_value_of_another_kind_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    """Whatever TOML can hold, and what pydantic would read as something else: true as 1, for example."""
+    """Try all kinds of TOML values, also those that pydantic would convert, such as true to 1."""
     annotation = without_none(SETTINGS[name].annotation)
     wrong: list[str] = ["{ a = 1 }", "1979-05-27", "[[1]]"]
     wrong += ["[1]", "7"] if annotation is bool else ["true", "false"]

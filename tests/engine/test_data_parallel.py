@@ -298,7 +298,7 @@ async def test_one_hung_replica_is_seen_beside_one_that_is_busy(tmp_path: Path) 
 
 
 async def test_a_replica_whose_heartbeat_stands_still_counts_as_dead_and_is_started_again(tmp_path: Path) -> None:
-    """Whatever holds it up, and whether or not there is anybody else to notice."""
+    """The reason does not matter, nor whether there is another engine."""
     hangs = [tmp_path / str(index) for index in range(2)]
     parallel = DataParallelClient(
         lambda index: process_client(hang_while=str(hangs[index]), step_seconds=0.01), 2, 8, stall_limit=0.5

@@ -267,7 +267,7 @@ class Counted(str):
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """How many lines of the detokenizer `work` runs."""
+    """Return the number of lines of the detokenizer that `work` runs."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""What `SamplingParams` takes is checked when one is made, and means what it says."""
+"""`SamplingParams` checks the types of its fields when it is made."""
 
 from __future__ import annotations
 

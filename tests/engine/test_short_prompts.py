@@ -31,7 +31,7 @@ def core_for_long(**options: int) -> EngineCore:
 
 
 def steps_to_start(core: EngineCore, name: str) -> int:
-    """How many steps pass until a request has its first token."""
+    """Return the number of steps until a request has its first token."""
     for number in range(1, 1000):
         if any(output.request_id == name and output.new_token_ids for output in core.step().outputs):
             return number

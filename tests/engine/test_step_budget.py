@@ -86,7 +86,7 @@ class Device:
         return chunks, self.seconds[first:]
 
     def busy(self, num_steps: int) -> list[int]:
-        """How many tokens of prompts each of these steps computes while prompts come without end."""
+        """Return the prefill tokens of each of these steps while prompts keep coming."""
         chunks = []
         for _ in range(num_steps):
             if len(self.core.scheduler.requests) < 8:

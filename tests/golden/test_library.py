@@ -44,7 +44,7 @@ def test_what_is_left_open_is_sampled_as_the_models_authors_recommend() -> None:
 
 
 def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
-    """Within the C library too, which asks now and then whether a step is still wanted."""
+    """The interrupt may also come inside the C library, which calls the abort check now and then."""
     llm, draw = LLM("smollm2-135m-instruct", progress=False, max_model_len=512), random.Random(0)
     sampling = SamplingParams(temperature=0.0, max_tokens=5)
     prompts = ["The sea is", "Once upon a time " * 12]
@@ -66,7 +66,7 @@ def test_after_interrupts_every_answer_is_that_of_a_new_object() -> None:
 
 
 def test_an_interrupt_within_the_c_library_is_not_lost() -> None:
-    """Where steps are made on the main thread, as whoever drives a core by hand does."""
+    """Run the steps on the main thread, like a program that drives a core by hand."""
     llm = LLM("smollm2-135m-instruct", progress=False, max_model_len=2048)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     seconds, num_interrupted = 0.0, 0

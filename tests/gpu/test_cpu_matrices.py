@@ -97,7 +97,7 @@ def mxfp4(rows: int, cols: int, exponents: tuple[int, int] = (104, 143)) -> Quan
 
 
 def with_huge_scales(kind: str, rows: int, cols: int) -> QuantizedRows:
-    """Of which some are the largest float16."""
+    """Return rows in which some scales are the largest float16."""
     found = rows_of(kind, rows, cols)
     data = found.data.copy().reshape(rows, cols // 32, -1)
     data[::3, :, :2] = np.array([65504.0], np.float16).view(np.uint8)

@@ -1,4 +1,4 @@
-"""What is said before a model is loaded where a card is there and something that it needs is not. No card is needed."""
+"""The errors and warnings before a model is loaded, if a card lacks what it needs. The tests need no card."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Reached(Exception):
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Note which device is set; all that would ask a card for something raises `Reached`."""
+    """Record the device that is set; every call that would need a card raises `Reached`."""
     notes: list[str] = []
 
     def ask(device: torch.device) -> tuple[int, int]:

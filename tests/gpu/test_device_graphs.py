@@ -27,7 +27,7 @@ POOL = (0, 7)
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of a card whose captures all end with an error."""
+    """Record the calls to a card on which every capture fails."""
     notes: list[str] = []
 
     class Graph:

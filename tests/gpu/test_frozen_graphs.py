@@ -31,7 +31,7 @@ def storages(values: Any) -> dict[int, torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """What is started while it is on, each as a function that starts it again; and the memory that is taken."""
+    """Record launches, each as a function that repeats it, and the memory that is allocated."""
 
     def __init__(self) -> None:
         super().__init__()

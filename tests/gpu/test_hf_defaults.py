@@ -67,7 +67,7 @@ def values_of(model_type: str) -> dict[str, Any]:
 
 
 def windows(theirs: PreTrainedConfig) -> list[int | None]:
-    """What the layers of transformers' model have, by its configuration."""
+    """Return the windows of the layers of transformers' model, by its configuration."""
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     if theirs.model_type in ("llama", "mistral", "mixtral", "qwen3_moe"):  # which read no `layer_types`
         kinds = ["sliding_attention"] * theirs.num_hidden_layers
@@ -101,7 +101,7 @@ def assert_computes_as_transformers(values: dict[str, Any], ours: ModelConfig) -
 
 
 def named(key: str) -> list[str]:
-    """What an error may name that is about `key`; layers may be left without a window."""
+    """Return the names that an error about `key` may contain; layers may be left without a window."""
     return ["num_experts" if key == "num_local_experts" else key, f"leaves the layers of {SLIDING}"]
 
 

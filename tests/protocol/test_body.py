@@ -1,4 +1,4 @@
-"""What a body costs to decode is known before it is decoded: what it is made of is counted in its bytes."""
+"""The cost of decoding a body is estimated before it is decoded, by counting the structure in its bytes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ LONG = "The sea is wide and the sky is high. " * 12
 
 
 class Spoken(NamedTuple):
-    """How a dialect asks, and where its answer has the text and the numbers."""
+    """The request of a dialect, and the places of text and numbers in its answer."""
 
     path: str
     limit: str

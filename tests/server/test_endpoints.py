@@ -118,7 +118,7 @@ def test_every_shape_of_input_and_of_vector(server: Server, tokenizer: Tokenizer
 
 
 def test_a_conversation_has_the_vector_of_its_text(server: Server) -> None:
-    """As vLLM's clients ask: what the chat template writes is one input."""
+    """Ask as vLLM's clients do: the text that the chat template renders is one input."""
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": SENTENCES[0]}]
 
     def answered(**fields: Any) -> tuple[Any, int]:

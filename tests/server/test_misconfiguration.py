@@ -303,7 +303,7 @@ def test_from_the_first_answer_on_the_server_says_how_far_it_is() -> None:
 
 
 def test_a_limit_of_address_space_ends_the_server_in_one_line() -> None:
-    """As `ulimit -v` sets it: the weights or the KV cache do not fit, and the operator sees no traceback of that."""
+    """With `ulimit -v`, the weights or the KV cache do not fit, and the operator sees no traceback."""
     with HeadraceServe("uvloop", kv_cache_memory="4GiB") as server:
         process = server._process
         assert process is not None

@@ -90,7 +90,7 @@ def test_every_spelling_is_honoured_in_chats_and_completions(server: Server, fie
 
 
 def test_what_is_said_in_the_new_field_of_vllm_and_in_the_old_one_too_holds_as_the_new_one_says(server: Server) -> None:
-    """As clients do that do not know which vLLM they talk to; guidance's grammars count tokens."""
+    """Some clients send both because they do not know the version of vLLM; guidance's grammars count tokens."""
     lark = '%llguidance {}\nstart: "It is " answer "."\nanswer[capture, max_tokens=3]: /[a-z]+/\n'
     both = {"structured_outputs": {"grammar": lark}, "guided_grammar": 'root ::= "no"', "guided_decoding_backend": "x"}
     for path, body in (("/v1/chat/completions", ASKING), ("/v1/completions", {"prompt": "Hi", "temperature": 0})):

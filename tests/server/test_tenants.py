@@ -312,7 +312,7 @@ def test_finding_a_tenant_does_not_wait_for_the_one_that_fits(tmp_path: Path, mo
 
 
 def test_without_a_file_sighup_says_that_no_key_has_changed() -> None:
-    """Keys of the settings are rotated by a restart; whoever sends SIGHUP instead must not believe otherwise."""
+    """Keys of the settings need a restart; the log says so to an operator who sends SIGHUP instead."""
     with deployed_tiny_server(api_keys="one-secret", admin_keys="another-secret") as server:
         server.wait_ready()
         reload(server, "nothing was read again: api_keys, admin_keys and other settings stay")

@@ -203,11 +203,11 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def summary(self) -> str:
         """The steps of the smallest and the largest size, for a line of the log."""
         decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
-        parts = [f"{decode.at(size) * 1e3:.3g} ms for {size} decodes" for size in (decode.sizes[0], decode.sizes[-1])]
+        parts = [f"{size} decoding: {decode.at(size) * 1e3:.3g} ms" for size in (decode.sizes[0], decode.sizes[-1])]
         size = prefill.sizes[-1]
-        known = f"{prefill.at(size) * 1e3:.3g} ms for {size} prefill tokens"
-        parts.append(known if prefill.is_known else "prefill not measured yet")
-        keys = f"{self.decode_key * 1e9:.3g} ns per key for decodes, {self.prefill_key * 1e9:.3g} ns for prefill"
+        known = f"{size} prefill tokens: {prefill.at(size) * 1e3:,.1f} ms"
+        parts.append(known if prefill.is_known else "prefill: not measured yet")
+        keys = f"{self.decode_key * 1e9:,.0f} ns per key when decoding, {self.prefill_key * 1e9:,.0f} ns in prefill"
         return f"{', '.join(parts)}; attention: {keys}"
 
     @property

@@ -162,8 +162,8 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         if num_tokens * per_token > most:
             fitting = most // (per_token * self.n * len(prompt_lengths))
             raise InvalidRequest(
-                f"{name} would give {per_token} log-probabilities for each of {num_tokens} tokens; allowed: {most} an "
-                f"answer. Ask for {limit_name} of at most {fitting}, fewer choices or fewer log-probabilities.",
+                f"{name} would give {per_token} log-probabilities for each of {num_tokens} tokens; allowed: {most} "
+                f"in one answer. Ask for {limit_name} of at most {fitting}, fewer choices or fewer log-probabilities.",
                 param=name,
             )
 

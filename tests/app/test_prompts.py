@@ -117,7 +117,7 @@ def test_a_template_that_shows_nothing_of_what_users_say_is_refused_at_the_start
             started.append(self)
 
     monkeypatch.setattr("app.prompts.TemplateProcesses", Noted)
-    with pytest.raises(ChatTemplateError, match="chat template of tiny shows"):
+    with pytest.raises(ChatTemplateError, match="chat template of tiny does not show"):
         open_prompts(*tiny_files(tmp_path, "{% for m in messages %}{{ m.role }}{% endfor %}"))
     [processes] = started
     assert processes._pool.is_closed  # none is left behind

@@ -60,7 +60,7 @@ def test_answers_that_the_context_cuts_are_told(tmp_path: Path, capsys: pytest.C
     assert "cut at the context of 512 tokens (max_model_len): 100 output tokens" in capsys.readouterr().out
     with pytest.raises(AssertionError):
         bench(tmp_path, "latency", "--input-len", "500", "--output-len", "50")
-    assert "--output-len: got 50 after 500 prompt tokens; allowed: 512 in all" in capsys.readouterr().err
+    assert "--output-len: got 50 and 500 prompt tokens; allowed: 512 in sum" in capsys.readouterr().err
 
 
 def test_no_other_file_is_read_than_the_one_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

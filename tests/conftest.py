@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ import gpu  # noqa: F401  (sets how OpenMP's threads wait, which is read when to
 
 # Triton decides when it is imported whether its kernels are compiled or interpreted; here they are tested on a CPU.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what runs in the background with SIGINT ignored, and so would all processes of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Every run draws the same examples, however slow the machine is: what fails is what was changed. `make storm` draws new
 # ones.

@@ -121,7 +121,7 @@ def test_a_setting_that_does_not_exist_or_is_out_of_range_is_named() -> None:
         LLM("smollm2-135m-instruct", max_num_seqs=0)
     servers: dict[str, Any] = {"engine": "process", "default_timeout": 5, "max_queue_time": 5, "port": 8000}
     for name, value in servers.items():
-        with pytest.raises(SettingsError, match=f"^{name}: an LLM has no server"):
+        with pytest.raises(SettingsError, match=f"^{name}: only a server reads this setting"):
             LLM("smollm2-135m-instruct", **{name: value})
     with pytest.raises(SettingsError, match="max_num_sequences"):
         LLM("smollm2-135m-instruct", max_num_sequences=4)

@@ -6,7 +6,8 @@ aborted between two steps, like those of a server's client that has disconnected
 
 A caller changes no shared state. It puts its call on a queue, starts a thread that steps until no work is left, and
 waits for the call's news. A thread that is started while another one steps waits for it, and usually finds no work
-then. So no call is forgotten, whenever the earlier thread ends.
+then. So no call is forgotten, whenever the earlier thread ends. At most one thread waits: it takes in the calls of all
+threads that find it waiting, so busy callers pile up no threads.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class SharedEngine:
         self._outputs = outputs
         self._process = os.getpid()
         self._arrived: SimpleQueue[Call] = SimpleQueue()
+        self._waiting = threading.Lock()  # held by the thread that waits to step
         self._stepping = threading.Lock()  # held by the thread that steps; guards all attributes below
         self._open: list[Call] = []
         self._ended: list[Call] = []  # calls that have ended, but have not got their last news
@@ -118,8 +120,11 @@ class SharedEngine:
     # --- on the thread that steps
 
     def _serve(self) -> None:
-        """Step until no work is left."""
+        """Step until no work is left. Return at once if a thread that waits will do so."""
+        if not self._waiting.acquire(blocking=False):
+            return
         with self._stepping:
+            self._waiting.release()
             self._stepper = threading.get_ident()
             try:
                 while self._take_in():

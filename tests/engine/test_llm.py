@@ -190,6 +190,21 @@ def test_threads_that_share_an_object_run_together_and_get_what_each_gets_alone(
     assert core.num_steps < 5 * 6 * 20 / 2
 
 
+def test_callers_that_keep_the_engine_busy_pile_up_no_threads() -> None:
+    llm = LLM(make_core(vocab_size=VOCAB_SIZE, max_num_seqs=8, num_blocks=128, before_step=pause), TOKENIZER)
+    most = 0
+
+    def ask(number: int) -> None:
+        nonlocal most
+        for count in range(20):
+            llm.generate(f"thread {number}", SamplingParams(temperature=0.0, max_tokens=3 + (number + count) % 3))
+            most = max(most, sum(thread.name == "headrace-llm" for thread in threading.enumerate()))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4)))
+    assert most <= 2 + 4, "one that steps, one that waits, and for each caller one that ends at once"
+
+
 def test_an_interrupted_call_does_not_touch_those_of_other_threads() -> None:
     core = make_core(vocab_size=VOCAB_SIZE, before_step=pause)
     llm = LLM(core, TOKENIZER)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from gpu.checkpoint.config import ModelConfig
 from gpu.checkpoint.default_sampling import HF_KEYS, default_sampling
-from gpu.checkpoint.embedder import embedder_of_directory
+from gpu.checkpoint.embedder import Embedder, embedder_of_directory
 from gpu.checkpoint.errors import ModelError
 from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
 from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
@@ -66,8 +66,9 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         *_ids_of(special_tokens.get("eos_token"), directory, tokenizer_config),
     ]
     config = config_from_hf(read_json(directory / "config.json"), eos_token_ids=tuple(eos_token_ids), source=name)
+    embedder = embedder_of_directory(directory, name)
     if tensors is not None:
-        config = _with_head(config, tensors, source=name)
+        config = _with_head(config, embedder, tensors, source=name)
         headers = (
             (text_name(key), each) for key, each in chain.from_iterable(read_header(path).items() for path in tensors)
         )
@@ -82,7 +83,7 @@ def open_hf_directory(directory: Path, *, name: str, with_weights: bool = True) 
         load_tokenizer=partial(_load_tokenizer, directory, config.vocab_size),
         tensors=tensors,
         tokenizer_config=tokenizer_config,
-        embedder=embedder_of_directory(directory, name),
+        embedder=embedder,
         load_sampling=partial(default_sampling, generation_config.get, HF_KEYS, source),
     )
 
@@ -109,14 +110,25 @@ def _weight_files(directory: Path) -> list[Path]:
     )
 
 
-def _with_head(config: ModelConfig, paths: tuple[Path, ...], *, source: str) -> ModelConfig:
-    """Untie the head from the embedding, with a warning, if the files have a different matrix for it: transformers uses
-    that matrix, too."""
+def _with_head(config: ModelConfig, embedder: Embedder, paths: tuple[Path, ...], *, source: str) -> ModelConfig:
+    """Return `config` with the head that the files have. Each change is logged as a warning.
+
+    If the configuration ties the head to the embedding and the files have a different matrix for it, it is untied:
+    transformers uses that matrix, too. If an embedding model was saved without its head, it is tied: no embedding
+    needs a head, so sentence-transformers saves none.
+    """
     found: dict[str, tuple[Path, SafetensorsTensor]] = {}
-    for path in paths if config.tie_word_embeddings else ():
+    for path in paths if config.tie_word_embeddings or embedder.pooling is not None else ():
         found |= {text_name(name): (path, tensor) for name, tensor in read_header(path).items()}
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
-    if head is None or embedding is None or _is_same(head, embedding):
+    if head is None and embedding is not None and not config.tie_word_embeddings:
+        logger.warning(
+            "%s: the files of this embedding model have no lm_head.weight. Embeddings need none; generated text would "
+            "be made with the embedding matrix in its place",
+            source,
+        )
+        return replace(config, tie_word_embeddings=True)
+    if not config.tie_word_embeddings or head is None or embedding is None or _is_same(head, embedding):
         return config
     logger.warning(
         "%s: tie_word_embeddings is true in config.json, but lm_head.weight is not the embedding: the file's head "

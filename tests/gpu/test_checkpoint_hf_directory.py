@@ -237,6 +237,21 @@ def test_how_vectors_are_made_is_read(directory):
     assert open_model(str(make_embedder(directory, {"pooling_mode": "mean"}))).embedder == Embedder(pooling="mean")
 
 
+def test_an_embedder_that_was_saved_without_its_head_is_read(directory, caplog):
+    weights = {name: torch.from_numpy(w) for name, w in random_weights(TINY).items() if name != "lm_head.weight"}
+    make_embedder(directory, {"pooling_mode": "lasttoken"})
+    assert not open_model(str(directory)).config.tie_word_embeddings, "a head that is there is used"
+    assert "lm_head" not in caplog.text
+    save_file({name.removeprefix("model."): w for name, w in weights.items()}, directory / "model.safetensors")
+    read = dict(weights_of(open_model(str(directory))))
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+    assert "this embedding model have no lm_head.weight" in caplog.text
+    save_file({name: w for name, w in weights.items() if "embed" not in name}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=r"2 missing: model\.embed_tokens\.weight, lm_head\.weight"):
+        open_model(str(directory))
+
+
 @pytest.mark.parametrize(
     ("pooling", "modules", "prompts", "message"),
     [

@@ -1,10 +1,10 @@
-"""Measures what steps cost while nobody wants one: made-up steps on blocks that nobody owns.
+"""The measurement of step costs while the engine is idle, by made-up steps on free blocks.
 
-Each call makes one step, so whoever arrives waits for one at most. All steps together take `MAX_SECONDS`: the most
-informative shapes come first, three times each. Once three measures allow an estimate, a shape that is likely to take
-more than the remaining time is left out. A step during which the thread lost its processor, or that took more than
-three times its estimate, is not believed and is repeated, for which `MAX_SECONDS` more are allowed. The result is a
-`StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
+Each call makes one step, so a request that arrives waits for one step at most. All steps together take `MAX_SECONDS`:
+the most informative shapes come first, three times each. Once three measures allow an estimate, a shape that is
+likely to take more than the remaining time is left out. A step during which the thread lost its processor, or that
+took more than three times its estimate, is not believed and is repeated, for which `MAX_SECONDS` more are allowed.
+The result is a `StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Call:
         *,
         is_watched: bool,
     ) -> None:
-        """With `is_watched`, the call gets news after every step."""
+        """Hold the requests of one call. If `is_watched` is set, the call gets news after every step."""
         self.requests = requests
         self.children = children
         self.child_ids = {child.request_id for of_one in children for child in of_one}

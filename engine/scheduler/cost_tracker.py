@@ -97,10 +97,10 @@ class StepCostTracker:
         alone = table.cost(StepLoad(decodes, decode_keys))
         if seconds > alone or not table.mixed.is_known:
             added = max(seconds - alone, 0.1 * seconds)
-            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, beside=alone)
+            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, decode_seconds=alone)
         else:  # quicker than the decodes are held to be without it, so it is this belief that is out of date
             of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
-            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, beside=alone)
+            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, decode_seconds=alone)
 
     def _learn(
         self,
@@ -111,9 +111,9 @@ class StepCostTracker:
         keys: int,
         prompts: int = 0,
         others: Sequence[Part] = (),
-        beside: float = 0.0,
+        decode_seconds: float = 0.0,
     ) -> None:
-        """Learn that this part of a step took `seconds` together with `others`, and `beside` seconds were the rest."""
+        """Learn that this part of a step took `seconds` with `others`. The step took `decode_seconds` besides."""
         if not curve.is_known:
             curve.begin(size, seconds)
             self._measures[id(curve)].count(curve.nearest(size)).count = 1
@@ -132,7 +132,7 @@ class StepCostTracker:
                 if blame:
                     scale(share * blame)
         if log_ratio <= change:  # the step took no longer than the table says now
-            curve.share_out(size, beside)
+            curve.share_out(size, decode_seconds)
 
     def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
         table = self.table

@@ -125,17 +125,17 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         """Return a copy that counts only the sizes that were measured often enough to be believed."""
         return Curve(self.sizes[:], self.seconds[:], [count if count >= SETTLED else 0 for count in self.counts])
 
-    def share_out(self, size: int, beside: float) -> None:
+    def share_out(self, size: int, decode_seconds: float) -> None:
         """Let no larger size cost more than its share of this one, which was measured just now, and no smaller less.
 
         `k` steps of `size` tokens do the work of one step of `k * size` tokens, so that step costs no more than they
-        do, with the `beside` seconds that each of them takes for its decodes. Without this limit a larger size that was
-        measured while the machine was busy would never be tried again.
+        do, with the `decode_seconds` that each of them takes for its decodes. Without this limit a larger size that
+        was measured while the machine was busy would never be tried again.
         """
-        step, here = self._at(size) + beside, bisect_left(self.sizes, size)
+        step, here = self._at(size) + decode_seconds, bisect_left(self.sizes, size)
         for index, other in enumerate(self.sizes):
             limit = min if index >= here else max
-            self.seconds[index] = limit(self.seconds[index], step * other / size - beside)
+            self.seconds[index] = limit(self.seconds[index], step * other / size - decode_seconds)
         self.seconds = list(accumulate(self.seconds, max))  # rounding may have broken the rising order
 
     def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:

@@ -35,7 +35,7 @@ DEFAULT_LISTED = 20
 
 
 class MessageItem(ClientModel):
-    """What somebody said. `phase` is accepted without effect."""
+    """A message of the conversation. `phase` is accepted without effect."""
 
     type: Literal["message"] = "message"
     id: str = Field(default_factory=lambda: new_id("msg"))

@@ -169,6 +169,32 @@ def test_a_call_whose_thread_could_not_start_is_dropped(core: EngineCore, monkey
     assert_nothing_left(core)
 
 
+def test_a_stop_string_ends_a_completion_early(core: EngineCore) -> None:
+    llm = LLM(core, TOKENIZER)
+    free = llm.generate(["one"], SamplingParams(temperature=0.0, max_tokens=60))[0].choices[0].text
+    stop = free[10:12]
+    (choice,) = llm.generate(["one"], SamplingParams(temperature=0.0, max_tokens=60, stop=(stop,)))[0].choices
+    assert choice.text == free[: free.index(stop)]
+    assert (choice.finish_reason, choice.stop_reason) == (FinishReason.STOP, stop)
+    assert sum(simulated(core).computed.values()) < 2 * (3 + 60)
+    assert_nothing_left(core)
+
+
+def test_a_watched_call_gets_news_of_every_step(core: EngineCore) -> None:
+    news: list[tuple[int, int]] = []
+    sampling = SamplingParams(max_tokens=3)
+    LLM(core, TOKENIZER).generate(["one", "two"], sampling, on_step=lambda *each: news.append(each))
+    assert news == sorted(news)
+    assert news[-1] == (2, 6)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 128, 10**12])
+def test_a_limit_beyond_the_context_is_cut_to_what_fits(core: EngineCore, max_tokens: int | None) -> None:
+    (result,) = LLM(core, TOKENIZER).generate([[1, 2, 3]], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    assert len(result.choices[0].token_ids) == core.config.max_model_len - 3
+    assert result.choices[0].finish_reason is FinishReason.LENGTH
+
+
 def test_threads_that_share_an_object_run_together_and_get_what_each_gets_alone() -> None:
     core = make_core(vocab_size=VOCAB_SIZE, max_num_seqs=8, num_blocks=128, before_step=pause)
     llm = LLM(core, TOKENIZER)

@@ -81,14 +81,14 @@ def test_what_is_not_told_of_a_prefill_is_deduced() -> None:
 @given(curves(), st.integers(1, 5000), costs)
 @settings(deadline=None)
 def test_no_size_costs_more_than_its_share_of_a_smaller_one_where_one_of_them_was_measured(
-    curve: Curve, size: int, beside: float
+    curve: Curve, size: int, decode_seconds: float
 ) -> None:
     curve.counts = [3] * len(curve.sizes)
     before, seconds = curve.seconds[:], curve.at(size)
-    curve.share_out(size, beside)
+    curve.share_out(size, decode_seconds)
     again = Curve(curve.sizes, curve.seconds, curve.counts)  # which raises for what is no curve
     for other, after, earlier in zip(again.sizes, again.seconds, before, strict=True):
-        share = (seconds + beside) * other / size - beside
+        share = (seconds + decode_seconds) * other / size - decode_seconds
         limit = min(earlier, share) if other >= size else max(earlier, share)
         assert after == pytest.approx(limit, abs=1e-9)
 
@@ -147,6 +147,6 @@ def test_a_curve_whose_shares_are_rounded_does_not_fall() -> None:
     """Else the table could not be read, and the front end would lose what came with it."""
     curve = Curve([1003, 1351, 1455], [0.7976513076383016] * 3, [3] * 3)
     for size in range(1, 3000):
-        for beside in (0.0, 0.1, 0.7976513076383016, 3.3):
-            curve.share_out(size, beside)
+        for decode_seconds in (0.0, 0.1, 0.7976513076383016, 3.3):
+            curve.share_out(size, decode_seconds)
             assert curve.seconds == sorted(curve.seconds)

@@ -21,8 +21,7 @@ TYPES = ("bfloat16", "float16", "float32")
 
 
 def compiled(folder: Path, capability: int, dtype: str, *kernels: str) -> list[dict[str, Any]]:
-    """What came of all kernels, or of these, in every form: none spills registers, or wants more shared memory than
-    there is."""
+    """Compile all kernels, or those named, in every form. Fail if one spills registers or exceeds the shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.gpu.compile_kernels", str(capability), dtype, *kernels],

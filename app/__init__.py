@@ -16,7 +16,6 @@ runner             runs it under Hypercorn in this process
 scope              a request as a scope, from the first byte of its body to the last byte of its answer
 request_body       its body, whole and in time
 endpoint           a handler in such a scope, and the accounting of each request
-load_report        what an answer tells a load balancer that asks
 request_record     what is known of a request when it has ended
 event_log          the events of a response that is made in the background, and its readers' places
 background         requests that outlive their connection: a scope whose client is an event log

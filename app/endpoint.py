@@ -9,7 +9,6 @@ from functools import partial
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.event_loop import in_steps
-from app.load_report import reporting
 from app.logs import log_request
 from app.middleware import Access
 from app.request_record import record_of
@@ -39,7 +38,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server = self._server
-        request = RequestScope(scope, receive, reporting(scope, send, server), server.settings, server.bodies)
+        request = RequestScope(scope, receive, send, server.settings, server.bodies)
         current_tenant.set(request.tenant.name)
         try:
             await run_and_account(server, request, self._route, self._handler, quiet=self._quiet)

@@ -71,7 +71,6 @@ Loss = Literal["queue_full", "export_failed"]
 ANONYMOUS: Final = "anonymous"  # the tenant of a server without keys
 TIERS: Final = ("disk", "ram")
 
-_KEPT: Final = 0.98  # of the lookups of earlier steps with any, in the latest hit rate
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -87,8 +86,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._recent_first_tokens: deque[float] = deque(maxlen=1024)
         self._recent_rejections: Tally[str] = Tally()
-        self._stats: SchedulerStats | None = None
-        self._recent_lookups = (0.0, 0.0)  # prompt tokens looked up in the prefix cache, and found
+
         ProcessCollector(registry=self._registry)
         PlatformCollector(registry=self._registry)
         GCCollector(registry=self._registry)
@@ -221,18 +219,7 @@ class Metrics:
             registry=self._registry,
         )
 
-    def levels(self) -> dict[str, float]:
-        """What an endpoint picker goes by, as of the latest step; the hit rate is that of the latest prompts."""
-        stats, (queries, hits) = self._stats, self._recent_lookups
-        return {
-            "num_requests_running": 0.0 if stats is None else stats.num_running,
-            "num_requests_waiting": 0.0 if stats is None else stats.num_waiting,
-            "kv_cache_usage_perc": 0.0 if stats is None else stats.kv_cache_usage,
-            "prefix_cache_hit_rate": hits / queries if queries else 0.0,
-        }
-
     def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
-        self._stats = stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
@@ -244,11 +231,6 @@ class Metrics:
             self._cache_queries.inc(stats.prefix_cache_queries)
             self._cache_hits.inc(stats.prefix_cache_hits)
             self._reused_tokens.inc(stats.prefix_cache_hits)
-            queries, hits = self._recent_lookups
-            self._recent_lookups = (
-                queries * _KEPT + stats.prefix_cache_queries,
-                hits * _KEPT + stats.prefix_cache_hits,
-            )
         if stats.num_changed_prefixes:
             self._changed_prefixes.inc(stats.num_changed_prefixes)
         if stats.num_preemptions:

@@ -225,17 +225,6 @@ def test_the_page_about_metrics_has_them_as_they_are() -> None:
     assert "| `vllm:request_success_total` | counter |" in page
 
 
-def test_levels_for_a_balancer_are_those_of_the_latest_steps(metrics: Metrics) -> None:
-    assert set(metrics.levels().values()) == {0.0}
-    metrics.on_step(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5, prefix_cache_queries=100), 0)
-    metrics.on_step(stats(num_running=4, num_waiting=1, kv_cache_usage=0.25, prefix_cache_queries=100), 0)
-    for _ in range(300):
-        metrics.on_step(stats(num_running=4, prefix_cache_queries=100, prefix_cache_hits=80), 1)
-    levels = metrics.levels()
-    assert levels["num_requests_running"] == 4
-    assert levels["prefix_cache_hit_rate"] == pytest.approx(0.8, abs=0.01), "what was long ago counts no more"
-
-
 def test_how_engines_share_requests_is_told(metrics: Metrics) -> None:
     router = Router(2, 8)
     router.choose(["a"], list(range(1000)), [0, 1])

@@ -23,7 +23,6 @@ from tests.server.harness import MODEL, TIMEOUT, Metrics, Server
 from tests.server.tiny_model import NAME, tiny_server, write_tiny_model
 
 EMBEDDINGS = "/v1/embeddings"
-ASKS = "endpoint-load-metrics-format"
 SENTENCES = ["The cat sat on the mat.", "A kitten rests on a rug.", "Interest rates rose in March. 水"]
 
 
@@ -197,21 +196,6 @@ def test_ping_version_and_load(server: Server) -> None:
 
 
 # --- administration
-
-
-@pytest.mark.parametrize(("asked", "form"), [("TEXT", "TEXT named_metrics."), ("json", 'JSON {"named_metrics": {')])
-def test_an_answer_tells_a_balancer_that_asks(server: Server, asked: str, form: str) -> None:
-    body = {"model": MODEL, "prompt": "The cat " * 40, "max_tokens": 2}
-    for stream in (False, True):
-        answer = server.post("/v1/completions", {**body, "stream": stream}, **{ASKS: asked})
-        report = answer.headers["endpoint-load-metrics"]
-        assert report.startswith(form)
-        names = ("queued_seconds", "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
-        assert all(name in report for name in (*names, "prefix_cache_hit_rate"))
-    assert "endpoint-load-metrics" not in server.post("/v1/completions", body).headers
-    wrong = server.post("/v1/completions", body, **{ASKS: "proto"})
-    assert wrong.status_code == 200
-    assert "endpoint-load-metrics" not in wrong.headers
 
 
 @pytest.fixture(scope="module")

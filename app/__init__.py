@@ -58,7 +58,7 @@ timelines          what happened to each of the last requests, and how long it t
 tracing            a trace per request, by OpenTelemetry, where it is asked for
 span_tracer        requests as spans
 phases             what a request did, as phases that add up
-trace_names        every name that a trace has
+trace_names        the phases of a request, and the names in traces that several modules use
 transcript         the messages of a request, for its trace, where that may have them
 chat               `headrace chat`: a conversation in the terminal, over HTTP
 chat_commands      what can be typed there beside messages

@@ -384,7 +384,6 @@ class Settings(BaseSettings):
     trace_sample_ratio: float | None = Field(
         None, description="Sampled share of new traces. Default: OTEL_TRACES_SAMPLER.", ge=0, le=1, examples=[0.01]
     )
-    trace_names: Literal["gen_ai", "vllm"] = Field("gen_ai", description="How attributes of traces are called.")
     trace_messages: bool = Field(False, description="Traces have the text of prompts and answers, some of each.")
 
     @property

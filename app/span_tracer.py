@@ -32,7 +32,7 @@ from app.phases import phases
 from app.request_record import RequestRecord
 from app.scope import RequestScope
 from app.settings import Settings
-from app.trace_names import BLOCKED_ON_CLIENT, CHOICE, PROVIDER, SCHEMA_URL, TOKENS, names_of
+from app.trace_names import BLOCKED_ON_CLIENT, CHOICE, PROVIDER, SCHEMA_URL, TOKENS
 
 CLOSE_SECONDS: Final = 3.0  # for what is left when the server ends
 MOST_SPANS: Final = 256  # of one request
@@ -44,7 +44,6 @@ class SpanTracer:
 
     def __init__(self, settings: Settings, on_lost: Callable[[Loss, int], None]) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # it warns of each retry, and of clients' headers
-        self._names = names_of(settings.trace_names)
         self._on_lost = on_lost
         self._exporter = _CountingExporter(OTLPSpanExporter(_with_path(settings.otlp_endpoint)), on_lost)
         self._num_made = 0
@@ -71,7 +70,7 @@ class SpanTracer:
         )
         # The time of day is asked once: it may jump, and the request is timed by a clock that does not.
         start = time.time_ns() - time.monotonic_ns() + int(request.arrival_time * 1e9)
-        name = self._names.span or f"{request.method} {route}"
+        name = f"{request.method} {route}"
         request.span = span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=start)
         ids = span.get_span_context()
         bind(trace_id=format_trace_id(ids.trace_id), span_id=format_span_id(ids.span_id))
@@ -100,7 +99,8 @@ class SpanTracer:
                     blocked = start_span(BLOCKED_ON_CLIENT, start, set_span_in_context(child, Context()))
                     blocked.end(zero + int(end * 1e9))
             child.end(zero + int(phase.end * 1e9))
-        root.set_attributes(self._names.of(_figures(request, record)))
+        attributes = _attributes(request, record)
+        root.set_attributes({name: value for name, value in attributes.items() if value is not None})
         if request.transcript is not None:
             root.set_attributes(request.transcript.attributes())
         if max(record.status, request.error_status or 0) >= 500:  # the others are not the server's fault
@@ -150,48 +150,43 @@ def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, list[str]]:
     return found if len(found["traceparent"]) == 1 else {}
 
 
-def _figures(request: RequestScope, record: RequestRecord) -> dict[str, Any]:
-    """What is told of a request, by the keys of `trace_names`. Times in seconds."""
-    figures: dict[str, Any] = {
-        "method": record.method,
-        "route": record.route,
-        "path": record.path,
-        "scheme": request.asgi_scope["scheme"],
-        "protocol": request.http_version,
-        "status": request.status,
-        "error": record.error or ("client_gone" if request.client_gone else None),
-        "request_id": record.request_id,
-        "seconds": record.ended_time - record.arrival_time,
-        "blocked_seconds": sum(until - since for since, until in request.blocked) or None,
+def _attributes(request: RequestScope, record: RequestRecord) -> dict[str, Any]:
+    """Return the attributes of a request's span; those that are None do not apply. Times are in seconds."""
+    attributes: dict[str, Any] = {
+        "http.request.method": record.method,
+        "http.route": record.route,
+        "url.path": record.path,
+        "url.scheme": request.asgi_scope["scheme"],
+        "network.protocol.version": request.http_version,
+        "http.response.status_code": request.status,
+        "error.type": record.error or ("client_gone" if request.client_gone else None),
+        "headrace.request_id": record.request_id,
+        "headrace.blocked_on_client_seconds": sum(until - since for since, until in request.blocked) or None,
     }
     outputs = request.outputs
     if outputs is None:
-        return figures
-    ended = outputs.finished_time or record.ended_time
-    marks = [record.arrival_time, record.first_scheduled_time, record.first_token_time, ended]
-    for name, start, end in (("queue", 0, 1), ("prefill", 1, 2), ("decode", 2, 3), ("inference", 1, 3)):
-        if (since := marks[start]) is not None and (until := marks[end]) is not None:
-            figures[name] = until - since
-    figures |= {
-        "operation": _OPERATIONS.get(record.route, "chat"),
-        "provider": PROVIDER,
-        "requested_model": record.model,
-        "model": record.model,
-        "answer_id": request.answer_id,
-        "input_tokens": record.num_prompt_tokens,
-        "cached_tokens": record.num_cached_tokens,
+        return attributes
+    operation = _OPERATIONS.get(record.route, "chat")
+    attributes |= {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.response.id": request.answer_id,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
     }
-    if figures["operation"] == "embeddings":
-        return figures  # nothing is sampled
+    if operation == "embeddings":
+        return attributes  # nothing is sampled
     sampling = outputs.sampling
-    return figures | {
-        "choices": sampling.n,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or None,
-        "seed": sampling.seed,
-        "output_tokens": record.num_output_tokens,
-        "finish_reasons": record.finish_reason and [record.finish_reason],
-        "first_token": record.seconds_to_first_token,
+    return attributes | {
+        "gen_ai.request.choice.count": sampling.n,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reason and [record.finish_reason],
+        "gen_ai.server.time_to_first_token": record.seconds_to_first_token,
     }

@@ -81,7 +81,7 @@ def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tra
 
 def _refuse_settings_without_effect(settings: Settings) -> None:
     fields = type(settings).model_fields
-    for name in ("trace_messages", "trace_sample_ratio", "trace_names"):
+    for name in ("trace_messages", "trace_sample_ratio"):
         if getattr(settings, name) != fields[name].default:
             raise SettingsError(
                 f"{name} has no effect without a collector of traces. What works: otlp_endpoint = "

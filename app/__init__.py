@@ -48,7 +48,6 @@ connections        how many connections may be open, and how long each may keep 
 listening          how a port goes from one server to the next without a connection being lost
 hypercorn_patches  what is patched in Hypercorn, above all how connections end
 hypercorn_streams  what is patched in how Hypercorn carries messages
-hypercorn_http2    HTTP/2's part of that
 logs               what the server says about itself: lines in a terminal, JSON elsewhere
 metrics            what Prometheus reads from /metrics
 routing_metrics    what it says of how several engines share the requests

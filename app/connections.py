@@ -2,7 +2,7 @@
 
 `app.hypercorn_patches` tells the guard of each connection, `app.application` runs it. Two ideas carry it. A connection
 is idle while no request on it is being answered; and who keeps the server waiting for longest makes room for a
-newcomer. What it promises, on every event loop and for HTTP/1 and HTTP/2 alike:
+newcomer. What it promises, on every event loop:
 
 1. A connection without a request is closed after Hypercorn's `keep_alive_timeout`, whatever else comes in on it: the
    time runs from its opening or from its last answer, and only a whole head of a request stops it.

@@ -4,8 +4,8 @@
 
 1. A connection is closed when its client has left, and when its client has had its time. Hypercorn's keep-alive timer
    does neither: it is a task that nobody stops when the client hangs up, so that every client that leaves without being
-   told to would cost a socket in CLOSE_WAIT until it runs out, and it is not started again after the preface of
-   HTTP/2 or a stream that was reset. So there is none; `app.connections` ends connections, and limits their number.
+   told to would cost a socket in CLOSE_WAIT until it runs out. So there is no such timer; `app.connections` ends
+   connections, and limits their number.
 2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
    megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
    `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
@@ -27,7 +27,7 @@
 8. What an answer has to say at once is written at once. Hypercorn writes head, body and the end of the body one by one,
    and each costs a call of the kernel here and one at the client.
 
-`app.hypercorn_streams` has the rest: what concerns single streams, above all those of HTTP/2.
+`app.hypercorn_streams` has the rest: what concerns single requests.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Connection:
 
     def answer_once_more(self) -> None:
         """Say in every answer from now on that the connection ends with it; and so do all others. HTTP/1 only."""
-        self.config.keep_alive_max_requests = 1  # with the one that is answered; those of HTTP/2 count one by one
+        self.config.keep_alive_max_requests = 1  # with the one that is answered
 
     def close(self) -> None:
         """Close the connection in order, once what is in the transport has been sent."""
@@ -326,7 +326,7 @@ class Connection:
             self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
 
     async def _refuse(self, error: ApiError) -> None:
-        """Tell a newcomer why it cannot stay, if it speaks HTTP/1."""
+        """Tell a newcomer why it cannot stay, once it has sent something."""
         body = error.body()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -336,9 +336,9 @@ class Connection:
         # overtake the answer.
         with anyio.move_on_after(REFUSAL_SECONDS), suppress(Exception):
             if hasattr(self, "writer"):
-                if _is_http1(await self.reader.read(2**16)):  # type: ignore[attr-defined]
+                if await self.reader.read(2**16):  # type: ignore[attr-defined]
                     self.writer.write(answer)
-            elif _is_http1(await self.stream.receive_some(2**16)):  # type: ignore[attr-defined]
+            elif await self.stream.receive_some(2**16):  # type: ignore[attr-defined]
                 await self.stream.send_all(answer)  # type: ignore[attr-defined]
         self.close()
 
@@ -387,7 +387,3 @@ class Connection:
             await super().protocol_send(event)  # type: ignore[misc]
         elif self.guard is not None:
             (self.guard.idle if event.idle else self.guard.busy)(self)
-
-
-def _is_http1(request: bytes) -> bool:
-    return bool(request) and not request.startswith(b"PRI ")

@@ -1,42 +1,26 @@
-"""What has to be patched in how Hypercorn 0.18 carries a request's messages, above all over HTTP/2.
+"""Patches of how Hypercorn 0.18 carries the messages of a request over HTTP/1.1.
 
-`app.hypercorn_patches` applies it with everything else, `app.hypercorn_http2` has HTTP/2's part. What it promises, and
-why Hypercorn does not:
+`app.hypercorn_patches` applies them with everything else. What they promise, and why Hypercorn does not:
 
 1. An upload that was refused before it had arrived does not block its connection. An application that answers and
    ends without reading leaves a queue of ten messages that nobody reads; the eleventh part of the body waits for room
-   in it for ever, and with it the whole connection, all of its other streams, and its end. Anybody could fill the
-   server with such connections: a key is not needed to be refused.
-2. A stream fails alone. What h2 or Hypercorn cannot take from one (a malformed head, a byte that is not ASCII, a body
-   longer than announced, parts of a body after the answer) would end its connection, with every other stream on it; a
-   stream is reset instead. Priorities are not looked at, which RFC 9113 allows: a thousand of them would end it, too.
-   So would the request after `keep_alive_max_requests`, by a farewell after which h2 sends nothing; they do not count.
-3. A connection that is lost lets go of answers that wait for flow control, and of a request that waits for the answer
-   before it. Otherwise a client that took no byte of its answer leaves the request waiting for a window that cannot
-   open any more, and the process waiting for the request.
-4. An answer that ends before its last byte, because its client was cut, ends in a reset of its stream. Otherwise the
-   client would wait for the rest until it closes the connection.
-5. An answer waits for its client's flow control. Hypercorn lets it go on whenever there is something to send and no
-   window to send it in, and so buffers the whole answer of a client that reads nothing.
-6. An HTTP/1.1 answer that comes before its request has arrived says that the connection will be closed. Hypercorn
-   closes it without a word, and the client sends its next request into it.
-7. Bytes that are no HTTP are refused in the words of all other errors. Hypercorn's own answer has no body.
-8. An offer of another protocol (WebSocket, h2c) is declined by not taking it up, and CONNECT by a reset: nothing here
-   speaks them. Hypercorn would answer a failed handshake and leave the connection open for ever; and a proxy that lets
-   an upgrade through does not see the requests that follow it.
-9. Hypercorn says when a connection becomes idle; where it forgets to (after the preface of HTTP/2, after a reset), this
-   says it. And what belonged to a stream that was reset is let go of.
-10. Who has streams reset faster than they can be answered is sent away, be it by its own resets or by what it makes
-    the server reset. Resets make room for new streams, so that the limit of concurrent streams does not bound how many
-    requests come at once.
-11. What the headers of answers are compressed with stays small. h2 lets the client choose the size of that table, and
-    searches it from one end to the other.
-12. An answer has ended when its last frame is on its way. To Hypercorn it has when its last byte was taken out of the
-    buffer, so that a server that ends would close the connection between the two.
-13. Who wants to know of a client that leaves can be called instead of waiting for the message, by the extension
-    CALL_ON_DISCONNECT of ASGI's scope: a task that waits beside each request is a tenth of what a short one costs, and
-    what its cancellation leaves behind only the garbage collector finds.
-14. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
+   in it for ever, and with it the connection and its end. A client needs no key to be refused, so anybody could fill
+   the server with such connections.
+2. A connection that is lost lets go of a request that waits for the answer before it. Otherwise the process would wait
+   for that request.
+3. An answer that ends before its head, because its client was cut, ends its connection. Hypercorn would send another
+   head.
+4. An answer that comes before its request has arrived says that the connection will be closed. Hypercorn closes it
+   without a word, and the client sends its next request into it.
+5. Bytes that are no HTTP/1.1 are refused in the words of all other errors, and so is the preface of HTTP/2, which only
+   a TLS connection may negotiate. Hypercorn's own answer has no body.
+6. An offer of another protocol (WebSocket, h2c) is declined by not taking it up: nothing here speaks them. Hypercorn
+   would answer a failed handshake and leave the connection open for ever; and a proxy that lets an upgrade through
+   does not see the requests that follow it.
+7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task that waits for the
+   message beside each request is a tenth of what a short one costs, and only the garbage collector finds what its
+   cancellation leaves behind.
+8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
 """
 
 from __future__ import annotations
@@ -49,15 +33,13 @@ from typing import Any
 import anyio
 import h11
 import hypercorn.protocol
-import hypercorn.protocol.h2
 import hypercorn.protocol.h11
 from hypercorn.events import Closed, Event
 from hypercorn.protocol.events import Event as StreamEvent
 from hypercorn.protocol.events import Response
-from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 
-from app.hypercorn_http2 import Buffer, Http2
 from protocol.errors import ApiError
 
 CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
@@ -67,15 +49,12 @@ def patch_streams() -> None:
     """For every connection that is opened from now on. Idempotent."""
     modules: Any = hypercorn.protocol
     modules.H11Protocol = _Http1
-    modules.H2Protocol = Http2
-    modules.h11.HTTPStream = modules.h2.HTTPStream = _Stream
-    modules.h2.StreamBuffer = Buffer
+    modules.h11.HTTPStream = _Stream
 
 
 class _Stream(HTTPStream):
-    """Point 1: messages for an application that has ended are not waited for. And point 4, if not even the head of the
-    answer is out: Hypercorn, which notes that it has begun when it has been sent, would send another one. And points
-    13 and 14."""
+    """Point 1: messages for an application that has ended are not waited for. And point 3: Hypercorn notes that an
+    answer has begun when its head has been sent. And points 7 and 8."""
 
     _app_has_ended = False
     _answer_has_begun = False
@@ -89,7 +68,7 @@ class _Stream(HTTPStream):
         self.task_group: Any = self  # until the application runs
 
     async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
-        """Point 14: in the place of Hypercorn's task groups. Returns what gives the application a message."""
+        """Point 8: in the place of Hypercorn's task groups. Returns what gives the application a message."""
         self.task_group = self._tasks
         scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
         run_app = sys.modules[type(self._tasks).__module__]._handle
@@ -146,7 +125,7 @@ async def _ignore(message: Any) -> None:
 
 
 class _Http1(H11Protocol):
-    """Points 3 and 6 to 8."""
+    """Points 2 and 4 to 6."""
 
     connection: Any
 
@@ -161,10 +140,7 @@ class _Http1(H11Protocol):
             await self.can_read.set()
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
-            error = H2ProtocolAssumedError(b"PRI * HTTP/2.0\r\n\r\n" + self.connection.trailing_data[0])
-            error.args = ()  # whatever fails later would show them in the log: the client's own bytes
-            raise error
+        """Leave the protocol as it is: point 6."""
 
     async def _create_stream(self, request: h11.Request) -> None:
         if any(name == b"upgrade" for name, _ in request.headers):
@@ -180,7 +156,10 @@ class _Http1(H11Protocol):
         await super().stream_send(event)
 
     async def _send_error_response(self, status_code: int) -> None:
-        messages = {431: "The head of the request is larger than this server takes; send fewer or shorter headers."}
+        messages = {
+            431: "The head of the request is larger than this server takes; send fewer or shorter headers.",
+            505: "This server does not speak HTTP/2. Use HTTP/1.1, or a proxy in front that speaks HTTP/2.",
+        }
         error = ApiError(status_code, messages.get(status_code, "This is not valid HTTP/1.1."))
         body = error.body()
         headers = [
@@ -195,9 +174,9 @@ class _Http1(H11Protocol):
 
 
 class _Http1Connection(h11.Connection):
-    """Point 3: nothing more comes from a connection that is lost, whatever has arrived. Nor is there anything to say
-    about what follows the last request, be it a line break too many. To Hypercorn "head" is HEAD, which has no body;
-    so it is here, where the body of any other method would be missed."""
+    """Points 2 and 5: nothing more comes from a connection that is lost, whatever has arrived. Nor is there
+    anything to say about what follows the last request, be it a line break too many. To Hypercorn "head" is HEAD, which
+    has no body; so it is here, where the body of any other method would be missed."""
 
     is_lost = False
     _request_method: bytes | None
@@ -209,6 +188,8 @@ class _Http1Connection(h11.Connection):
             return h11.NEED_DATA
         event = super().next_event()
         if isinstance(event, h11.Request):
+            if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
+                raise h11.RemoteProtocolError("the preface of HTTP/2", error_status_hint=505)
             self._request_method = event.method.upper()
         return event
 

@@ -106,6 +106,7 @@ def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
     config.shutdown_timeout = SHUTDOWN_TIMEOUT
     config.startup_timeout = STARTUP_TIMEOUT
     config.h11_max_incomplete_size = 64 * 1024
+    config.alpn_protocols = ["http/1.1"]
     config.include_server_header = False
     config.accesslog = None
     return config

@@ -18,7 +18,6 @@ import pytest
 from tests.chaos.harness import ChaosServer, prompt_of
 from tests.chaos.load import WHOLE, Load, times_served
 from tests.server.harness import TIMEOUT, free_port
-from tests.server.http2_client import Http2Client
 from tests.server.nginx import DeployedNginx
 from tests.server.raw_client import sse_events
 
@@ -138,7 +137,7 @@ def test_a_port_that_is_shared_is_open_only_while_the_server_can_serve() -> None
             stream = starting.stream("long", max_tokens=200)
             starting.faults.order("slow", seconds=0.01)
             stream.read_some()
-            idle, idle2 = starting.connect(), Http2Client(port, timeout=TIMEOUT)
+            idle = starting.connect()
             (successor,) = fleet.start(port)
             starting.send_signal(signal.SIGTERM)
             starting.wait_notified("STOPPING=1")
@@ -147,10 +146,6 @@ def test_a_port_that_is_shared_is_open_only_while_the_server_can_serve() -> None
             head = idle.read_head()
             assert head.status_code == 200, "the connection was there before the end was asked for"
             assert (b"connection", b"close") in head.headers
-            with idle2:
-                asked = idle2.post("/v1/completions", {"prompt": prompt_of("idle2"), "max_tokens": 3})
-                assert idle2.read_head(asked)[":status"] == "200"
-                assert idle2.read_body(asked)
             assert stream.read().done
             assert starting.wait_exit() == 0
         assert times_served([starting], ["idle"]).keys() >= {"long", "idle"}

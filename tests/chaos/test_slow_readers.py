@@ -12,9 +12,7 @@ import pytest
 
 from protocol.sse import KEEP_ALIVE
 from tests.chaos.harness import ChaosServer, prompt_of
-from tests.server.harness import TIMEOUT, Metrics
-from tests.server.http2_client import Http2Client
-from tests.server.raw_client import sse_events
+from tests.server.harness import Metrics
 
 SEND_TIMEOUT = 1.5  # seconds
 KEPT_ALIVE_EVERY = 0.1  # seconds
@@ -127,30 +125,6 @@ def test_client_that_closes_its_side_without_reading_is_gone(server: ChaosServer
     server.wait_until(lambda now: now.generation_tokens > before.generation_tokens + 6 * 150)
     stream.client.end_of_requests()
     server.wait_until(lambda now: now.aborted == before.aborted + 1)
-    server.wait_idle()
-
-
-@EVERY_LOOP
-def test_stalled_stream_of_http2_is_reset_and_its_connection_goes_on(server: ChaosServer, before: Metrics) -> None:
-    window = 25_000  # bytes: much for a short answer and little for a long one
-    body = {"temperature": 0, "ignore_eos": True, "stream": True}
-
-    def answer(client: Http2Client, stream_id: int) -> Iterator[bytes]:
-        assert client.read_head(stream_id)[":status"] == "200"
-        return client.chunks(stream_id)
-
-    with Http2Client(server.port, timeout=TIMEOUT, window=window) as client:
-        flood = {"prompt": prompt_of("stalled"), "logprobs": 1, "n": 6, "max_tokens": 3000}
-        stalled = client.post("/v1/completions", body | flood)
-        whole = client.post("/v1/completions", body | flood | {"max_tokens": 200, "stream": False})
-        server.wait_until(lambda now: now.generation_tokens > before.generation_tokens + 6 * 200)
-        beside = client.post("/v1/completions", body | {"prompt": prompt_of("beside"), "max_tokens": 30})
-        assert list(sse_events(answer(client, beside)))[-1] == "[DONE]"
-        for stream in (stalled, whole):
-            client.wait_reset(stream)
-        server.wait_until(lambda now: now.aborted == before.aborted + 1)
-        after = client.post("/v1/completions", body | {"prompt": prompt_of("after"), "max_tokens": 30})
-        assert list(sse_events(answer(client, after)))[-1] == "[DONE]"
     server.wait_idle()
 
 

@@ -1,6 +1,6 @@
 """What a program imports. The server is `headrace serve`, or `app:main` for any ASGI server."""
 
-from app.offline import LLM
+from app.library import LLM
 from engine.messages import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]

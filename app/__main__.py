@@ -13,11 +13,12 @@ def main() -> int:
     if interrupts:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # imports take a second, and nothing has to be cleaned up
     if serves and not os.isatty(0):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `app.reloading` handles it
-    from app.cli import main as run
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until `app.serving.process` handles it
+    from app.commands.cli import main as run
 
-    # A server keeps SIGINT's default until `app.shutdown` handles it: an asyncio runner that finds Python's own handler
-    # cancels the main task instead, and `asyncio.wait_for` around the start of the lifespan loses that (Python 3.11).
+    # A server keeps SIGINT's default until `app.serving.process` handles it: an asyncio runner that finds Python's own
+    # handler cancels the main task instead, and `asyncio.wait_for` around the start of the lifespan loses that (Python
+    # 3.11).
     if interrupts and not serves:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()

@@ -20,28 +20,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.connections import ConnectionGuard
+from app.config.settings import Settings, SettingsError
 from app.dashboard.feed import Feed
 from app.dashboard.simulator import Simulator
-from app.dialects import dialect_handlers
-from app.endpoint import Endpoint, refuse_with
-from app.event_loop import measure_lag
-from app.hypercorn_patches import (
+from app.http.connections import ConnectionGuard
+from app.http.hypercorn import (
     drain_before_shutdown,
     end_parent,
     end_with_parent,
     outlive_lack_of_descriptors,
     patch_hypercorn,
 )
-from app.listening import stop_listening
-from app.logs import configure_logging
-from app.middleware import Access, Authentication, BrowserCheck, HeadCheck, WithVersion
-from app.reloading import reload_on_hangup
-from app.routes import administration, catalogue, dashboard, documents, embeddings, probes, requests, responses, tokens
-from app.server import Server, ServerHandler
-from app.settings import Settings, SettingsError
-from app.shutdown import Shutdown
-from app.systemd import keep_informed
+from app.http.listening import stop_listening
+from app.http.middleware import Access, Authentication, BrowserCheck, HeadCheck, WithVersion
+from app.observability.logs import configure_logging
+from app.routes import generation, operations, pages, responses
+from app.routes.generation import dialect_handlers
+from app.runtime import measure_lag
+from app.serving.endpoint import Endpoint, refuse_with
+from app.serving.process import Shutdown, keep_informed, reload_on_hangup
+from app.serving.server import Server, ServerHandler
 from engine.errors import ConfigError, HeadraceError
 from protocol.errors import ApiError
 
@@ -119,48 +117,52 @@ def create_app(settings: Settings, *, inherited: bool = False) -> Starlette:
 
     routes = [
         *(route("POST", path, handler) for path, handler in dialect_handlers()),
-        route("POST", "/v1/embeddings", embeddings.embeddings),
-        route("POST", "/tokenize", tokens.tokenize),
-        route("POST", "/detokenize", tokens.detokenize),
-        route("POST", "/v1/tokenize", tokens.tokenize),
-        route("POST", "/v1/detokenize", tokens.detokenize),
-        *([route("GET", "/tokenizer_info", tokens.tokenizer_info)] if settings.enable_tokenizer_info_endpoint else ()),
+        route("POST", "/v1/embeddings", generation.embeddings),
+        route("POST", "/tokenize", generation.tokenize),
+        route("POST", "/detokenize", generation.detokenize),
+        route("POST", "/v1/tokenize", generation.tokenize),
+        route("POST", "/v1/detokenize", generation.detokenize),
+        *(
+            [route("GET", "/tokenizer_info", generation.tokenizer_info)]
+            if settings.enable_tokenizer_info_endpoint
+            else ()
+        ),
         route("POST", "/v1/responses", responses.create),
         route("POST", "/v1/responses/input_tokens", responses.input_tokens),
         route("GET", "/v1/responses/{id}", responses.retrieve),
         route("DELETE", "/v1/responses/{id}", responses.delete),
         route("POST", "/v1/responses/{id}/cancel", responses.cancel),
         route("GET", "/v1/responses/{id}/input_items", responses.input_items),
-        route("GET", "/v1/requests/{id}/timeline", requests.timeline, quiet=True),
-        route("GET", "/v1/models", catalogue.list_models),
-        route("GET", "/v1/models/{id:path}", catalogue.show_model),
-        open_route("GET", "/livez", probes.livez),
-        open_route("GET", "/readyz", probes.readyz),
-        open_route("GET", "/startupz", probes.startupz),
-        open_route("GET", "/health", probes.health),
-        open_route("GET", "/ping", probes.health),
-        open_route("POST", "/ping", probes.health),
-        route("GET", "/load", probes.load, quiet=True),
-        route("GET", "/version", probes.show_version, quiet=True),
-        route("GET", "/metrics", probes.metrics, quiet=True, access=Access.CLIENT_OR_ADMIN),
-        route("GET", "/openapi.json", documents.openapi, quiet=True),
-        open_route("GET", "/docs", documents.docs),
-        open_route("GET", "/docs/files/{name}", documents.docs_file),
-        open_route("GET", "/", dashboard.home),
-        open_route("GET", "/dashboard", dashboard.page),
-        open_route("GET", "/dashboard/files/{name}", dashboard.file),
-        admin_route("GET", "/dashboard/frames", partial(dashboard.frames, Feed(server))),
-        admin_route("POST", "/dashboard/simulation", partial(dashboard.simulation, Simulator()), quiet=True),
+        route("GET", "/v1/requests/{id}/timeline", operations.timeline, quiet=True),
+        route("GET", "/v1/models", operations.list_models),
+        route("GET", "/v1/models/{id:path}", operations.show_model),
+        open_route("GET", "/livez", operations.livez),
+        open_route("GET", "/readyz", operations.readyz),
+        open_route("GET", "/startupz", operations.startupz),
+        open_route("GET", "/health", operations.health),
+        open_route("GET", "/ping", operations.health),
+        open_route("POST", "/ping", operations.health),
+        route("GET", "/load", operations.load, quiet=True),
+        route("GET", "/version", operations.show_version, quiet=True),
+        route("GET", "/metrics", operations.metrics, quiet=True, access=Access.CLIENT_OR_ADMIN),
+        route("GET", "/openapi.json", pages.openapi, quiet=True),
+        open_route("GET", "/docs", pages.docs),
+        open_route("GET", "/docs/files/{name}", pages.docs_file),
+        open_route("GET", "/", pages.home),
+        open_route("GET", "/dashboard", pages.page),
+        open_route("GET", "/dashboard/files/{name}", pages.file),
+        admin_route("GET", "/dashboard/frames", partial(pages.frames, Feed(server))),
+        admin_route("POST", "/dashboard/simulation", partial(pages.simulation, Simulator()), quiet=True),
     ]
     if server.tenants.administered:
         routes += [
-            admin_route("GET", "/server_info", administration.server_info, quiet=True),
-            admin_route("GET", "/engine_state", administration.engine_state, quiet=True),
-            admin_route("POST", "/reset_prefix_cache", administration.reset_prefix_cache),
-            admin_route("POST", "/abort_requests", administration.abort_requests),
-            admin_route("POST", "/start_profile", administration.start_profile),
-            admin_route("POST", "/stop_profile", administration.stop_profile),
-            admin_route("POST", "/configure_logging", administration.configure_logging),
+            admin_route("GET", "/server_info", operations.server_info, quiet=True),
+            admin_route("GET", "/engine_state", operations.engine_state, quiet=True),
+            admin_route("POST", "/reset_prefix_cache", operations.reset_prefix_cache),
+            admin_route("POST", "/abort_requests", operations.abort_requests),
+            admin_route("POST", "/start_profile", operations.start_profile),
+            admin_route("POST", "/stop_profile", operations.stop_profile),
+            admin_route("POST", "/configure_logging", operations.configure_logging),
         ]
     application = Starlette(
         routes=routes,

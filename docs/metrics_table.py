@@ -1,5 +1,5 @@
-"""Writes the tables of metrics.md beside this file, from the registry. Run it after a change of app/metrics.py; a test
-compares.
+"""Writes the tables of metrics.md beside this file, from the registry. Run it after a change of
+app/observability/metrics.py; a test compares.
 
 A metric that has no series yet is given one, so that its labels are known. Series are counted for one tenant.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from app.metrics import Metrics
-from app.server import Phase
+from app.observability.metrics import Metrics
+from app.serving.server import Phase
 
 BEGIN, END = "<!-- written by metrics_table.py -->\n", "<!-- end -->\n"
 UNITS = {"seconds": "seconds", "bytes": "bytes", "tokens": "tokens", "perc": "share, 0 to 1"}

@@ -1,26 +1,29 @@
-"""The engine: plan, run, pick, bookkeep.
+"""The engine: it plans a step, submits it to an executor, picks tokens and updates its requests.
 
-This room knows requests, token budgets and KV blocks. It imports neither torch nor starlette and none of the
-other rooms, so a scheduler is tested without a model and a model without a server. What runs a plan is an
-`Executor` (`engine.core.executor`), which the application chooses and hands in.
+The engine imports neither torch nor Starlette nor any other package of Headrace, so that a scheduler is tested
+without a model and a model without a server. An `Executor` runs its plans; the application chooses which.
 
-What crosses between the parts, and then the wings, each of which lists its own modules. Reading order:
+In reading order:
 
-messages          requests and outputs, and the checks of what a client asked
-stats             what an engine says of itself beside its outputs
-errors            what goes wrong on purpose
-errors_in_words   the same on the way to another process
-curve             sockets between machines, which let in who has the keys
-end_when_stopped  a process beside another that ends it where it is stopped
-clock             what time it is, handed to whoever needs to know
-snapshot          what an engine answers when it is asked how it is
-kv_events         what an engine tells of its prefix cache, and how a prompt's beginning is named there
-commands          the alphabet of the channel: what goes down, what comes up, what can be asked
-scheduler         who runs in the next step, for how many tokens, in which blocks
-core              the loop: schedule, submit, update
-structured        grammars that an output has to follow
-routing           which of several engines gets a request
-transport         the way between front end and engine, in a thread, a process, or several
-frontend          the two front doors, and the way back from token ids to text
-simulation        an engine without a device, on a clock that may be virtual
+errors       Errors that the engine raises to its callers, and their form between processes.
+curve        ZMQ sockets between machines, authenticated by CURVE keys.
+kv_events    Events of the prefix cache, and the hashes that name prompt prefixes.
+child_main   The start of a bounded child process: limits, framing, and the watchdog that ends it with its parent.
+messages     Requests, outputs and stats: the structs that cross the seams.
+config       The engine's configuration and the clock.
+fairness     Threads that serve tenants in turn.
+child        Child processes under limits: start, deadline, framing and end.
+plan         The plan of one step, its output, and the KV groups of a model.
+snapshot     A snapshot of an engine for operators, as JSON.
+detokenizer  Token ids to text as they arrive, and stop strings.
+executor     The seam between the engine and the device that runs a plan.
+commands     Commands, events and questions of the channel between front end and engine.
+costs        What a step costs: the table, its measurement, and its file.
+structured   Grammars that an output has to follow.
+scheduler    Which requests run in the next step, for how many tokens, in which blocks.
+routing      Which of several engines gets a request.
+core         The engine's loop.
+transport    The way between front end and engine: in a thread, a process, or several.
+frontend     The two front doors, `AsyncLLM` and `LLM`, and the way back from token ids to text.
+simulation   Engines without a device, on a clock that may be virtual.
 """

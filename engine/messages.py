@@ -1,4 +1,4 @@
-"""What crosses the seams: the structs between client code, front end and engine core.
+"""Requests, outputs and stats: the structs that cross the seams.
 
 All are `msgspec.Struct`s without behaviour beyond checks, which cross a thread for free and a process as msgpack. The
 protocol room imports this module and `engine.errors`, and nothing else of the engine. Times are seconds of
@@ -10,15 +10,54 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-from collections.abc import Callable, Collection
-from typing import Annotated, TypeGuard
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, NamedTuple, TypeGuard
 
 import msgspec
 from msgspec import structs
 
 from engine.errors import InvalidRequest
 from engine.kv_events import KVEvents
-from engine.stats import SchedulerStats
+
+# ---------------------------------------------------------------------------------------------------------------- stats
+# What an engine says of itself with every step, beside its outputs.
+
+
+class TierStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """What has happened in a tier of the KV cache since it was last told; `num_bytes` is a level."""
+
+    tier: str  # "ram" or "disk"
+    hit_tokens: int = 0  # that were loaded into the prefix cache
+    failed_loads: int = 0  # pieces that were torn, foreign, or gone
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0  # of reading, checking and copying
+    stored_bytes: int = 0
+    store_seconds: float = 0.0  # of writing, beside the steps
+    num_bytes: int = 0  # held
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True, array_like=True, gc=False):
+    """The stats after one step: levels, and from `num_preemptions` on what this step added."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # 0..1: share of blocks that requests own
+    num_preemptions: int
+    prompt_tokens: int  # prefilled: of prompts, and again of answers after a preemption
+    prefix_cache_queries: int  # in tokens
+    prefix_cache_hits: int  # in tokens
+    num_changed_prefixes: int = 0  # prompts that repeat others but for their beginning
+    tiers: list[TierStats] | None = None  # None where nothing has happened in them
+    step_costs: bytes | None = None  # now and then, an `engine.costs.table.StepCostTable` as JSON
+    # Now and then, of each layer with experts since this was told before: their tokens, and how many times the mean of
+    # them the most loaded one had.
+    expert_load: list[tuple[int, float]] | None = None
+    computed_tokens: int = 0  # all of the step, also for requests that have ended or were preempted meanwhile
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -75,7 +114,7 @@ class StructuredOutputKind(enum.StrEnum):
     REGEX = "regex"  # a regular expression, matched against the whole output
     CHOICE = "choice"  # a JSON array of strings, one of which is the output
     GRAMMAR = "grammar"  # a context-free grammar in Lark's notation, or in GBNF's
-    STRUCTURAL_TAG = "structural_tag"  # text with JSON between tags: `protocol.structured.tagged_json`
+    STRUCTURAL_TAG = "structural_tag"  # text with JSON between tags: `protocol.syntax.grammars.tagged_json`
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -500,3 +539,21 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True, array_like=True, gc=Fa
     prompt_form_differs: bool = False  # the next three too as `EngineConfig` has them
     kv_windows: tuple[int | None, ...] = (None,)
     pipeline_depth: int = 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- stats
+# What is told of how several engines share the requests.
+
+
+class RoutingStats(NamedTuple):
+    """Levels of this moment, and counts since the start."""
+
+    loads: Sequence[float] = ()  # seconds of work of each engine
+    num_by_prefix: int = 0  # prompts that went where most of them is cached
+    num_by_load: int = 0  # and those that did not
+    num_placed_again: int = 0  # choices whose engine had died while they waited there
+    num_deaths: int = 0  # of engines
+    num_engines: int = 1  # that live
+    num_guessed: int = 0  # engines that live and do not publish what they hold
+    num_gaps: int = 0  # times that something of what they publish was lost
+    num_bytes: int = 0  # of memory that knowing it takes

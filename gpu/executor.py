@@ -9,19 +9,18 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.core.executor import StepHandle
 from engine.errors import EngineDead
-from engine.scheduler.plan import SchedulerOutput
+from engine.executor import StepHandle
+from engine.plan import SchedulerOutput
 from gpu.checkpoint import ModelFiles
 from gpu.host import processor_name
 from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
 from gpu.model_loader import WorkerOptions, rank_spec, resolve_device
-from gpu.parallel import Layout
-from gpu.perplexity import sample_text
-from gpu.weights import read_weights
+from gpu.sharding import Layout
 from gpu.weights.quantization import Quantization
-from gpu.worker import Worker
+from gpu.weights.reading import read_weights
+from gpu.worker import Worker, sample_text
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
@@ -64,7 +63,7 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
 
 
 class UniProcExecutor:
-    """An `engine.core.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
+    """An `engine.executor.Executor` that prepares. On a CPU a step has run when `submit` returns."""
 
     def __init__(self, worker: Worker, vocab_size: int) -> None:
         self.num_blocks = worker.kv_cache_size.num_blocks
@@ -118,7 +117,7 @@ class UniProcExecutor:
 def device_name(device: str) -> str:
     """The model of what computes."""
     if device.startswith("cuda"):
-        from gpu.device.memory import device_name as name_of
+        from gpu.device.warm_up import device_name as name_of
 
         return name_of(device)
     return processor_name()

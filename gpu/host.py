@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on: cores, memory, instructions.
+"""The machine: cores, memory, processor flags, shared memory.
 
 Imported by the worker and the executor. In a container the machine's own figures are too large, so the limits of the
 control groups count too. Every function takes the root of the file system for the sake of tests. Linux only; where a
@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+
+from engine.errors import HeadraceError
 
 _ROOT = Path("/")
 
@@ -123,3 +125,19 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+# -------------------------------------------------------------------------------------------------------- shared memory
+# Memory that processes share: files of no disk, which are gone with the last descriptor and mapping.
+
+
+def allocate(descriptor: int, num_bytes: int, offset: int = 0) -> None:
+    """Make a file at least as long, and take the memory for it: who maps a file whose memory is found only when it is
+    touched is killed (SIGBUS) where there is none. Raises HeadraceError."""
+    try:
+        os.posix_fallocate(descriptor, offset, num_bytes)
+    except OSError as error:
+        raise HeadraceError(
+            f"The system refuses {num_bytes / 2**20:,.1f} MiB of memory that processes share ({error.strerror}). "
+            "A smaller max_num_batched_tokens needs less, and so do a smaller tensor_ or pipeline_parallel_size."
+        ) from error

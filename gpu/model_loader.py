@@ -17,15 +17,15 @@ from typing import Any, Literal, Protocol
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.host import available_memory, has_torch, usable_cores
-from gpu.kv_cache_size import check_max_model_len, check_weights_fit
-from gpu.parallel import Layout, sharded
-from gpu.runner import LanguageModel
-from gpu.sampling.shards import Shards
+from gpu.kv_cache import check_max_model_len, check_weights_fit
+from gpu.runner.runner import LanguageModel
+from gpu.sampling.draw import Shards
+from gpu.sharding import Layout, sharded
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +121,13 @@ def load_model(
     The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. `spec` is what a rank has of
     the model (`rank_spec`), None all of it. The tensor ranks of a stage have a `communicator`: the library's a
     `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; for torch anywhere else it is a
-    `gpu.parallel.communicator.Communicator`.
+    `gpu.sharding.Communicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.
 
     On a CPU it is the library's decoder, unless float32 or float16 is asked for: dtype "auto" keeps the bits that a
-    file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.served.resolve_dtype` has it.
+    file has quantized to, "bfloat16" does not. With torch, "auto" is as `gpu.models.torch_model.resolve_dtype` has it.
     """
     longest = min(check_max_model_len(config, options.max_model_len), options.max_num_batched_tokens)
     spec = spec or spec_of(config)
@@ -148,7 +148,7 @@ def load_model(
             communicator=communicator,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )
-    from gpu.models.served import load_torch_model
+    from gpu.models.torch_model import load_torch_model
 
     return load_torch_model(
         config,
@@ -165,7 +165,7 @@ def load_model(
 
 def _torch_bits(config: ModelConfig, options: WorkerOptions, device: str) -> int:
     """Return the bits of a weight if torch computes, which keeps all weights in one type."""
-    from gpu.models.served import resolve_dtype
+    from gpu.models.torch_model import resolve_dtype
 
     return 8 * resolve_dtype(options.dtype, config, device).itemsize
 

@@ -13,10 +13,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.executor import MAX_PROFILE_BYTES
 from engine.errors import ProfileTooLarge
-from gpu.model_runner import ModelRunner
-from gpu.runner import LanguageModel, ModelInputs
+from engine.executor import MAX_PROFILE_BYTES
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.runner import LanguageModel, ModelInputs
 
 Event = dict[str, Any]
 TRACK = 3

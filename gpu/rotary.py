@@ -1,6 +1,6 @@
 """The angles of rotary position embedding (Su et al., arXiv:2104.09864), with the scalings of long-context checkpoints.
 
-Whoever computes a model makes its table of them: the library (`gpu.cpu.decoder`) and torch (`gpu.layers.rotary`).
+Whoever computes a model makes its table of them: the library (`gpu.cpu.decoder`) and torch (`gpu.models.layers`).
 """
 
 from __future__ import annotations

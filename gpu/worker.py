@@ -1,4 +1,4 @@
-"""The worker: one device with its model, its KV cache and the runner that uses them.
+"""One device with its model, KV cache and runner.
 
 Made by an executor, in the thread that will run the steps.
 """
@@ -6,22 +6,26 @@ Made by an executor, in the thread that will run the steps.
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
-from gpu.kv_cache_size import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size
-from gpu.kv_layout import kv_layout
+from gpu.kv_cache import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size, kv_layout
 from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, use_device
-from gpu.model_runner import ModelRunner
-from gpu.perplexity import Perplexity, perplexity
-from gpu.rows import BatchSizes
-from gpu.runner import NO_LINKS, Runner, StageLinks
+from gpu.runner.host_runner import MAX_LOGITS_ROWS, ModelRunner
+from gpu.runner.rows import BatchSizes
+from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks
+from gpu.sampling.sampler import token_logprobs
 
 if TYPE_CHECKING:
     from gpu.profile import WorkerProfile
@@ -89,7 +93,7 @@ class Worker:
         """Set the state that torch keeps for each thread, the current device and the number of helper threads: this may
         be another thread than the one that loaded the model."""
         if self._native is None and not hasattr(self._entered, "num_threads"):
-            from gpu.models.served import use_threads
+            from gpu.models.torch_model import use_threads
 
             use_device(self.device)
             use_threads(self._num_threads)
@@ -115,7 +119,7 @@ class Worker:
     def shutdown(self) -> None:
         """Give model and cache back, when the steps in flight are over. The last thing that is asked of a worker."""
         if self._on_cuda:
-            from gpu.device.memory import synchronize
+            from gpu.device.warm_up import synchronize
 
             synchronize(self.device)
         del self.runner
@@ -123,7 +127,7 @@ class Worker:
         self.kv_caches = ()
         gc.collect()
         if self._on_cuda:
-            from gpu.device.memory import release
+            from gpu.device.warm_up import release
 
             release()
 
@@ -134,8 +138,8 @@ class Worker:
             model.allocate_kv_cache(size.num_blocks)
             self.kv_caches = model.kv_caches
             return ModelRunner(model, sizes, self._links, model.shards)
-        from gpu.device import make_device_runner
-        from gpu.models.served import TorchModel
+        from gpu.device.runner import make_device_runner
+        from gpu.models.torch_model import TorchModel
 
         assert isinstance(model, TorchModel)
         runner = make_device_runner(model, size.num_blocks, sizes, options.max_num_batched_tokens)
@@ -152,8 +156,8 @@ class Worker:
                 raise ConfigError("kv_cache_memory", None, allowed=allowed, hint=f"kv_cache_memory={4 * GIB} works")
             budget = options.kv_cache_memory
         elif self._on_cuda:
-            from gpu.device.memory import kv_cache_budget
-            from gpu.models.served import TorchModel
+            from gpu.device.warm_up import kv_cache_budget
+            from gpu.models.torch_model import TorchModel
 
             assert isinstance(model, TorchModel)
             budget = kv_cache_budget(model, options)  # a rehearsal, which is wanted in any case
@@ -163,3 +167,64 @@ class Worker:
             check_memory(options.kv_cache_memory, free_memory(self.device))
             return options.kv_cache_memory
         return budget
+
+
+# ----------------------------------------------------------------------------------------------------------- perplexity
+# How well a model reads a short text, told where weights were quantized at load: so a model that this spoils shows.
+#
+# The worker asks when the model has its cache, before anybody else does.
+
+
+_TEXT = """\
+A server of language models has many clients at once, and each of them waits for its own answer. Some have asked for \
+a word, some for a page, and some have left without saying so. The server reads all prompts, and then it makes one \
+token for everybody in every step, over and over, until the last answer is complete. What it has computed of a prompt \
+stays in memory, in blocks of sixteen tokens, because every later token looks back at all earlier ones. When the \
+blocks run out, somebody has to give way and will be computed again.
+
+So there are three questions. Who comes next? Whoever has been served least. Who gives way? Whoever came last. And \
+when is a request over? When its answer is complete, when its time is up, or when its client is gone, whichever is \
+first. Then everything that it had is given back: its place in the queue, its blocks and its row in the batch. If one \
+of the three is answered badly, the machine may be fast and people will still find it slow.
+"""
+_MOST_PRODUCTS = 30 * 10**9  # a second of one thread without much help from its processor
+_FEWEST_TOKENS = 32  # of a model so large that these take longer
+
+
+class Perplexity(NamedTuple):
+    """`value` of `num_tokens` tokens, each predicted from all before it."""
+
+    value: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"perplexity {self.value:.2f} over {self.num_tokens} tokens of a built-in text"
+
+
+def sample_text(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
+    """Tokens of the text, some two hundred, or fewer for a large model."""
+    num_weights = sum(map(math.prod, tensor_shapes(config).values()))
+    known = [token for token in tokenizer.encode(_TEXT).ids if token < config.vocab_size]
+    return known[: max(_FEWEST_TOKENS, _MOST_PRODUCTS // num_weights)]
+
+
+def perplexity(model: LanguageModel, token_ids: Sequence[int], block_size: int, num_groups: int = 1) -> Perplexity:
+    """Of all tokens but the first, in one pass. It overwrites the first blocks of the model's cache."""
+    count = len(token_ids)
+    inputs = ModelInputs(
+        input_ids=np.array(token_ids, dtype=np.int64),
+        positions=np.arange(count),
+        query_start_loc=np.array([0, count], dtype=np.int32),
+        seq_lens=np.array([count], dtype=np.int32),
+        block_tables=np.arange(num_groups * -(-count // block_size), dtype=np.int32).reshape(num_groups, 1, -1),
+        num_decodes=int(count == 1),
+        num_prompt_tokens=np.array([count], dtype=np.int32),
+    )
+    hidden, total = model.forward(inputs)[:-1], 0.0
+    for start in range(0, len(hidden), MAX_LOGITS_ROWS):
+        rows = hidden[start : start + MAX_LOGITS_ROWS]
+        targets = inputs.input_ids[start + 1 : start + 1 + len(rows)]
+        entries = token_logprobs(model.compute_logits(rows), targets, np.zeros_like(targets))
+        total += math.fsum(entry.logprob for entry in entries)
+    mean = -total / max(1, len(hidden))
+    return Perplexity(math.exp(mean) if mean < 700 else math.inf, len(hidden))

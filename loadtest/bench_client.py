@@ -149,7 +149,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.serve_steps:
         asyncio.run(serve_steps(options.serve_steps))
-    clients = {"headrace": [sys.executable, "-m", "app.cli"]}
+    clients = {"headrace": [sys.executable, "-m", "app.commands.cli"]}
     if options.vllm:
         clients["vLLM"] = [str(options.vllm / "bin" / "vllm")]
     with tempfile.TemporaryDirectory() as directory:

@@ -21,9 +21,9 @@ from gpu.checkpoint import open_model
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import usable
 from gpu.model_loader import ServedModel
-from gpu.models.served import load_torch_model
-from gpu.runner import LanguageModel, ModelInputs
-from gpu.weights import read_weights
+from gpu.models.torch_model import load_torch_model
+from gpu.runner.runner import LanguageModel, ModelInputs
+from gpu.weights.reading import read_weights
 
 BLOCK_SIZE, CONTEXT, PROMPT = 16, 192, 512
 ROWS = (1, 8, 32)

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from app.bench.workloads import WORDS
+from app.workload.datasets import WORDS
 from loadtest.plumbing import NAME, dummy_server, write_model
 from loadtest.servers import Target
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.offline import LLM
+from app.library import LLM
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, SamplingParams
 from loadtest.servers import Target, headrace

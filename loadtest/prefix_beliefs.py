@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import anyio
 
-from app.loading import make_client, open_files
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.loading import make_client, open_files
 from engine.commands import Event, ResetPrefixCache
 from engine.frontend.async_llm import AsyncLLM
 from engine.kv_events import PrefixHashes

@@ -16,9 +16,9 @@ import time
 import msgspec
 import numpy as np
 
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
+from gpu.parallel.links import RingReader, RingWriter
 from gpu.parallel.messages import Step, encode
-from gpu.parallel.ring import RingReader, RingWriter
 
 SLEEPING = 0.001  # seconds: a gap as long as that is one in which the engine sleeps
 

@@ -64,7 +64,7 @@ class Server:
 
     async def __aenter__(self) -> Server:
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "app.cli", "serve", "--port", str(self.port), "--log-level", "error",
+            sys.executable, "-m", "app.commands.cli", "serve", "--port", str(self.port), "--log-level", "error",
             env=os.environ | self.environment, cwd=ROOT, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         started = time.monotonic()

@@ -20,10 +20,10 @@ from collections import deque
 
 import numpy as np
 
+from engine.costs.table import Curve, StepCostTable
 from engine.kv_events import KVEvents, PrefixHashes
 from engine.routing.prefix_index import MAX_CHUNKS, PrefixIndex
 from engine.routing.router import Router
-from engine.scheduler.step_cost import Curve, StepCostTable
 
 SLOTS = 64
 TOKENS_PER_ENGINE = 2**20  # of KV cache

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 
 from engine.commands import PublishKVEvents
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, SamplingParams
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 
 PROMPT_TOKENS = 32
 

@@ -150,7 +150,7 @@ def headrace(name: str, **settings: object) -> Server:
     environment = {f"HEADRACE_{key.upper()}": str(value) for key, value in settings.items()}
     return Server(
         name,
-        [sys.executable, "-m", "app.cli", "serve", "--port", "{port}", "--log-level", "warning"],
+        [sys.executable, "-m", "app.commands.cli", "serve", "--port", "{port}", "--log-level", "warning"],
         model=str(settings.get("served_model_name", "smollm2-135m-instruct")),
         ready_path="/readyz",
         environment=environment,

@@ -25,13 +25,13 @@ from typing import Any
 import orjson
 import uvloop
 
-from app.bench.connection import ConnectionPool
 from app.bench.driver import Driver, Turn
-from app.bench.report import summarize
-from app.bench.workloads import Piece, WorkloadRequest, token_ids_of
-from app.settings import Settings
+from app.client import ConnectionPool
+from app.config.settings import Settings
+from app.simulate.driver import simulate
 from app.simulate.machine import Machine, with_settings
-from app.simulate.run import simulate
+from app.workload.datasets import Piece, WorkloadRequest, token_ids_of
+from app.workload.report import summarize
 from loadtest.servers import Target, headrace
 
 KEY = "admin-key-of-this-measure"

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from app.bench.workloads import WORDS
+from app.workload.datasets import WORDS
 
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 _PROMPT_USAGE = re.compile(rb'"prompt_tokens": ?(\d+)')

@@ -15,11 +15,11 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from app.offline import LLM
-from app.settings import Settings
+from app.config.settings import Settings
+from app.library import LLM
 from engine.messages import SamplingParams, StructuredOutput
-from engine.structured import GrammarMatcher
-from protocol.structured import json_schema
+from engine.structured.matchers import GrammarMatcher
+from protocol.syntax.grammars import json_schema
 
 ITEM = {
     "type": "object",

@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jsonschema_rs
 
+from engine.child import ChildPool, ChildProcess
+from engine.child_main import to_bytes
 from engine.messages import FinishReason, RequestOutput, Unenforced
-from protocol.bounded_child import to_bytes
-from protocol.child_process import ChildPool, ChildProcess
-from protocol.message_parts import (
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
     MessageParser,

@@ -1,4 +1,4 @@
-"""Bytes of a request body to a checked model. Imported by every wire format's models and by the app's routes.
+"""Bytes of a body to a checked request model, and the pages of lists.
 
 All models are strict: ``"5"`` and ``true`` are not integers, ``1`` is a fine float, NaN and infinity are not. Unknown
 fields are accepted without effect, because clients send fields newer than any server, and the header
@@ -12,6 +12,7 @@ megabytes of wrong messages takes 20 s.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -32,7 +33,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.errors import ApiError, to_api_error
+from protocol.errors import ApiError, shown, to_api_error
 
 MAX_FIELDS = 1024
 """Of one object, unknown ones included."""
@@ -309,3 +310,14 @@ def weight_above(body: bytes, limit: int) -> bool:
             return True
         is_inside ^= len(parts) % 2 == 0
     return False
+
+
+# --------------------------------------------------------------------------------------------------------------- paging
+# What the API's lists have in common: how many entries a page has.
+
+
+def page_size(limit: str, most: int) -> int:
+    """The query's `limit`. Raises `ApiError` 400 if it is no number from 1 to `most`."""
+    if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= most:
+        raise ApiError(400, f"limit must be a whole number from 1 to {most}, got {shown(limit)}.", param="limit")
+    return int(limit)

@@ -1,7 +1,7 @@
-"""Messages to the text that a model was trained on, by the Jinja template that came with the model.
+"""Messages to the text that the model was trained on.
 
 A template is foreign code: it sees JSON values only, and runs in Jinja's immutable sandbox and, unless it is one that
-is known to do no harm, in a process of its own (`protocol.template_process`). Messages are foreign text: where one
+is known to do no harm, in a process of its own (`protocol.chat_template`). Messages are foreign text: where one
 spells a control token (``<|im_end|>``) it must not become that token, or a user could end their turn and speak as the
 system (CVE-2026-44222 in vLLM). Before rendering, each such spelling is put between markers nobody can guess; after it,
 the text is split there, and the caller encodes the marked segments without special tokens. Text that spells no control
@@ -14,14 +14,22 @@ control token. Rendering runs for milliseconds per 100k characters: off the even
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
+import jinja2
+import markupsafe
+
+from engine.child import ChildPool, ChildProcess
+from engine.child_main import to_bytes
 from engine.errors import HeadraceError, InvalidRequest
 from protocol.errors import ApiError
-from protocol.jinja_sandbox import CompiledTemplate, Failure, RenderingFailed
+from protocol.jinja_sandbox import MAX_RENDERED_CHARS, CompiledTemplate, Failure, RenderingFailed, too_long
 
 CHATML = (
     "{% for message in messages %}"
@@ -53,7 +61,7 @@ class ChatTemplateError(HeadraceError):
 
 
 class Renderer(Protocol):
-    """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.template_process`)."""
+    """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.chat_template`)."""
 
     @property
     def variables(self) -> Set[str]:
@@ -291,3 +299,94 @@ def _interrupted() -> ApiError:
         code="rendering_interrupted",
         headers={"retry-after": "1"},
     )
+
+
+# ----------------------------------------------------------------------------------------------------- template process
+# Renders a chat template in processes of its own, which the kernel bounds and which are killed at a deadline.
+#
+# A template comes with a model's files, from whoever wrote them, and no check inside an interpreter can bound what one
+# expression of it takes. `protocol.jinja_sandbox` is the process. It lives as long as it behaves: a rendering that is
+# too slow or takes too much memory, or whose caller cannot be answered, ends its process, and the next rendering starts
+# another. A process that has died otherwise, by whatever hand, is replaced without anybody noticing.
+
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = (jinja2.__file__, markupsafe.__file__)
+_LONGEST_ANSWER = 4 * MAX_RENDERED_CHARS  # bytes
+_JSON = json.JSONEncoder(ensure_ascii=False)
+_SHUTTING_DOWN = "the server is shutting down"
+
+
+class TemplateProcesses:
+    """A `Renderer`: as many processes as callers at once. `close` ends them, and the renderings in them.
+
+    `timeout` bounds one rendering, in seconds, from its first byte to its last, and compiling the template. The first
+    process is started here, so that a template which does not parse is known. Raises `RenderingFailed`.
+    """
+
+    def __init__(self, source: str, timeout: float) -> None:
+        self._source = to_bytes(source)
+        self._timeout = timeout
+        self._pool = ChildPool("protocol.jinja_sandbox", _PACKAGES, timeout)
+        self.close = self._pool.close  # renderings in progress fail, and so does whatever comes later
+        try:
+            first, answer = self._start()
+        except BaseException:
+            self.close()
+            raise
+        self.variables = frozenset[str](json.loads(answer))
+        self._pool.give_back(first)
+
+    def render(self, context: dict[str, Any]) -> str:
+        """The text. Blocks, for `timeout` at most and, if need be, a process's start. Threads may call it at once."""
+        # In pieces, as `json.dumps` does not: it would keep the interpreter, and with it the event loop, to itself.
+        message = b"".join(map(to_bytes, _JSON.iterencode(context)))
+        began = time.monotonic()
+        process = self._pool.take_idle()
+        if process is not None:
+            try:
+                return self._ask(process, message, self._timeout)
+            except RenderingFailed as failure:
+                # It had died since its last rendering, or that one had left too little of its memory.
+                if failure.kind not in (Failure.GONE, Failure.MEMORY):
+                    raise
+        left = self._timeout - (time.monotonic() - began)
+        process, _ = self._start()
+        return self._ask(process, message, left)
+
+    def _start(self) -> tuple[ChildProcess, str]:
+        """A new process that has compiled the template, and what it said of it."""
+        try:
+            process = self._pool.start()
+        except EOFError:
+            raise RenderingFailed(Failure.GONE, _SHUTTING_DOWN) from None
+        return process, self._ask(process, self._source, self._timeout, idle=False)
+
+    def _ask(self, process: ChildProcess, message: bytes, seconds: float, *, idle: bool = True) -> str:
+        """The answer. Afterwards the process is `idle`, or else its caller's, or has ended if it is of no more use."""
+        usable = False
+        try:
+            if self._pool.is_closed:
+                raise RenderingFailed(Failure.GONE, _SHUTTING_DOWN)
+            kind, text = process.exchange(message, seconds, _LONGEST_ANSWER)
+            if len(text) > MAX_RENDERED_CHARS:
+                raise too_long()
+            if kind:
+                raise RenderingFailed(Failure(kind), text)
+            usable = True
+            return text
+        except TimeoutError:
+            logger.warning("The chat template was ended after %g s (template_timeout)", self._timeout)
+            words = f"it takes longer than {self._timeout:g} s; send a shorter conversation"
+            raise RenderingFailed(Failure.TIME, words) from None
+        except (OSError, EOFError, UnicodeDecodeError):
+            raise RenderingFailed(Failure.GONE, "its process has ended") from None
+        except RenderingFailed as failure:
+            usable = failure.kind in (Failure.UNSAFE, Failure.UNFIT, Failure.TOO_LONG)
+            raise
+        finally:
+            if not usable:
+                self._pool.end(process)
+            elif idle:
+                self._pool.give_back(process)

@@ -1,4 +1,4 @@
-"""The main of a process that checks answers against JSON Schemas, under limits of the kernel: `protocol.bounded_child`.
+"""The main of a process that checks answers against JSON Schemas, under limits of the kernel: `engine.child_main`.
 
 A check takes time and memory that grow exponentially for some schemas, and keeps the interpreter to itself; both the
 schema and, by it, the answer are a client's choice.
@@ -14,7 +14,7 @@ import sys
 
 import jsonschema_rs
 
-from protocol.bounded_child import serve, to_text
+from engine.child_main import serve, to_text
 
 MAX_ERRORS = 8
 MAX_ERROR = 200  # characters

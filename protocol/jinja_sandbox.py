@@ -1,8 +1,8 @@
-"""Chat templates in Jinja's sandbox: compiled, rendered, and their failures in words.
+"""Chat templates compiled and rendered in a sandbox, in a child process if they are unknown.
 
 It keeps a template from what it must not touch, and bounds its output; it cannot bound the work and the memory that a
 template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds)
-can take all there is. So it runs in the server for templates that are known, and in `protocol.template_child` for
+can take all there is. So it runs in the server for templates that are known, and in `protocol.jinja_sandbox` for
 others, which imports this file and little else: the standard library and Jinja.
 """
 
@@ -19,6 +19,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.child_main import serve, to_bytes, to_text
 
 MAX_RENDERED_CHARS = 32 * 2**20
 """Above any context length that exists, below what hurts the server."""
@@ -139,3 +141,38 @@ def _environment() -> _Sandbox:
 
 
 _ENVIRONMENT = _environment()
+
+
+# ------------------------------------------------------------------------------------------------------- template child
+# The main of a process that renders one chat template which nobody here has read, under limits of the kernel.
+#
+# It is started by `protocol.chat_template`, and imports the standard library and Jinja only, which takes a tenth of a
+# second. What bounds it is told in `engine.child_main`.
+#
+#     parent → child   first the template's source, then the variables of one rendering each (JSON)
+#     child → parent   0 and the text (first: the names of its variables, as JSON), or a `Failure` and words
+
+
+_MOST_WORDS = 2**16  # characters of a complaint, some of which are markers
+
+
+def main(timeout: float) -> None:
+    """Serve the parent until it closes the socket. `timeout`: seconds of the processor that a rendering may take."""
+    template: CompiledTemplate | None = None
+
+    def answer(message: bytearray) -> tuple[int, bytes]:
+        nonlocal template
+        try:
+            text = to_text(message)
+            if template is None:
+                template = CompiledTemplate(text)
+                return 0, json.dumps(sorted(template.variables)).encode()
+            return 0, to_bytes(template.render(json.loads(text)))
+        except RenderingFailed as failure:
+            return failure.kind, to_bytes(failure.words[:_MOST_WORDS])
+        except MemoryError:
+            return Failure.MEMORY, b"it takes more memory than it may have"
+        except Exception as error:
+            return Failure.UNFIT, type(error).__name__.encode()
+
+    serve(answer, timeout)

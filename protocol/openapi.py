@@ -14,9 +14,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from engine.messages import LOW_END_EXCLUDED, RANGES
-from protocol.dialect import Operation
-from protocol.dialects import DIALECTS, dialect_of
-from protocol.operations import OPERATIONS
+from protocol.operations import Operation
+from protocol.registry import DIALECTS, OPERATIONS, dialect_of
 
 Json = dict[str, Any]
 

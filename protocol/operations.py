@@ -1,61 +1,130 @@
-"""Every route as clients see it, in the order in which /docs shows them.
+"""A dialect as one record: its paths, request models, writers and errors.
 
-A test compares this table with the routes that the application has.
+`protocol.registry` lists the records, from which the app makes handlers and `protocol.openapi` the description. A
+request model's `translate` is the way from the dialect to what the server works with; see `protocol.translation`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
 from pydantic import BaseModel
 
-from protocol import answers
-from protocol.administration import AbortRequest, ConfigureLogging
-from protocol.dialect import Method, Operation, asks, finds
-from protocol.dialects import DIALECTS
-from protocol.tokens import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from protocol.answers import AnswerContext, BodyWriter, ErrorEnvelope, InputTokens, StreamWriter
+from protocol.body import ClientModel
+from protocol.errors import ApiError
+from protocol.request_fields import RequestFields
 
-_TOKENIZE = "The token ids of a text, or of a conversation."
-
-
-def _probe(path: str, summary: str, answer: type[BaseModel] | None, method: Method = "get") -> Operation:
-    return Operation(method, path, summary, answer, also=(503,), is_open=True)
+Method = Literal["get", "post", "delete"]
+R = TypeVar("R", bound=RequestFields)
 
 
-OPERATIONS = (
-    *(operation for dialect in DIALECTS for operation in dialect.operations),
-    asks("/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
-    asks("/v1/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
-    asks("/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
-    asks("/v1/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
-    finds("get", "/v1/requests/{id}/timeline", "What happened to one of the last requests.", answers.Timeline),
-    _probe("/livez", "Is the process worth keeping?", answers.Alive),
-    _probe("/readyz", "Would a request be accepted now?", answers.Status),
-    _probe("/startupz", "Is the model loaded?", answers.Status),
-    _probe("/health", "As /readyz, without a body.", None),
-    _probe("/ping", "As /readyz, without a body.", None),
-    _probe("/ping", "As /readyz, without a body.", None, "post"),
-    Operation("get", "/load", "How many requests are being answered.", answers.Load),
-    Operation("get", "/version", "The server's version.", answers.Version),
-    Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
-    Operation("get", "/openapi.json", "This description, for programs.", "application/json"),
-    Operation("get", "/docs", "This description, for people.", "text/html", is_open=True),
-    Operation("get", "/dashboard", "What the server does, and a chat, for people.", "text/html", is_open=True),
-)
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path, as clients see it.
 
-OF_PAGES = frozenset(
-    {"/", "/docs/files/{name}", "/dashboard/files/{name}", "/dashboard/frames", "/dashboard/simulation"}
-)
-"""Routes that are the pages' own: they change with them."""
+    A body is one of the models of `request`. `answer` is the body's model or its content type, None for an empty body;
+    statuses in `also` have the same. `errors` are those beside 401, which all have that are not `is_open`.
+    """
 
-TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
-"""Where the setting `enable_tokenizer_info_endpoint` is on."""
+    method: Method
+    path: str
+    summary: str
+    answer: type[BaseModel] | str | None
+    request: Sequence[type[ClientModel]] = ()
+    errors: Sequence[int] = ()
+    also: Sequence[int] = ()
+    streams: bool = False
+    is_open: bool = False
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The fields of the query that have an effect, none of them required: their schemas."""
 
-ADMINISTRATION = (
-    Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
-    Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
-    Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
-    Operation("post", "/start_profile", "Record what the next steps do.", answers.Success, errors=(400, 503)),
-    Operation("post", "/stop_profile", "What was recorded, as a Chrome trace.", answers.Trace, errors=(409, 503)),
-    Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
-    Operation("post", "/configure_logging", "Log more or less.", answers.LogLevel, [ConfigureLogging], (400, 413)),
-)
-"""Routes that exist where there are administrators' keys."""
+
+def generates(
+    path: str, summary: str, request: type[ClientModel], answer: type[BaseModel], *, streams: bool = True
+) -> Operation:
+    """An operation that gets a place in the queue and tokens from the engine."""
+    return Operation("post", path, summary, answer, [request], (400, 404, 413, 429, 500, 503, 504), streams=streams)
+
+
+def asks(path: str, summary: str, answer: type[BaseModel], *request: type[ClientModel]) -> Operation:
+    """An operation that needs tokenizer and template alone."""
+    return Operation("post", path, summary, answer, request, (400, 404, 413, 503))
+
+
+def finds(
+    method: Method,
+    path: str,
+    summary: str,
+    answer: type[BaseModel],
+    *,
+    streams: bool = False,
+    query: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Operation:
+    """An operation on what is there already."""
+    return Operation(method, path, summary, answer, errors=(400, 404, 503), streams=streams, query=query or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRoute(Generic[R]):
+    """A path that answers a body with generated text, by one of the writers. Ids of answers begin with `id_prefix`."""
+
+    path: str
+    summary: str
+    request: type[R]
+    answer: type[BaseModel]
+    id_prefix: str
+    stream_writer: Callable[[R, AnswerContext], StreamWriter]
+    body_writer: Callable[[R, AnswerContext], BodyWriter]
+
+    @property
+    def operation(self) -> Operation:
+        return generates(self.path, self.summary, self.request, self.answer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingRoute:
+    """A path that answers a body with the number of tokens of its prompt."""
+
+    path: str
+    summary: str
+    request: type[RequestFields]
+
+    @property
+    def operation(self) -> Operation:
+        return asks(self.path, self.summary, InputTokens, self.request)
+
+
+def _openai_error(error: ApiError, request_id: str | None) -> bytes:
+    return error.body()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One wire format. Everything at `root` and below it speaks it, errors of unknown paths included.
+
+    The app makes the handlers of `generation` and `counting`; those of `others` are in `app.routes`. `error_body` words
+    an error, given the request's id, in the shape of `error_answer`; `request_id_header` is what the dialect's clients
+    read that id from, beside ``x-request-id``. `retired` roots have no routes, and their errors are worded as
+    those of `root`. At and below `shared_roots`, where OpenAI's clients ask as well, its own are known by the header
+    `client_header`.
+    """
+
+    root: str
+    retired: Sequence[str] = ()
+    generation: Sequence[GenerationRoute[Any]] = ()
+    counting: Sequence[CountingRoute] = ()
+    others: Sequence[Operation] = ()
+    error_body: Callable[[ApiError, str | None], bytes] = _openai_error
+    error_answer: type[BaseModel] = ErrorEnvelope
+    request_id_header: bytes | None = None
+    shared_roots: Sequence[str] = ()
+    client_header: str | None = None
+
+    @property
+    def operations(self) -> list[Operation]:
+        """All that can be asked."""
+        generation = [route.operation for route in self.generation]
+        return [*generation, *(route.operation for route in self.counting), *self.others]

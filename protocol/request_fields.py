@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -17,10 +17,7 @@ from engine.errors import InvalidRequest
 from engine.messages import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from protocol.body import RequestBody, at_most, fail_fast
 from protocol.errors import shown
-from protocol.tools.left_out import LeftOut
-
-if TYPE_CHECKING:
-    from protocol.openai.common import GenerationRequest
+from protocol.tools.unsupported import LeftOut
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -119,8 +116,9 @@ class RequestFields(TruncatedPrompt):
                 setattr(self, name, value)
 
     @abstractmethod
-    def translate(self) -> GenerationRequest:
-        """What this asks for, in the one form that the server works with. Raises `ApiError` 400 and `InvalidRequest`.
+    def translate(self) -> RequestFields:
+        """Return this request as a `protocol.openai.generation.GenerationRequest`, the one form that the server works
+        with.
 
-        A dialect's own models translate themselves; OpenAI's are that form.
+        OpenAI's requests return themselves. Raises `ApiError` 400 and `InvalidRequest`.
         """

@@ -19,11 +19,10 @@ from typing import Any
 
 import orjson
 
-from app.bench.answers import read_answer
-from app.bench.connection import ConnectionPool, Exchange
-from app.bench.report import RequestRecord, statistics
-from app.bench.workloads import WorkloadRequest, text_of
-from app.garbage import no_collection
+from app.client import ConnectionPool, Exchange, read_answer
+from app.runtime import no_collection
+from app.workload.datasets import WorkloadRequest, text_of
+from app.workload.report import RequestRecord, statistics
 
 LOOP_TICK = 0.01  # seconds between two looks at how late the event loop is
 MAX_SEND_LAG_MS, MAX_LOOP_LAG_MS, MAX_CPU_SHARE = 10.0, 10.0, 0.9  # of a client whose figures are the server's

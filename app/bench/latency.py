@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import track
 
 from app.bench.offline import open_llm, percentiles_of, write_json
-from app.bench.report import output_file
-from app.settings import Settings, SettingsError
+from app.config.settings import Settings, SettingsError
+from app.workload.report import output_file
 from engine.messages import SamplingParams
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from app.offline import LLM
-from app.setting_sources import Given, check_settings
-from app.settings import Settings
+from app.config.settings import Settings
+from app.config.sources import Given, check_settings
+from app.library import LLM
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

@@ -1,4 +1,4 @@
-"""`headrace bench serve`: a workload against a server, with the flags and the result of vLLM's `bench serve`."""
+"""`headrace bench serve`: a workload against any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import os
 import time
 import uuid
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from app.bench.connection import ConnectionPool, allow_open_files
 from app.bench.driver import Driver
-from app.bench.report import METRICS, SLO_METRICS, RequestRecord, output_file, per_request, summarize
-from app.bench.timelines import compare_with_server
-from app.bench.workloads import WorkloadRequest, add_workload_flags, workload
-from app.setting_sources import env_name
-from app.settings import SettingsError
+from app.client import ConnectionPool, allow_open_files
+from app.config.settings import Settings, SettingsError
+from app.config.sources import env_name
+from app.simulate.driver import simulate
+from app.simulate.machine import Machine, machine_of, read_machine
+from app.workload.datasets import WorkloadRequest, add_workload_flags, workload
+from app.workload.report import METRICS, SLO_METRICS, RequestRecord, output_file, per_request, statistics, summarize
 
 # What each backend of vLLM's asks. Both are OpenAI's API, which many servers speak.
 ENDPOINTS = {
@@ -94,7 +96,7 @@ def run(**given: Any) -> int:
     """Exit code 0, or 1 if nothing was answered. Raises SettingsError for flags that make no sense together."""
     import uvloop
 
-    from app.bench.display import print_result, progress
+    from app.workload.rendering import print_result, progress
 
     options = Namespace(**given)
     check = _Checked(options)
@@ -106,13 +108,11 @@ def run(**given: Any) -> int:
     )
     result |= more
     if simulated is not None:
-        from app.bench.predict import predict
-
         machine, settings = simulated
         result |= predict(requests, machine, settings, result, options.max_concurrency)
     print_result(result)
     if options.html:
-        from app.bench.html import page
+        from app.workload.rendering import page
 
         options.html.write_text(page(result, records), encoding="utf-8")
         print(f"Plots: {options.html}")
@@ -179,8 +179,6 @@ async def _measure(
     await _wait_until_ready(pool, options.ready_check_timeout_sec)
     simulated = None
     if options.predict is not None:
-        from app.bench.predict import simulated_machine
-
         admin_key = os.environ.get(env_name("admin_keys"), "").partition(",")[0]
         headers = {"authorization": f"Bearer {admin_key}"} if admin_key else None
         simulated = simulated_machine(await pool.get_json("/server_info", headers), options.predict)
@@ -280,3 +278,84 @@ def _number(flag: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise SettingsError(f"{flag}: got {text!r}; allowed: a number") from None
+
+
+# -------------------------------------------------------------------------------------------------------------- predict
+# `--predict`: what the simulator says of the same workload, and how far from the truth each figure is.
+
+
+COMPARED = (
+    *("duration", "request_throughput", "output_throughput", "max_concurrent_requests", "total_cached_tokens"),
+    *(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("median", "p90", "p99")),
+)
+
+
+def simulated_machine(server_info: Any, file: str) -> tuple[Machine, Settings]:
+    """What is simulated: of the file, else what the server says of itself. Raises SettingsError."""
+    if file:
+        return read_machine(Path(file), Settings(), flag="--predict")
+    if not isinstance(server_info, dict) or not server_info.get("step_cost"):
+        raise SettingsError(
+            "--predict: the server does not tell what its steps cost. Headrace does at /server_info, to one of its "
+            "admin_keys: put it into HEADRACE_ADMIN_KEYS. Or name a file with the answer: --predict FILE"
+        )
+    try:
+        return machine_of(server_info, Settings())
+    except ValueError as error:
+        raise SettingsError(f"--predict: what the server says of itself is wrong: {error}") from None
+
+
+def predict(
+    requests: Sequence[WorkloadRequest],
+    machine: Machine,
+    settings: Settings,
+    result: Mapping[str, Any],
+    max_concurrency: int | None,
+) -> dict[str, Any]:
+    """`predicted`, by key of the result, and `prediction_error`: predicted over measured, minus 1."""
+    told = simulate(requests, machine, settings, max_concurrency=max_concurrency).result(
+        percentiles=(90, 99), began=0.0
+    )
+    predicted = {key: told[key] for key in COMPARED}
+    errors = {key: value / result[key] - 1 for key, value in predicted.items() if result.get(key)}
+    return {"predicted": predicted, "prediction_error": errors}
+
+
+# ------------------------------------------------------------------------------------------------------------ timelines
+# What a server of this kind says of the same requests: where the time went, and where client and server disagree.
+
+
+MAX_LOOKUPS = 200  # of a run, evenly spread over the last that the server may remember
+REMEMBERED = 1000
+_BEFORE_FIRST_TOKEN = ("receive", "tokenize", "queue", "prefill")
+
+
+async def compare_with_server(pool: ConnectionPool, records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Client's minus server's TTFT and time of the whole request; nothing where the server keeps no timelines.
+
+    The difference of TTFT is the network, the sending and what the client itself adds. The server's medians of each
+    segment say what a first token waits for.
+    """
+    done = [record for record in records if not record.error][-REMEMBERED:]
+    overheads: dict[str, list[float]] = {"ttft_overhead": [], "e2el_overhead": []}
+    segments: dict[str, list[float]] = {}
+    disagreeing = 0
+    for record in done[:: -(-len(done) // MAX_LOOKUPS) or 1]:
+        timeline = await pool.get_json(f"/v1/requests/{quote(record.request_id, safe='')}/timeline")
+        try:
+            seconds = {str(segment["name"]): float(segment["seconds"]) for segment in timeline["segments"]}
+            whole, num_output_tokens = float(timeline["seconds"]), timeline["output_tokens"]
+        except (TypeError, LookupError, ValueError):
+            break  # another server, or it has forgotten
+        overheads["ttft_overhead"].append(record.ttft - sum(seconds.get(name, 0.0) for name in _BEFORE_FIRST_TOKEN))
+        overheads["e2el_overhead"].append(record.end_time - record.start_time - whole)
+        disagreeing += num_output_tokens != record.num_output_tokens
+        for name, value in seconds.items():
+            segments.setdefault(name, []).append(value)
+    compared = len(overheads["ttft_overhead"])
+    if not compared:
+        return {}
+    result: dict[str, Any] = {"timelines_compared": compared, "timelines_with_other_token_counts": disagreeing}
+    for name, values in (overheads | {f"server_{name}": values for name, values in segments.items()}).items():
+        result |= statistics(name, values, (50, 99))
+    return result

@@ -24,9 +24,9 @@ from typing import Any
 from pydantic import ByteSize, SecretStr
 
 from app.bench.offline import percentiles_of, write_json
-from app.bench.report import output_file
-from app.setting_sources import env_name, shown
-from app.settings import Settings, SettingsError
+from app.config.settings import Settings, SettingsError
+from app.config.sources import env_name, shown
+from app.workload.report import output_file
 from gpu.checkpoint import open_model, weight_paths
 
 POLL_SECONDS = 0.01
@@ -80,7 +80,7 @@ def _start(settings: Settings, environment: dict[str, str]) -> dict[str, float]:
     given["PYTHONDONTWRITEBYTECODE"] = ""  # a server that is installed has its compiled files
     reached: dict[str, float] = {}
     began = time.perf_counter()
-    command = [sys.executable, "-m", "app.cli", "serve"]
+    command = [sys.executable, "-m", "app.commands.cli", "serve"]
     with subprocess.Popen(command, env=os.environ | given | environment, stdout=subprocess.DEVNULL) as server:  # noqa: S603
         try:
             while "startup" not in reached:

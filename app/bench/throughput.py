@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.offline import open_llm, write_json
-from app.bench.report import output_file
-from app.bench.workloads import add_dataset_flags, draw_requests, text_of, token_ids_of
-from app.settings import Settings, SettingsError
+from app.config.settings import Settings, SettingsError
+from app.workload.datasets import add_dataset_flags, draw_requests, text_of, token_ids_of
+from app.workload.report import output_file
 from engine.messages import SamplingParams
 
 

@@ -1,7 +1,7 @@
-"""The page at /dashboard, in reading order:
+"""What the page at /dashboard shows: the live feed and the simulator.
 
-frames     one frame: what the page shows of one engine at one moment
-feed       the live feed: the engine's snapshots as frames, for all pages that are open
-simulator  the page's simulator, a short piece with each request
-files      the files of a page, as a browser gets them
+In reading order:
+
+feed       The live feed: engine snapshots as frames for all open pages.
+simulator  The page's simulator, one slice of work per request.
 """

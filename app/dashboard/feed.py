@@ -15,9 +15,8 @@ import msgspec
 from anyio import WouldBlock
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from app.dashboard.frames import MOST_REQUESTS, Service, make_frame
-from app.server import Server
-from app.server_state import Phase
+from app.observability.frames import MOST_REQUESTS, Service, make_frame
+from app.serving.server import Phase, Server
 from engine.commands import GetSnapshot
 from engine.errors import HeadraceError
 from protocol.errors import ApiError

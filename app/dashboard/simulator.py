@@ -16,12 +16,12 @@ import msgspec
 from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.dashboard.frames import MOST_REQUESTS, make_frame
+from app.observability.frames import MOST_REQUESTS, make_frame
 from engine.commands import GetSnapshot
 from protocol.errors import ApiError, to_api_error
 
 if TYPE_CHECKING:
-    from app.simulate.session import Session
+    from app.simulate.driver import Session
 
 MAX_BODY = 64 * 1024  # bytes
 MAX_KEPT, MAX_KEPT_TOKENS = 8, 2**22  # simulations, at least one; their tokens in memory, some 200 MB
@@ -112,7 +112,7 @@ class Simulator:
 
 
 def _begin(piece: Piece) -> Session:
-    from app.simulate.session import Parameters, Session  # what serves needs nothing of it
+    from app.simulate.driver import Parameters, Session  # what serves needs nothing of it
 
     return Session(Parameters.model_validate(piece.parameters))
 
@@ -134,7 +134,7 @@ def _name(piece: Piece, now: float) -> bytes:
 
 
 def _tell(session: Session, piece: Piece) -> bytes:
-    from app.simulate.session import PRESETS
+    from app.simulate.driver import PRESETS
 
     since = session.now
     before = session.simulation.num_steps

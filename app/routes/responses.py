@@ -10,25 +10,30 @@ from typing import Any
 
 import orjson
 
-from app.background import BackgroundScope, follow
-from app.event_log import EventLog
-from app.generation import GenerationTask, count_tokens, encode_conversation, generate, new_head, parse, tell_left_out
-from app.response_store import RunningResponse, StoredResponse
-from app.scope import RequestScope
-from app.server import Server
-from app.server_state import ServedModel
-from app.workload import INLINE_BODY_BYTES, weight_so_far
+from app.http.scope import RequestScope
+from app.runtime import INLINE_BODY_BYTES, weight_so_far
+from app.serving.endpoint import BackgroundScope, follow
+from app.serving.generation import (
+    GenerationTask,
+    count_tokens,
+    encode_conversation,
+    generate,
+    new_head,
+    parse,
+    tell_left_out,
+)
+from app.serving.response_store import EventLog, RunningResponse, StoredResponse
+from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest
 from engine.messages import FinishReason
+from protocol.answers import AnswerContext
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import ChatMessage
 from protocol.openai.logprobs import ChatLogprobs
 from protocol.responses.items import Item, ItemReference, listed, listing, stored_items
 from protocol.responses.output import CANCELLED, ResponseBodyWriter
-from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest
-from protocol.responses.truncation import fit
-from protocol.tools.left_out import LeftOut
-from protocol.writers import AnswerContext
+from protocol.responses.request import InputTokensRequest, ResponsesChat, ResponsesRequest, fit
+from protocol.tools.unsupported import LeftOut
 
 _DELETED = ApiError(404, "The response has been deleted.", param="id", code="not_found")
 _CANCELLED_BY_ANOTHER = ApiError(

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.bench.report import RequestRecord
-from app.bench.workloads import Piece, WorkloadRequest
-from app.settings import Settings
+from app.config.settings import Settings
+from app.workload.datasets import Piece, WorkloadRequest
+from app.workload.report import RequestRecord
 from engine.messages import EngineCoreRequest, SamplingParams
 from engine.simulation.counting import VOCAB_SIZE
 from engine.simulation.simulation import SimulatedRequest

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from app.engine_facts import engine_config
-from app.setting_sources import load_settings
-from app.settings import Settings, SettingsError
-from engine.core.config import EngineConfig
-from engine.scheduler.step_cost import StepCostTable
-from engine.simulation.clock import VirtualClock
-from engine.simulation.counting import CountingExecutor
+from app.config.engine import engine_config
+from app.config.settings import Settings, SettingsError
+from app.config.sources import load_settings
+from engine.config import EngineConfig
+from engine.costs.table import StepCostTable
+from engine.simulation.counting import CountingExecutor, VirtualClock
 
 # Settings that a table of step costs and its KV cache were measured with. A simulation cannot change their values.
 FIXED = (

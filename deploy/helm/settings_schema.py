@@ -1,5 +1,5 @@
-"""Writes what values.schema.json of the chart beside this file says of `settings`, from app.settings. Run it after a
-change of a setting; a test compares.
+"""Writes what values.schema.json of the chart beside this file says of `settings`, from app.config.settings. Run it
+after a change of a setting; a test compares.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from app.setting_types import is_secret, without_none
-from app.settings import Settings
+from app.config.settings import Settings, is_secret, without_none
 
 SCHEMA = Path(__file__).parent / "headrace" / "values.schema.json"
 ELSEWHERE = {"port", "reuse_port", "api_keys_file"}  # a pod has its port alone; keys come from Secrets

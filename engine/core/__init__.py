@@ -1,15 +1,9 @@
-"""The engine's loop: schedule, submit, update, and what keeps it alive when a step fails.
+"""The engine's loop: schedule, submit, update, and isolation of requests that make steps fail.
 
-Runs on the engine's thread, in the server or in a process of its own. Reading order:
+In reading order:
 
-config      the numbers that an engine is made with
-executor    the seam: who computes a plan
-heartbeat   what tells from outside whether steps are made
-quarantine  finds the request that makes steps fail
-lost_time   finds steps that other work on the machine delayed
-calibration  measures what steps cost, while nobody wants one
-step_costs  keeps that up to date, and paces prefill by it
-expert_load  how evenly a model's experts are used
-profile     what steps do with their time, while somebody wants to know
-core        `EngineCore.step`
+heartbeat     The heartbeat that a watchdog reads from another thread or process.
+failures      The search for the request that makes steps fail.
+participants  Step costs, expert load and profiles: what acts around each step.
+core          `EngineCore.step`.
 """

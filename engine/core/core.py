@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from engine.clock import Clock
 from engine.commands import (
     AddRequests,
     Answer,
@@ -36,21 +35,20 @@ from engine.commands import (
     StartProfile,
     StopProfile,
 )
-from engine.core.config import EngineConfig
-from engine.core.executor import Executor, FailedStep, KeepsBlocks, Prepares, StepHandle
-from engine.core.expert_load import ExpertLoad
+from engine.config import Clock, EngineConfig
+from engine.core.failures import Quarantine
 from engine.core.heartbeat import Heartbeat
-from engine.core.profile import StepProfiler
-from engine.core.quarantine import Quarantine
-from engine.core.step_costs import StepCosts
+from engine.core.participants import ExpertLoad, StepCosts, StepProfiler
+from engine.costs.table import StepCostTable
 from engine.errors import EngineDead, InvalidRequest, StepAbandoned
+from engine.executor import Executor, FailedStep, KeepsBlocks, Prepares, StepHandle
 from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, SamplingParams
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.scheduler.request import FINISH_REASONS
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot, StepOutcome, StepSnapshot
-from engine.structured import GrammarCompiler, StructuredOutputManager
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.manager import StructuredOutputManager
 
 logger = logging.getLogger(__name__)
 

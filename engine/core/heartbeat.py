@@ -6,7 +6,7 @@ import mmap
 import time
 from pathlib import Path
 
-from engine.clock import Clock
+from engine.config import Clock
 
 _LAST_PROGRESS, _IS_AWAKE, _KV_SEQUENCE = range(3)
 _SIZE = 3 * 8  # bytes: doubles, which are written and read whole

@@ -1,14 +1,11 @@
-"""From a caller's request to what the caller reads: the two front doors, and what they share.
+"""From a caller's request to what the caller reads.
 
-Used on the front end's thread. Reading order:
+In reading order:
 
-fair_threads      a few threads that tenants take turns at
-input_processor   the last check before the engine; `n` choices become requests of their own
-detokenizer       token ids to text, as they come; stop strings
-observer          who counts: metrics listen here
-request_stream    one request's outbox, and who reads it
-output_processor  an engine's outputs to each caller's stream
-async_llm         `AsyncLLM`, the server's front door: a request is a scope
-shared_engine     a core that several threads use at once; it steps on its own threads
-llm               `LLM`, the offline front door
+input_processor   The last validation before the engine; a request with `n` choices becomes `n` requests.
+request_stream    The outbox of one request, and the observer that metrics use.
+output_processor  Engine outputs to text, usage and figures for each caller's stream.
+async_llm         `AsyncLLM`, the server's front door: a request is a scope.
+shared_engine     One engine core that several threads use at once.
+llm               `LLM`, the offline front door.
 """

@@ -22,7 +22,6 @@ import msgspec
 from anyio.lowlevel import checkpoint
 from tokenizers import Tokenizer
 
-from engine.clock import Clock
 from engine.commands import (
     AddRequests,
     Answer,
@@ -36,27 +35,28 @@ from engine.commands import (
     StartProfile,
     StopProfile,
 )
+from engine.config import Clock
+from engine.costs.table import StepCostTable
+from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, EngineNotReady, InvalidRequest
-from engine.frontend.detokenizer import Vocabulary
-from engine.frontend.fair_threads import FairThreads
+from engine.fairness import FairThreads
 from engine.frontend.input_processor import InputProcessor
-from engine.frontend.observer import NullObserver, Observer
 from engine.frontend.output_processor import OutputProcessor
-from engine.frontend.request_stream import RequestStream
+from engine.frontend.request_stream import NullObserver, Observer, RequestStream
 from engine.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
     FinishReason,
+    RoutingStats,
     SamplingParams,
+    SchedulerStats,
     StructuredOutput,
     Unenforced,
 )
-from engine.routing.stats import RoutingStats
-from engine.scheduler.step_cost import StepCostTable
 from engine.snapshot import EngineSnapshot
-from engine.stats import SchedulerStats
-from engine.structured import CompiledGrammar, GrammarCompiler, Owner
+from engine.structured.compile_queue import Owner
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler
 from engine.transport.channel import wait_done
 from engine.transport.client import EngineClient
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.messages import EngineCoreRequest, SamplingParams
-from engine.structured.token_rules import bad_word_token_ids
+from engine.structured.matchers import bad_word_token_ids
 
 # Microseconds, roughly: what `InputProcessor.cost` is reckoned from.
 _PER_CHOICE = 8

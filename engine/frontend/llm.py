@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from engine.core.core import EngineCore
+from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest, RequestFailed
-from engine.frontend.detokenizer import Vocabulary
 from engine.frontend.input_processor import InputProcessor
 from engine.frontend.output_processor import OutputProcessor
 from engine.frontend.request_stream import RequestStream
@@ -45,7 +45,7 @@ class Generation:
 
 
 class LLM:
-    """Generate for lists of prompts. `app.offline` opens an instance by the name of a model.
+    """Generate for lists of prompts. `app.library` opens an instance by the name of a model.
 
     Threads may share it: calls of `generate` that overlap run together, as one batch.
     """
@@ -70,7 +70,7 @@ class LLM:
         self._engine = SharedEngine(core, OutputProcessor(Vocabulary(tokenizer)))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` samples with where it is given none: what the model's authors recommend, in `app.offline`."""
+        """What `generate` samples with where it is given none: what the model's authors recommend, in `app.library`."""
         return self._default_sampling
 
     def generate(

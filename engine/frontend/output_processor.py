@@ -11,11 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from engine.clock import Clock
+from engine.config import Clock
+from engine.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, TokenDecoder, Vocabulary
 from engine.errors import RequestFailed
-from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, StopStrings, TokenDecoder, Vocabulary
-from engine.frontend.observer import FinishedRequest, NullObserver, Observer
-from engine.frontend.request_stream import FAILURES, RequestStream
+from engine.frontend.request_stream import FAILURES, FinishedRequest, NullObserver, Observer, RequestStream
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,

@@ -1,4 +1,4 @@
-"""The outbox of one request: steps put deltas in, one task takes them out.
+"""The outbox of one request, and the observer that metrics use.
 
 Deltas that pile up in between are merged, so a reader that lags costs memory for its text and for nothing else. Waking
 a task costs several times what a token costs otherwise. So a reader may leave a listener, which is called with what a
@@ -8,10 +8,20 @@ step has brought, and is woken only for what the listener does not take.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 
-from engine.messages import ALL_LOGPROBS, EngineCoreRequest, FinishReason, RequestEvent, RequestOutput, Unenforced
+from engine.messages import (
+    ALL_LOGPROBS,
+    EngineCoreRequest,
+    FinishReason,
+    RequestEvent,
+    RequestOutput,
+    SchedulerStats,
+    Unenforced,
+)
 
 Listener = Callable[[Collection[RequestOutput]], bool]
 """Gets the deltas of a stream's choices, at most one for each, and returns whether it has taken them."""
@@ -174,3 +184,66 @@ def _merge(pending: RequestOutput, output: RequestOutput) -> None:
     pending.embedding = output.embedding
     pending.refusal = output.refusal
     pending.rank_lost = output.rank_lost
+
+
+# ------------------------------------------------------------------------------------------------------------- observer
+# What the front end tells whoever keeps the figures. The application's metrics are one observer; tests have others.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """A request that is gone. Tokens are those of its usage; what it never reached has None for seconds."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    output_tokens: int
+    longest_output: int  # tokens of the choice that got most
+    cached_tokens: int
+    e2e_seconds: float  # arrival to end
+    queue_seconds: float | None  # arrival to first schedule
+    prefill_seconds: float | None  # first schedule to first token
+    decode_seconds: float | None  # first token to end
+
+
+class Observer(Protocol):
+    """Called on the front end's thread. Implementations are quick and never raise. Times are in seconds."""
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        """After each step: the scheduler's stats and how many tokens the step gave to requests that are still open."""
+        ...
+
+    def on_prompt(self, tokens: int) -> None:
+        """The prompts of a request, once: with its first token, or with its end if it never got one."""
+        ...
+
+    def on_first_token(self, seconds: float) -> None:
+        """A choice got its first token, this long after the request's arrival."""
+        ...
+
+    def on_inter_token(self, seconds: float, count: int) -> None:
+        """`count` further tokens came with this step, each `seconds` after the one before it in its choice."""
+        ...
+
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        """A request is gone; once per request."""
+        ...
+
+    def on_delivery(self, seconds: float) -> None:
+        """What the engine had sent was handed over, which took this much of the thread's processor time."""
+        ...
+
+
+class NullObserver:
+    """Keeps no figures."""
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None: ...
+
+    def on_prompt(self, tokens: int) -> None: ...
+
+    def on_first_token(self, seconds: float) -> None: ...
+
+    def on_inter_token(self, seconds: float, count: int) -> None: ...
+
+    def on_request_finished(self, finished: FinishedRequest) -> None: ...
+
+    def on_delivery(self, seconds: float) -> None: ...

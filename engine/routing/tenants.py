@@ -1,8 +1,8 @@
 """Tenants over several engines: what all of them were served, and how many of their requests run at once.
 
-Each engine's scheduler is fair by itself (`engine.scheduler.fairness`). Told what the others have served, it is fair by
-what the tenants got of all. A tenant's limit is kept here: what is beyond it is given to no engine until something of
-that tenant has ended.
+Each engine's scheduler is fair by itself (`engine.scheduler.waiting_queue`). Told what the others have served, it is
+fair by what the tenants got of all. A tenant's limit is kept here: what is beyond it is given to no engine until
+something of that tenant has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which blocks a request gets, and which of them it can share.
+"""Allocation and sharing of blocks, and the events of the prefix cache.
 
 Content is identified by a chain of hashes: a block's hash covers its own tokens, all tokens before it, the tenant, and
 the salt that a client may have sent. The hash is BLAKE2b keyed with a secret of this process, or of the directory that
@@ -9,7 +9,7 @@ Where the device computes a prompt's tokens otherwise than the same ones generat
 also covers which of a block's tokens were generated. So an answer is computed once more as a part of the next turn's
 prompt, and a request's bits still do not depend on who was here before.
 
-A prefix is hit where every group of layers (`engine.scheduler.kv_groups`) has what the next token sees: all blocks of
+A prefix is hit where every group of layers (`engine.plan`) has what the next token sees: all blocks of
 full groups, and the latest of those with a window. What a request has behind its windows is given back at once, and can
 be found until the block is used again.
 """
@@ -22,12 +22,12 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import cycle
 
-from engine.kv_events import KVEvents
+from engine.executor import BlockTier
+from engine.kv_events import KVEvents, PrefixHashes, chunk_size, in_windows
+from engine.plan import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.block_pool import BlockPool
-from engine.scheduler.kv_event_log import KVEventLog
-from engine.scheduler.kv_groups import NO_BLOCK, KVWindows, most_blocks, owned
 from engine.scheduler.request import Request
-from engine.scheduler.tiers import BlockTier, Tiers
+from engine.scheduler.tiers import Tiers
 from engine.snapshot import BlocksSnapshot
 
 _DIGEST_SIZE = 16
@@ -271,3 +271,102 @@ class KVCacheManager:
         tenant, salt = request.tenant.encode(), request.cache_salt.encode()
         owner = len(tenant).to_bytes(4, "big") + tenant + salt
         return blake2b(owner, key=self._key, digest_size=_DIGEST_SIZE, person=b"tenant").digest()
+
+
+# --------------------------------------------------------------------------------------------------------- kv event log
+# What of the prefix cache is told to whoever chooses among several engines: chunks of blocks, as they come and go.
+#
+# A chunk is told as stored when every block of it can be found, and as removed when one of them cannot any more. In
+# models with windows a chunk has two names: one for the groups that keep all tokens, one (`in_windows`) for those that
+# do not, whose blocks go sooner. Nothing is kept or computed until somebody has asked with `PublishKVEvents`. Owned by
+# the KVCacheManager, on the engine's thread.
+
+
+class KVEventLog:
+    """What has changed since it was taken before, and all that there is. With `tells_all` it tells that next.
+
+    Takes some 200 bytes for each chunk and 60 for each block.
+    """
+
+    def __init__(self, kv: KVCacheManager, key: bytes) -> None:
+        self.key = key
+        self.size = chunk_size(kv.block_size)
+        self._kv = kv
+        self._blocks: dict[int, tuple[int, ...]] = {}  # of each chunk that is there
+        self._chunks: list[tuple[int, ...]] = [()] * kv.pool.num_blocks  # of each block
+        self._changes: dict[int, bool] = {}  # chunks that were stored (True) or removed since
+        self._epoch = secrets.randbits(63)
+        self._sequence = 0
+        self.tells_all = True
+
+    @property
+    def has_news(self) -> bool:
+        return self.tells_all or bool(self._changes)
+
+    def note(self, request: Request) -> None:
+        """Blocks of the request were published: chunks of it may have become whole."""
+        kv, size = self._kv, self.size
+        known = request.prefix_hashes
+        if known is None or known.key != self.key:
+            known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.cache_salt)
+        end = request.num_computed_tokens
+        if kv.prompt_form_differs:  # what was generated is nobody's prompt
+            end = min(end, request.num_prompt_tokens)
+        start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)  # again, if preempted
+        for index in range(start, end // size):
+            name = known.hashes[index] if index < len(known.hashes) else known.extend(request.token_ids)
+            for is_windowed, marks in kv.marks_by_kind:
+                chunk = in_windows(name) if is_windowed else name
+                if chunk not in self._blocks:
+                    self._store(chunk, request, index, marks)
+
+    def _store(self, chunk: int, request: Request, index: int, marks: list[bytes]) -> None:
+        kv = self._kv
+        width = self.size // kv.block_size
+        found: list[int] = []
+        for place in range(index * width, (index + 1) * width):
+            content = kv.block_hash(request, place)
+            for mark in marks:
+                block_id = kv.pool.find(content + mark)
+                if block_id is None:
+                    return
+                found.append(block_id)
+        self._blocks[chunk] = tuple(found)
+        for block_id in found:
+            self._chunks[block_id] += (chunk,)
+        if self._changes.pop(chunk, True):
+            self._changes[chunk] = True
+
+    def remove(self, block_id: int) -> None:
+        """What this block holds cannot be found any more."""
+        for chunk in self._chunks[block_id]:
+            for other in self._blocks.pop(chunk):
+                self._chunks[other] = tuple(each for each in self._chunks[other] if each != chunk)
+            if not self._changes.pop(chunk, False):
+                self._changes[chunk] = False
+
+    def clear(self) -> None:
+        """Nothing can be found any more."""
+        for blocks in self._blocks.values():
+            for block_id in blocks:
+                self._chunks[block_id] = ()
+        self._blocks.clear()
+        self._changes.clear()
+        self.tells_all = True
+
+    def take(self) -> KVEvents | None:
+        """What has changed since this was asked before; None if nothing has."""
+        if not self.has_news:
+            return None
+        is_whole, self.tells_all = self.tells_all, False
+        stored = list(self._blocks) if is_whole else [chunk for chunk, is_there in self._changes.items() if is_there]
+        removed = [] if is_whole else [chunk for chunk, is_there in self._changes.items() if not is_there]
+        self._changes.clear()
+        self._sequence += 1
+        return KVEvents(
+            epoch=self._epoch,
+            sequence=self._sequence,
+            stored=array("Q", stored).tobytes(),
+            removed=array("Q", removed).tobytes(),
+            is_whole=is_whole,
+        )

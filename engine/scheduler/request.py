@@ -8,17 +8,13 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from engine.kv_events import PrefixHashes
 from engine.messages import EngineCoreRequest, EventKind, FinishReason, Pooling, RequestEvent, TokenLogprobs
-from engine.scheduler.kv_groups import NO_BLOCK
-from engine.scheduler.plan import NewRequestData
+from engine.plan import NO_BLOCK, NewRequestData
 from engine.snapshot import RequestSnapshot, WaitsFor
-from engine.structured import TokenMatcher
-
-if TYPE_CHECKING:
-    from engine.scheduler.tiers import Load
+from engine.structured.matchers import TokenMatcher
 
 
 class RequestStatus(enum.IntEnum):
@@ -50,7 +46,7 @@ FINISH_REASONS = {
 class Request:
     """Live state of one request. Two counters tell its whole story: `num_computed_tokens` catches up with `num_tokens`.
 
-    `token_ids` is the prompt followed by the output. `block_ids` is the block table (`engine.scheduler.kv_groups`) with
+    `token_ids` is the prompt followed by the output. `block_ids` is the block table (`engine.plan`) with
     room for `room` tokens: place i holds the keys and values of tokens [i * block_size, (i + 1) * block_size).
     `block_hashes[i]` identifies these tokens and everything before them; it is filled lazily, for full blocks only.
     """
@@ -276,3 +272,17 @@ class Request:
             f"Request({self.request_id}, {self.status.name}, computed {self.num_computed_tokens} of "
             f"{self.num_tokens}, {len(self.block_ids)} blocks)"
         )
+
+
+@dataclass(slots=True)
+class Load:
+    """Pieces on their way into blocks. `sources` has the tier each came from, None where it is not there yet, "" where
+    it cannot be had."""
+
+    contents: list[bytes]
+    block_ids: list[int]  # NO_BLOCK where the next token does not see it
+    prefix: list[int]  # the blocks before them, held so that nobody takes them meanwhile
+    sources: list[str | None]
+    requests: list[Request]
+    news: float  # when it began, or its last piece came
+    ticket: int = 0

@@ -1,4 +1,4 @@
-"""All living requests: who waits, who runs, and what changes with that.
+"""All live requests, their transitions and their deadlines.
 
 When a request arrives, starts, is preempted or leaves, then its place in the queue, its tenant's share, its blocks, the
 steps in flight and the runner's rows change together. They do so here and nowhere else. Owned by the Scheduler.
@@ -6,14 +6,17 @@ steps in flight and the runner's rows change together. They do so here and nowhe
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Mapping
+
 from engine.messages import EventKind
+from engine.plan import owned
 from engine.scheduler.changing_prefix import ChangingPrefixes
-from engine.scheduler.fairness import TenantShares
-from engine.scheduler.in_flight import StepsInFlight
 from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.kv_groups import owned
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from engine.scheduler.waiting_queue import WaitingQueue
+from engine.scheduler.steps import StepsInFlight
+from engine.scheduler.waiting_queue import TenantShares, WaitingQueue
 
 
 class RequestTable:
@@ -103,3 +106,35 @@ class RequestTable:
             raise AssertionError("the tenants' counts differ from the requests there are")
         if not set(self.in_flight.latest.num_tokens) <= set(self.running):
             raise AssertionError("a step in flight counts for a request that does not run")
+
+
+# ------------------------------------------------------------------------------------------------------------ deadlines
+# Which requests have run out of time. Owned by the Scheduler; times are seconds of `time.monotonic()`.
+
+
+class Deadlines:
+    """A heap of deadlines, so that a step looks only at those that have passed.
+
+    A request may have two: for its first token and for its end. Most requests end in time and leave their entries
+    behind; when these outnumber the living, the heap is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def watch(self, request: Request) -> None:
+        for deadline in (request.first_token_deadline, request.deadline):
+            if deadline < math.inf:
+                heapq.heappush(self._heap, (deadline, request.request_id))
+
+    def passed(self, now: float, living: Mapping[str, Request]) -> list[Request]:
+        """Living requests that are out of time; each is named once."""
+        if len(self._heap) > 4 * len(living) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in living]
+            heapq.heapify(self._heap)
+        late: dict[str, Request] = {}
+        while self._heap and self._heap[0][0] <= now:
+            request = living.get(heapq.heappop(self._heap)[1])
+            if request is not None and request.is_late(now):
+                late[request.request_id] = request
+        return list(late.values())

@@ -11,7 +11,7 @@ tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.
 first prompt would take the whole budget, half of it goes to prompts at most half as long, running or waiting, the
 shortest of a tenant first.
 
-When blocks run out, the running request of the worst rank (`engine/scheduler/preemption.py`) is preempted: its blocks
+When blocks run out, the running request of the worst rank (`engine/scheduler/admission.py`) is preempted: its blocks
 are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
 preempted for its own sake; it waits with its blocks while those before it go on. In a step ranks change only when
 somebody is preempted, so who has waited as the worst is the next victim, and whoever is left in the end has all the
@@ -32,23 +32,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from engine.core.config import EngineConfig
-from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal
-from engine.scheduler.admission import Admission
-from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST
+from engine.config import EngineConfig
+from engine.costs.table import PacePrefill, StepLoad
+from engine.executor import BlockTier
+from engine.messages import EngineCoreOutput, EngineCoreRequest, EventKind, Refusal, SchedulerStats
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.scheduler.admission import Admission, bystander, worst_ranked
 from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler.plan_draft import PlanDraft
-from engine.scheduler.preemption import bystander, worst_ranked
 from engine.scheduler.request import FINISH_REASONS, Request, RequestStatus
-from engine.scheduler.request_table import RequestTable
-from engine.scheduler.step_budget import PacePrefill
-from engine.scheduler.step_cost import StepLoad
-from engine.scheduler.tiers import BlockTier
+from engine.scheduler.request_table import Deadlines, RequestTable
+from engine.scheduler.steps import PlanDraft
+from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from engine.snapshot import WaitsFor
-from engine.stats import SchedulerStats
-from engine.structured import TokenMatcher
+from engine.structured.matchers import TokenMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +157,7 @@ class Scheduler:
     ) -> SchedulerOutput:
         """The plan of the next step. Each is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
-        It may be made while the step before it is in flight (`engine/scheduler/in_flight.py`), or one in each stage.
+        It may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one in each stage.
         Then it holds no request whose latest token has to be known first, and may be empty though there is work.
 
         `pace_prefill` bounds what requests further behind than one token get while others decode.

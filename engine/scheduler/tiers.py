@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
-from engine.clock import Clock
-from engine.messages import EventKind
-from engine.scheduler.kv_groups import NO_BLOCK, owned
-from engine.scheduler.request import Request
-from engine.stats import TierStats
-
-if TYPE_CHECKING:
-    from engine.scheduler.kv_cache_manager import KVCacheManager
+from engine.config import Clock
+from engine.executor import BlockTier
+from engine.messages import EventKind, TierStats
+from engine.plan import NO_BLOCK, owned
+from engine.scheduler.block_pool import BlockPool
+from engine.scheduler.request import Load, Request
 
 logger = logging.getLogger(__name__)
 
@@ -43,47 +40,22 @@ MAX_CREDIT = 4  # pieces that may be stored at a stretch
 LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
 
 
-class BlockTier(Protocol):
-    """Where pieces are kept. Nothing here waits but `wait`, for a moment, and `close`; `gpu.kv_tiers.tier` has more."""
+class BlockTables(Protocol):
+    """What tiers use of the `KVCacheManager`."""
 
-    key: bytes  # of the hashes, so that they mean the same after a restart
-    blocks_per_piece: int
-    store_seconds: float  # that storing a piece takes from the steps
+    block_size: int
+    num_groups: int
+    marks: list[bytes]
+    pool: BlockPool
 
-    @property
-    def is_storing(self) -> bool: ...
-    @property
-    def has_news(self) -> bool: ...
-    def find(self, name: bytes) -> bool: ...
-    def is_cheaper(self, seconds: float) -> bool: ...
-    def load(self, names: Sequence[bytes], block_ids: Sequence[Sequence[int]]) -> int: ...  # negative ids: not wanted
-    def cancel(self, ticket: int) -> None: ...
-    def poll(self, seconds: float) -> list[tuple[int, int, str | None]]: ...
-    def store(self, name: bytes, block_ids: Sequence[int], worth_seconds: float, *, is_living: bool) -> bool: ...
-    def discard(self, names: Iterable[bytes]) -> None: ...
-    def wait(self) -> None: ...
-    def take_stats(self) -> list[TierStats] | None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True)
-class Load:
-    """Pieces on their way into blocks. `sources` has the tier each came from, None where it is not there yet, "" where
-    it cannot be had."""
-
-    contents: list[bytes]
-    block_ids: list[int]  # NO_BLOCK where the next token does not see it
-    prefix: list[int]  # the blocks before them, held so that nobody takes them meanwhile
-    sources: list[str | None]
-    requests: list[Request]
-    news: float  # when it began, or its last piece came
-    ticket: int = 0
+    def block_hash(self, request: Request, index: int) -> bytes: ...
+    def needs(self, num_places: int) -> list[int]: ...
 
 
 class Tiers:
     """What lies in a tier, as the requests of one scheduler see it."""
 
-    def __init__(self, kv: KVCacheManager, tier: BlockTier, *, only_prompts: bool) -> None:
+    def __init__(self, kv: BlockTables, tier: BlockTier, *, only_prompts: bool) -> None:
         """`only_prompts`: blocks with generated tokens are nobody's prefix, and not stored."""
         self.tier = tier
         self.seconds_per_token = 0.0  # of prefill, as measured; 0 is unknown

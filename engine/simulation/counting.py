@@ -1,15 +1,14 @@
-"""An executor without a device that only counts: for simulations of hours, where nobody reads what is said."""
+"""An executor that only counts, and virtual clocks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from engine.clock import Clock
-from engine.core.executor import StepHandle
-from engine.scheduler.kv_groups import KVWindows
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.scheduler.step_cost import StepLoad, chunk_keys
+from engine.config import Clock
+from engine.costs.table import StepLoad, chunk_keys
+from engine.executor import StepHandle
+from engine.plan import KVWindows, ModelRunnerOutput, SchedulerOutput
 
 StepCost = Callable[[StepLoad], float]
 """Seconds of a step: `StepCostTable.cost`."""
@@ -30,7 +29,7 @@ class SimulatedStep:
 
 
 class CountingExecutor:
-    """An `engine.core.executor.Executor` whose n-th output token of a request is its `sampling.seed` + n.
+    """An `engine.executor.Executor` whose n-th output token of a request is its `sampling.seed` + n.
 
     So whoever gives each request numbers of its own knows its answer beforehand, and prefixes are found in the cache
     where they would be found with real tokens.
@@ -116,3 +115,21 @@ class CountingExecutor:
         return SimulatedStep(output, lambda: self._sleep(end - self._clock()))
 
     def shutdown(self) -> None: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------- clock
+# Time that passes only when somebody says so.
+
+
+class VirtualClock:
+    """An `engine.config.Clock` that stands still but for `sleep`, which returns at once. Not thread-safe."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += max(0.0, seconds)

@@ -11,8 +11,7 @@ from engine.commands import AddRequests, Command, FinishRequests, PublishKVEvent
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from engine.routing.router import WHOLE, Route, Router
-from engine.simulation.clock import VirtualClock
-from engine.simulation.counting import CountingExecutor
+from engine.simulation.counting import CountingExecutor, VirtualClock
 
 MakeCore = Callable[[VirtualClock], tuple[EngineCore, CountingExecutor]]
 

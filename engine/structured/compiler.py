@@ -20,12 +20,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from msgspec import structs
 
+from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
-from engine.frontend.detokenizer import Vocabulary
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, Unenforced
-from engine.structured.compile_queue import CompileQueue, Owner
+from engine.structured.compile_queue import CompileQueue, GrammarCache, Owner
 from engine.structured.grammar import refused, rewritten_grammars, to_llguidance
-from engine.structured.grammar_cache import GrammarCache
 from engine.structured.lenient import loosened
 
 TRIED_TOKENS = 32

@@ -183,7 +183,7 @@ def _as_lark(grammar: str) -> str:
 
 
 def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
-    """Lark for what `protocol.structured.tagged_json` describes."""
+    """Lark for what `protocol.syntax.grammars.tagged_json` describes."""
     tags, triggers = value["tags"], value["triggers"]
     lines: list[str] = []
     if (count := sum(len(_DEFINITION.findall(tag.get("lark", ""))) for tag in tags)) > MAX_DEFINITIONS:

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import EngineCoreRequest
-from engine.scheduler.plan import TokenMasks
+from engine.plan import TokenMasks
 from engine.structured.compile_queue import Owner
 from engine.structured.compiler import CompiledGrammar, GrammarCompiler
-from engine.structured.matcher import GrammarMatcher, TokenMatcher
-from engine.structured.thinking_budget import ThinkingBudget
-from engine.structured.token_rules import TokenRules, mask_of
+from engine.structured.matchers import GrammarMatcher, ThinkingBudget, TokenMatcher, TokenRules, mask_of
 
 MASK_THREADS = 4
 # A thread takes so many masks at a time: handing it work costs about as much as computing eight.
@@ -95,7 +93,7 @@ class StructuredOutputManager:
 
 
 class PendingMasks:
-    """The masks of one plan, on their way: an `engine.scheduler.plan.MasksHandle`."""
+    """The masks of one plan, on their way: an `engine.plan.MasksHandle`."""
 
     def __init__(self, masks: TokenMasks, tasks: Sequence[Future[None]]) -> None:
         self._masks = masks

@@ -1,17 +1,15 @@
-"""The way between the front end and the engine: commands in, events out, across a thread or a process.
+"""The way between the front end and the engine: commands in, events out.
 
-Reading order:
+In reading order:
 
-channel         inbox and outbox of an engine in a thread
-client          `EngineClient`, what the front end sees; the engine's run loop, and the thread around it
-queries         questions that are open
-wire            what crosses a process
-link            the front end's two sockets to an engine
-child           its hold on an engine process of this machine
-remote          its hold on an engine process of another machine
-process_client  `EngineClient` over one process, wherever it is
-process_core    the side of a process of this machine
-remote_core     the side of one on another machine
-replica         one engine of several
-data_parallel   `EngineClient` over several
+channel         The inbox and outbox of an engine in a thread, and open questions.
+client          `EngineClient`, the front end's interface, and the engine's thread.
+wire            Messages between processes as msgpack, and the sockets that carry them.
+child           An engine process of this machine: its sockets, heartbeat and lifeline.
+remote          An engine on another machine, over TCP.
+remote_core     The engine's side of a connection between machines.
+process_client  `EngineClient` over an engine process of this machine.
+process_core    The engine's side of a process boundary.
+replica         One engine of several, with its restarts.
+data_parallel   `EngineClient` over several engines.
 """

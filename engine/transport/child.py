@@ -22,8 +22,7 @@ import zmq
 
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
-from engine.transport.link import Ended, Link
-from engine.transport.wire import HEARTBEAT, Ends
+from engine.transport.wire import HEARTBEAT, Ended, Ends, Link
 
 _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,

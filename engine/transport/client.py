@@ -16,11 +16,10 @@ from anyio import to_thread
 
 from engine.commands import Answer, Break, Close, Command, EngineDied, Question
 from engine.core.core import EngineCore
-from engine.core.executor import Watched
 from engine.errors import EngineDead
+from engine.executor import Watched
 from engine.messages import EngineReady
-from engine.transport.channel import Deliver, EngineChannel, RequestChannel, or_dead
-from engine.transport.queries import Queries
+from engine.transport.channel import Deliver, EngineChannel, Queries, RequestChannel, or_dead
 
 
 class EngineClient(Protocol):

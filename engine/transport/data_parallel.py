@@ -31,15 +31,12 @@ from engine.commands import (
     Question,
     RequestsBegun,
 )
+from engine.costs.table import StepCostTable
 from engine.errors import EngineDead, EngineLost, RequestFailed
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason
-from engine.routing.fleet_size import FleetSize, wanted_engines
-from engine.routing.router import WHOLE, Router
-from engine.routing.stats import RoutingStats
+from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineReady, FinishReason, RoutingStats, SchedulerStats
+from engine.routing.router import WHOLE, FleetSize, Router, wanted_engines
 from engine.routing.tenants import FleetShares, TenantLimits
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST
-from engine.scheduler.step_cost import StepCostTable
-from engine.stats import SchedulerStats
+from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from engine.transport.channel import Deliver
 from engine.transport.replica import NOTHING_DONE, Placed, Replica, described_as_one, merged, timed_out
 

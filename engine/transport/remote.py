@@ -19,8 +19,7 @@ from engine.commands import Command
 from engine.core.heartbeat import Heartbeat
 from engine.curve import CurveServer
 from engine.errors import EngineLost
-from engine.transport.link import Ended, Link
-from engine.transport.wire import Ends, Ping, Pulse
+from engine.transport.wire import Ended, Ends, Link, Ping, Pulse
 
 PING_SECONDS = 0.25  # a lost connection is seen by the next ping
 LAST_EVENT_SECONDS = 0.25  # what was said last and what tells the end come by two connections

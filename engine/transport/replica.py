@@ -10,8 +10,14 @@ import anyio
 import msgspec
 
 from engine.commands import AddRequests
-from engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason
-from engine.stats import SchedulerStats
+from engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    FinishReason,
+    SchedulerStats,
+)
 
 if TYPE_CHECKING:  # it brings ZMQ
     from engine.transport.process_client import ProcessClient

@@ -1,4 +1,4 @@
-"""What a model is made of: its parts under their names in both kinds of files, and what computes with them.
+"""The parts of a model, their names in files, and mixtures of experts.
 
 A family of models is one `Architecture`. With a configuration it gives a `DecoderSpec`, which everybody reads who has
 to do with weights: the readers of files, the layers of `gpu.models`, the library of `gpu.cpu`. What computes something
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu.checkpoint.config import ModelConfig, RopeScaling
-from gpu.checkpoint.header_fields import HeaderField
+from gpu.checkpoint.config import HeaderField, ModelConfig, RopeScaling
 
 Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a part begins and ends
 
@@ -20,7 +19,7 @@ Ranges = tuple[tuple[int, int], ...]  # of each dimension of a tensor: where a p
 @dataclass(frozen=True)
 class Stack:
     """A tensor of a Hugging Face checkpoint that holds a part of every expert, [experts, in_features, outputs], and
-    perhaps one of their biases, `name`_bias [experts, outputs]. It may be there in MXFP4: `gpu.checkpoint.stacks`."""
+    perhaps one of their biases, `name`_bias [experts, outputs]. It may be there in MXFP4: `gpu.checkpoint.tensors`."""
 
     name: str
     start: int = 0  # which of the outputs are the part's: from this on every `step`-th
@@ -38,7 +37,7 @@ class Part:
     offset: float = 0.0  # to be added to what a Hugging Face checkpoint has; a GGUF file has the sums
     gguf_heads: int = 0  # heads whose rows a GGUF file has in another order (`gpu.checkpoint.gguf_model`)
     suffix: str = ".weight"  # a GGUF file's is always this
-    ranges: Ranges | None = None  # of the checkpoint's tensor, where this is one rank's part (`gpu.parallel.cuts`)
+    ranges: Ranges | None = None  # of the checkpoint's tensor, where this is one rank's part (`gpu.sharding`)
     expert: int | None = None  # in a GGUF file, and in a `stack`, it lies under this number among those of all experts
     stack: Stack | None = None  # None: it has a tensor of its own in a Hugging Face checkpoint
 
@@ -147,7 +146,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer, or what one rank has of it (`gpu.parallel.cuts`): a stage that is not the last has
+    """A decoder-only transformer, or what one rank has of it (`gpu.sharding`): a stage that is not the last has
     neither norm nor head, and one that is not the first has an embedding only if that is its head."""
 
     embedding: Part | None
@@ -227,7 +226,7 @@ LLAMA_VALUES: Mapping[str, tuple[Any, ...]] = {
 class Architecture:
     """One family of models: what its files are called and mean, and what each of its layers is made of.
 
-    The numbers that all families have are in `gpu.checkpoint.header_fields`.
+    The numbers that all families have are in `gpu.checkpoint.config`.
     """
 
     name: str  # in `architectures` of config.json
@@ -258,3 +257,49 @@ class Architecture:
             head=None if config.tie_word_embeddings else Part("lm_head", "output", size),
         )
         return self.finish(spec, config)
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+# What the families with a mixture of experts have in common.
+
+
+def mixture_of_experts(
+    config: ModelConfig,
+    index: int,
+    *,
+    router: str,
+    networks: tuple[str, str, str],
+    inner: int,
+    normalized: bool,
+    bias: bool = False,
+    stacks: tuple[Stack, Stack, Stack] | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> MoESpec:
+    """Of layer `index`. `router` and `networks` (gate, up, down) are names within it, the latter with the place of the
+    expert's number; `stacks`, where there are some, of tensors within it. `clamp`: alpha and limit."""
+    hidden, count = config.hidden_size, config.num_experts
+    prefix = f"model.layers.{index}"
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    ggufs = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+    def part(expert: int, place: int) -> Part:
+        stack = stacks[place] if stacks else None
+        return Part(
+            f"{prefix}.{networks[place].format(expert)}",
+            f"blk.{index}.{ggufs[place]}",
+            shapes[place],
+            bias=bias,
+            expert=expert,
+            stack=stack and Stack(f"{prefix}.{stack.name}", stack.start, stack.step),
+        )
+
+    def network(expert: int) -> SwiGLUSpec:
+        gate, up, down = (part(expert, place) for place in range(3))
+        return SwiGLUSpec(gate, up, down) if clamp is None else ClampedSwiGLUSpec(gate, up, down, *clamp)
+
+    return MoESpec(
+        router=Part(f"{prefix}.{router}", f"blk.{index}.ffn_gate_inp", (count, hidden), bias=bias),
+        experts=tuple(map(network, range(count))),
+        top_k=int(config.numbers["num_experts_per_tok"]),
+        normalized=normalized,
+    )

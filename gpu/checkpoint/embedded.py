@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.progress import Progress, no_progress
+from gpu.checkpoint.config import ModelError
+from gpu.checkpoint.model_files import Progress, no_progress
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 EMBEDDED_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its authors' page draws at; the file says nothing

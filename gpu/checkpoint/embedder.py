@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.header_fields import shown
-from gpu.checkpoint.json_file import MAX_JSON, parse_object, read_json, read_text
+from gpu.checkpoint.config import ModelError, shown
+from gpu.checkpoint.hf_files import MAX_JSON, parse_object, read_json, read_text
 
 PoolingKind = Literal["mean", "last"]
 

@@ -18,19 +18,21 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from gpu.checkpoint.config import ModelConfig
-from gpu.checkpoint.default_sampling import HF_KEYS, default_sampling
+from gpu.checkpoint.config import MAX_CHAT_TEMPLATE, ModelConfig, ModelError, check_chat_template, shown
 from gpu.checkpoint.embedder import Embedder, embedder_of_directory
-from gpu.checkpoint.errors import ModelError
-from gpu.checkpoint.foreign_tokenizer import check_tokenizer, tokenizer_errors
-from gpu.checkpoint.header_fields import MAX_CHAT_TEMPLATE, check_chat_template, shown
 from gpu.checkpoint.hf_config import config_from_hf, token_ids
-from gpu.checkpoint.json_file import MAX_JSON, MAX_TOKENIZER_CONFIG, parse_object, read_json, read_text
-from gpu.checkpoint.model_files import ModelFiles
-from gpu.checkpoint.safetensors_header import SafetensorsTensor, read_header
-from gpu.checkpoint.stacks import unstacked
-from gpu.checkpoint.tensors import check_shapes, text_name
-from gpu.checkpoint.tokenizer_steps import check_steps
+from gpu.checkpoint.hf_files import (
+    MAX_JSON,
+    MAX_TOKENIZER_CONFIG,
+    SafetensorsTensor,
+    parse_object,
+    read_header,
+    read_json,
+    read_text,
+)
+from gpu.checkpoint.model_files import HF_KEYS, ModelFiles, default_sampling
+from gpu.checkpoint.tensors import check_shapes, text_name, unstacked
+from gpu.checkpoint.tokenizers import check_steps, check_tokenizer, tokenizer_errors
 
 logger = logging.getLogger(__name__)
 

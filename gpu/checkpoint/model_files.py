@@ -1,22 +1,135 @@
-"""A model as it lies on disk: described at once, read when asked. What the other rooms import from here."""
+"""A model on disk: described at once, read on demand; digest, default sampling, progress."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from gpu.checkpoint.config import ModelConfig
-from gpu.checkpoint.default_sampling import Sampling
+from engine.messages import LOW_END_EXCLUDED, RANGES
+from gpu.checkpoint.config import HeaderField, ModelConfig, ModelError, check_field
 from gpu.checkpoint.embedder import Embedder
-from gpu.checkpoint.progress import Progress, no_progress
+from gpu.checkpoint.gguf_file import GGUFFile
+from gpu.checkpoint.hf_files import read_header
 
-if TYPE_CHECKING:
-    from gpu.checkpoint.gguf_file import GGUFFile
+# ----------------------------------------------------------------------------------------------------- default sampling
+# What a model's authors recommend to sample with, for requests that leave it open.
+#
+# The names are those that vLLM takes of generation_config.json, and those that llama.cpp's converter gives them in
+# GGUF's metadata. A value that no request could ask for is passed over with a warning: it harms only who relies on it.
+
+
+logger = logging.getLogger(__name__)
+
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING_FIELDS = (*_NAMES, "max_tokens")
+HF_KEYS = {name: name for name in _NAMES} | {"max_new_tokens": "max_tokens"}
+GGUF_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+Sampling = Mapping[str, float]
+"""By the names of `SamplingParams`, in their ranges; what is left open is not there."""
+
+
+def default_sampling(find: Callable[[str], Any], keys: Mapping[str, str], source: str) -> Sampling:
+    """What `find` gives for the keys of a file, `source`, by the names of `SamplingParams`."""
+    sampling: dict[str, float] = {}
+    for key, name in keys.items():
+        value = find(key)
+        if value is None:
+            continue
+        if name == "top_k" and value == -1:
+            value = 0  # both mean all tokens
+        low, high = RANGES[name]
+        low = 1e-6 if name in LOW_END_EXCLUDED else max(low, 1) if name == "max_tokens" else low
+        try:
+            number = check_field(HeaderField(type(low), low, high, ""), value, key=key, source=source)
+        except ModelError as error:
+            logger.warning("%s This recommendation for sampling is ignored.", error)
+        else:
+            # GGUF keeps 32 bits: 0.95 would be told as 0.949999988079071.
+            sampling[name] = number if isinstance(number, int) else float(f"{number:.7g}")
+    return sampling
+
+
+# --------------------------------------------------------------------------------------------------------------- digest
+# A digest of a model as it lies on disk, from little enough of it that it costs milliseconds.
+
+
+SAMPLES = 64  # of each file, evenly spread, its beginning and its end among them
+SAMPLE_BYTES = 4096
+
+
+def model_digest(files: ModelFiles) -> bytes:
+    """32 bytes, the same wherever the same files lie; random weights have that of their configuration and seed.
+
+    Each tensor is sampled, so a file in which one tensor was changed has another digest. Files of equal sizes that
+    differ only between the samples have the same digest. Fine-tuning and quantizing change nearly every byte of a
+    tensor, so only a deliberate change goes unseen; and only values that clients are shown rely on the digest.
+    """
+    found = hashlib.blake2b(digest_size=32)
+    found.update(repr((files.config, files.chat_template, sorted(files.special_tokens.items()))).encode())
+    if files.tensors is None:
+        found.update(f"random, seed {files.seed}".encode())
+    for path in weight_paths(files):
+        size = path.stat().st_size
+        found.update(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+                found.update(file.read(SAMPLE_BYTES))
+            for middle in _middles(files, path):
+                file.seek(max(0, middle - SAMPLE_BYTES // 2))
+                found.update(file.read(SAMPLE_BYTES))
+    return found.digest()
+
+
+def _middles(files: ModelFiles, path: Path) -> list[int]:
+    """Return the offset of each tensor's middle byte in a file."""
+    if isinstance(files.tensors, GGUFFile):
+        return [tensor.offset + tensor.nbytes // 2 for tensor in files.tensors.tensors.values()]
+    return [tensor.offset + tensor.num_bytes // 2 for tensor in read_header(path).values()]
+
+
+def weight_paths(files: ModelFiles) -> tuple[Path, ...]:
+    """The files that the weights lie in, none for random ones."""
+    if files.tensors is None:
+        return ()
+    return files.tensors if isinstance(files.tensors, tuple) else (files.tensors.path,)
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+# How slow steps report how far they are.
+
+
+class Progress(Protocol):
+    """A callable that is told about slow steps. It is called from the thread that does the work, and must be quick."""
+
+    def __call__(self, phase: str, done: int, total: int | None) -> None:
+        """`phase` is a short sentence for people, such as "Loading weights".
+
+        `done` and `total` are bytes while something is fetched or verified, tensors while weights are loaded; `total`
+        is None as long as it is unknown. The last call of a phase that succeeds has `done == total`.
+        """
+        ...
+
+
+def no_progress(phase: str, done: int, total: int | None) -> None:
+    """The `Progress` of callers who do not want to know."""
+
+
+# ---------------------------------------------------------------------------------------------------------- model files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,10 @@
-"""The CPU path: the decoder's step in one call of a small C++ library, built when Headrace is installed.
+"""The decoder's step by the C++ library of csrc/.
 
-builds        what processors there is a build of the library for
-library       finds the library and describes its structs
-matrices      weights as the library computes with them: the bits of a GGUF file, or bfloat16
-weights       the way of a checkpoint's tensors into the library's structs
-memory        where weights and KV lie: large pages
-sampling      the draw of `gpu.sampling`, by the library
-decoder       a model on top of it, with the interface that the model runner needs
-communicator  what the ranks of one machine tell each other, through shared memory
+In reading order:
 
-It is for x86 processors with AVX2 and for 64-bit ARM. Elsewhere, and where there is no compiler, models run on torch
-(`gpu.models`), which stays the reference.
+builds        The builds of the library, and the processor flags that each needs.
+library       The loaded library: its functions, structs and sampling.
+weights       Tensors as the library's structs: fields, packing, memory.
+communicator  The ranks of one machine over shared memory.
+decoder       One step of the decoder by one call of the library.
 """

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from gpu.cpu.library import Library
-from gpu.shared_memory import allocate
+from gpu.host import allocate
 
 TIMEOUT = 60.0  # seconds: of a rank that nobody has found to be stopped or gone, so rather long
 

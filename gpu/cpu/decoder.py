@@ -35,7 +35,8 @@ from gpu.checkpoint.architecture import (
     parts_of,
     records_of,
 )
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.tensors import Weight
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import (
     STOP_INTERVAL,
@@ -48,15 +49,12 @@ from gpu.cpu.library import (
     StepStruct,
     StopFunction,
     Threads,
+    draw,
 )
-from gpu.cpu.matrices import BF16, FORMS, LANES
-from gpu.cpu.memory import zeros
-from gpu.cpu.sampling import draw
-from gpu.cpu.weights import PackedWeights
-from gpu.kv_layout import kv_layout
+from gpu.cpu.weights import BF16, FORMS, LANES, PackedWeights, zeros
+from gpu.kv_cache import kv_layout
 from gpu.rotary import rotations
-from gpu.runner import ModelInputs
-from gpu.weights import Weight
+from gpu.runner.runner import ModelInputs
 
 TILE = 16  # tokens: `headrace::kTile`
 MAX_GROUP = 32  # query heads over one KV head: `kMaxRows` of csrc/attention_run.h
@@ -91,7 +89,7 @@ class CPUCausalLM:
     ) -> None:
         """Draws all weights. Raises ModelError if they are not those of `config`.
 
-        `spec` is what a rank has of the model, cut by outputs (`gpu.parallel.cuts`). The tensor ranks of a stage need a
+        `spec` is what a rank has of the model, cut by outputs (`gpu.sharding`). The tensor ranks of a stage need a
         `communicator`, through which they give each other what they compute of up to `max_num_batched_tokens` tokens:
         then every call is a call of all.
         """
@@ -196,8 +194,8 @@ class CPUCausalLM:
             layer.kv_cache, layer.group = self.kv_caches[slot].ctypes.data, group
 
     def forward(self, inputs: ModelInputs, cancellation_check: Callable[[], None] | None = None) -> NDArray[np.float32]:
-        """As `gpu.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so: of several tensor
-        ranks the first one's, and where it ends the pass the others raise StepAbandoned."""
+        """As `gpu.runner.runner.LanguageModel.forward`. `cancellation_check` is asked every 20 ms or so: of several
+        tensor ranks the first one's, and where it ends the pass the others raise StepAbandoned."""
         num_tokens = len(inputs.input_ids)
         if self._max_tokens is not None and num_tokens > self._max_tokens:
             raise ValueError(f"a step has {num_tokens} tokens; the ranks have room for {self._max_tokens}")
@@ -247,7 +245,7 @@ class CPUCausalLM:
         return logits[:, : self.config.vocab_size]
 
     def most_likely(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """As `gpu.runner.LanguageModel.most_likely`. The logits themselves are never written."""
+        """As `gpu.runner.runner.LanguageModel.most_likely`. The logits themselves are never written."""
         token_ids = np.empty(len(hidden), dtype=np.int64)
         finite = np.empty(len(hidden), dtype=np.bool_)
         for part in self._parts(len(hidden)):

@@ -17,12 +17,13 @@ import torch
 from gpu.attention import AttentionMetadata
 from gpu.device.graphs import CudaGraphs, Graphs, Replay, agreed, all_ranks
 from gpu.kernels import linear
-from gpu.kernels.product import MAX_ROWS, TILES, Tile
-from gpu.kv_layout import kv_layout
-from gpu.layers.linear import Product
-from gpu.models import CausalLM
-from gpu.models.served import TorchModel
-from gpu.parallel.communicator import Communicator
+from gpu.kernels.product import MAX_ROWS, TILES
+from gpu.kernels.shapes import Tile
+from gpu.kv_cache import kv_layout
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Product
+from gpu.models.torch_model import TorchModel
+from gpu.sharding import Communicator
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from gpu.parallel.communicator import Communicator
+from gpu.sharding import Communicator
 
 LARGEST = 512  # rows or tokens; the more there are, the less the launches matter
 

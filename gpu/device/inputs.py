@@ -1,18 +1,35 @@
-"""A step's inputs, made on the device out of its rows. Used by the runner.
+"""A step's inputs and sampling parameters, made on the device.
 
 Nothing here waits for the device, and no shape depends on what it holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from engine.messages import TokenLogprobs
+from engine.plan import MasksHandle, SchedulerOutput, TokenMasks
 from gpu.attention import AttentionMetadata
-from gpu.device.tables import DeviceTables
-from gpu.kernels import step_inputs
-from gpu.rows import StepShape
+from gpu.device.tables import PENALIZED_TOGETHER, DeviceTables, on_device
+from gpu.kernels import (
+    LogprobTensors,
+    add_bias,
+    apply_bitmask,
+    apply_penalties,
+    compute_logprobs,
+    gather_rows,
+    sample_tokens,
+    step_inputs,
+)
+from gpu.runner.rows import RowTable, StepShape
+from gpu.sampling.columns import EVERY
+from gpu.sampling.logits import SparseBias, logits_mask
 
 
 class ModelInputs(NamedTuple):
@@ -62,3 +79,148 @@ def samples_of(tables: DeviceTables, num_samples: int, *, all_decode: bool) -> S
     """Of the step whose inputs were made last."""
     indices = None if all_decode else tables.logits_indices[:num_samples]
     return Samples(tables.sampling_rows[:num_samples], tables.sampled_positions[:num_samples], indices)
+
+
+# ------------------------------------------------------------------------------------------------------------- sampling
+# From hidden states to tokens on the device. Used by the runner.
+#
+# The order of operations is that of `gpu.sampling.sampler`; what a seed means is told in `gpu.kernels.sample`.
+# Most steps are plain: nothing changes the logits and nobody asks for log-probabilities. Those are sampled within a
+# graph; for the others the host looks up what is wanted, and the same kernels are started one by one.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFeatures:
+    """What is wanted besides a token at the sampled positions of a step. Places are among these."""
+
+    bias: SparseBias | None  # of logit_bias, and of stop tokens before min_tokens
+    penalized: NDArray[np.int64]  # places
+    masks: MasksHandle | None  # of grammars; waited for when the forward pass has been started
+    plan_indices: NDArray[np.int64]  # of the places, by which the masks know them
+    asking: NDArray[np.int64]  # places whose log-probabilities are wanted
+    num_logprobs: NDArray[np.int64]  # and at each of them, those of how many of the most likely tokens; 0 for `EVERY`
+    asking_all: NDArray[np.int64]  # which of those that ask want those of every token
+    of_grammar: NDArray[np.int64]  # which of them get log-probabilities after the mask of their grammar
+
+    @property
+    def are_none(self) -> bool:
+        return self.bias is None and self.masks is None and not len(self.penalized) and not len(self.asking)
+
+
+class DeviceSampler:
+    """Makes logits and draws from them."""
+
+    def __init__(
+        self, tables: DeviceTables, table: RowTable, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._tables = tables
+        self._table = table
+        self._compute_logits = compute_logits
+
+    def features(self, plan: SchedulerOutput, shape: StepShape) -> SamplingFeatures:
+        rows = shape.sampling_rows
+        num_logprobs = self._table.columns["num_logprobs"][rows]
+        asking = np.flatnonzero(num_logprobs >= 0)
+        return SamplingFeatures(
+            bias=self._table.biases.select(rows, shape.positions),
+            penalized=np.flatnonzero(self._table.columns["is_penalized"][rows]),
+            masks=plan.masks,
+            plan_indices=shape.order[shape.samples],
+            asking=asking,
+            num_logprobs=np.where(num_logprobs == EVERY, 0, num_logprobs)[asking],
+            asking_all=np.flatnonzero(num_logprobs[asking] == EVERY),
+            of_grammar=np.flatnonzero(self._table.columns["of_grammar"][rows][asking]),
+        )
+
+    def sample_plainly(self, hidden: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        """For rows without features: int64 [S] and bool [S], as `gpu.kernels.sample_tokens` gives them. May be
+        captured.
+
+        `hidden` is [T, hidden].
+        """
+        return self._draw(self._logits(hidden, samples), samples)
+
+    def sample(
+        self, hidden: torch.Tensor, samples: Samples, features: SamplingFeatures
+    ) -> tuple[torch.Tensor, torch.Tensor, LogprobTensors | None, torch.Tensor | None]:
+        """For any rows; the third is of those that ask, the fourth, float32 [A, vocab], of those that ask for all."""
+        logits, tables = self._logits(hidden, samples), self._tables
+        device = logits.device
+        asking = on_device(features.asking, device) if len(features.asking) else None
+        raw = None if asking is None else gather_rows(logits, asking)
+        if features.masks is not None:
+            _apply_masks(logits, features.masks.result(), features.plan_indices)
+            if raw is not None and len(features.of_grammar):
+                masked = on_device(features.asking[features.of_grammar], device)
+                raw.index_copy_(0, on_device(features.of_grammar, device), gather_rows(logits, masked))
+        if features.bias is not None or len(features.penalized):
+            logits = logits.float()
+        if features.bias is not None:
+            bias = features.bias
+            add_bias(logits, *(on_device(part, device) for part in (bias.rows, bias.token_ids, bias.values)))
+        for start in range(0, len(features.penalized), PENALIZED_TOGETHER):
+            places = on_device(features.penalized[start : start + PENALIZED_TOGETHER], device)
+            part = gather_rows(logits, places)
+            apply_penalties(
+                part, tables.columns, tables.token_ids, samples.rows[places], scratch=tables.penalty_scratch
+            )
+            logits.index_copy_(0, places, part)
+        token_ids, finite = self._draw(logits, samples)
+        if raw is None or asking is None:
+            return token_ids, finite, None, None
+        logprobs = compute_logprobs(raw, token_ids[asking], int(features.num_logprobs.max()))
+        if not len(features.asking_all):
+            return token_ids, finite, logprobs, None
+        every = gather_rows(raw, on_device(features.asking_all, device)).float().log_softmax(-1)
+        return token_ids, finite, logprobs, every
+
+    def _logits(self, hidden: torch.Tensor, samples: Samples) -> torch.Tensor:
+        rows = hidden if samples.logits_indices is None else gather_rows(hidden, samples.logits_indices)
+        return self._compute_logits(rows)
+
+    def _draw(self, logits: torch.Tensor, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample_tokens(logits, self._tables.columns, samples.rows, samples.positions)
+
+
+def _apply_masks(logits: torch.Tensor, masks: TokenMasks, plan_indices: NDArray[np.int64]) -> None:
+    mask = logits_mask(masks, plan_indices)
+    if mask is None:
+        return
+    mask_rows = np.full(len(logits), -1, dtype=np.int64)
+    mask_rows[mask.rows] = np.arange(len(mask.rows))
+    bits = mask.bits.view(np.int32)
+    num_words = -(-logits.shape[1] // 32)
+    if bits.shape[1] < num_words:  # tokens beyond the bits are not allowed
+        bits = np.pad(bits, ((0, 0), (0, num_words - bits.shape[1])))
+    apply_bitmask(logits, on_device(bits, logits.device), on_device(mask_rows, logits.device))
+
+
+@dataclass(frozen=True)
+class DeviceHiddenStates:
+    """`gpu.runner.prompt_outputs.HiddenStates` on the device. Whoever asks waits for it."""
+
+    hidden: torch.Tensor  # [T, hidden]
+    compute_logits: Callable[[torch.Tensor], torch.Tensor]
+
+    def rows(self, part: slice) -> NDArray[np.float32]:
+        return self.hidden[part].float().cpu().numpy()
+
+    def logprobs(self, part: slice, token_ids: NDArray[np.int64], num_logprobs: int) -> list[TokenLogprobs]:
+        logits = self.compute_logits(self.hidden[part])
+        wants_every = num_logprobs == EVERY
+        num_top = 0 if wants_every else min(num_logprobs, logits.shape[-1])
+        found = compute_logprobs(logits, on_device(token_ids, logits.device), num_top)
+        entries = logprob_entries(token_ids, found, [num_top] * len(token_ids))
+        if wants_every:
+            for entry, values in zip(entries, logits.float().log_softmax(-1).cpu().numpy(), strict=True):
+                entry.every = values.tobytes()
+        return entries
+
+
+def logprob_entries(token_ids: NDArray[np.int64], found: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
+    """Of S tokens, each with so many of the most likely ones: int64 [S], tensors of S rows, and S numbers."""
+    rows = zip(token_ids.tolist(), *(tensor.tolist() for tensor in found), counts, strict=True)
+    return [
+        TokenLogprobs(token_id, chosen, rank, list(zip(top_ids[:count], top[:count], strict=True)))
+        for token_id, chosen, rank, top_ids, top, count in rows
+    ]

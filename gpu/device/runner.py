@@ -1,4 +1,4 @@
-"""The device runner: one plan in, one step started.
+"""`DeviceRunner`: one plan in, one started step, and the download of its tokens.
 
 Made by the worker and used by its thread alone. It does not wait: `submit` returns when the step has been started, and
 the next may be submitted before it has ended; the device runs them one after the other, on one stream.
@@ -9,24 +9,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.core.executor import StepHandle
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from gpu.device.download import DeviceStep, start_download
+from engine.executor import StepHandle
+from engine.messages import TokenLogprobs
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.device.graphs import LARGEST, CudaGraphs, Graphs, Kind, StepGraphs, agreed
-from gpu.device.inputs import ModelInputs, model_inputs, samples_of
-from gpu.device.rows import DeviceRows
-from gpu.device.sampling import DeviceHiddenStates, DeviceSampler
-from gpu.device.tables import DeviceTables
-from gpu.device.upload import Upload
-from gpu.kernels import record_step
-from gpu.models import CausalLM
-from gpu.models.served import TorchModel
-from gpu.prompt_outputs import PromptOutputs
-from gpu.rows import BatchSizes, RowTable, StepShape
-from gpu.runner import FinishedStep, cancellation_check
+from gpu.device.inputs import (
+    DeviceHiddenStates,
+    DeviceSampler,
+    ModelInputs,
+    SamplingFeatures,
+    logprob_entries,
+    model_inputs,
+    samples_of,
+)
+from gpu.device.tables import DeviceRows, DeviceTables, Upload, host_tensor
+from gpu.kernels import LogprobTensors, record_step
+from gpu.models.decoder import CausalLM
+from gpu.models.torch_model import TorchModel
+from gpu.runner.prompt_outputs import PromptOutputs
+from gpu.runner.rows import BatchSizes, RowTable, StepShape
+from gpu.runner.runner import FinishedStep, cancellation_check
+from gpu.sampling.sampler import NamedTokens
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +44,7 @@ STEPS_BETWEEN_CAPTURES = 32
 
 
 class DeviceRunner:
-    """A `gpu.runner.Runner` whose steps run on by themselves.
+    """A `gpu.runner.runner.Runner` whose steps run on by themselves.
 
     `graphs` makes graphs of steps and wants an attention backend that takes padding (`TritonAttention`); without
     it every step runs eagerly, on any backend.
@@ -186,3 +195,74 @@ def make_device_runner(
         max_num_batched_tokens=max_num_batched_tokens,
         graphs=agreed(CudaGraphs(device), model.communicator, device) if device.type == "cuda" else None,
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- download
+# The way of a step's tokens back to the host. Used by the runner.
+
+
+@dataclass
+class DeviceStep:
+    """The handle of a step that has been started, `engine.executor.StepHandle`."""
+
+    shape: StepShape
+    features: SamplingFeatures
+    packed: torch.Tensor  # int32 [S], as of `record_step`: host memory that is being written
+    logprobs: LogprobTensors | None  # likewise, of those that ask
+    every: torch.Tensor | None  # likewise, float32 [A, vocab], of those that ask for all
+    named_tokens: NamedTokens
+    sums: torch.Tensor | None  # likewise, float32 [T], of the states, where not all tokens are sampled from
+    copied: torch.cuda.Event | None = None  # None where nothing has to be waited for
+    prompt_outputs: ModelRunnerOutput | None = None  # what prompts gave, if anybody asked
+
+    def result(self) -> ModelRunnerOutput:
+        if self.copied is not None:
+            self.copied.synchronize()
+        packed = self.packed.numpy()
+        finite = packed >= 0
+        token_ids = np.where(finite, packed, -1 - packed).astype(np.int64)
+        states_finite = None if self.sums is None else np.isfinite(self.sums.numpy())
+        output = self.shape.output(token_ids, finite, self._logprobs(token_ids), states_finite)
+        if self.prompt_outputs is not None:
+            output.prompt_logprobs = self.prompt_outputs.prompt_logprobs
+            output.embeddings = self.prompt_outputs.embeddings
+        return output
+
+    def _logprobs(self, token_ids: NDArray[np.int64]) -> dict[int, TokenLogprobs]:
+        if self.logprobs is None:
+            return {}
+        asking = self.features.asking.tolist()
+        entries = logprob_entries(token_ids[asking], self.logprobs, self.features.num_logprobs.tolist())
+        found = dict(zip(asking, entries, strict=True))
+        if self.every is not None:
+            rows_of = self.shape.sampling_rows
+            for values, i in zip(self.every.numpy(), self.features.asking_all.tolist(), strict=True):
+                sample = asking[i]
+                found[sample].every = values.tobytes()
+                found[sample] = self.named_tokens.told(int(rows_of[sample]), found[sample])
+        return found
+
+
+def start_download(
+    shape: StepShape,
+    features: SamplingFeatures,
+    packed: torch.Tensor,
+    logprobs: LogprobTensors | None,
+    every: torch.Tensor | None,
+    named_tokens: NamedTokens,
+    sums: torch.Tensor | None,
+) -> DeviceStep:
+    """Start copying what a step gives."""
+    copies = None if logprobs is None else LogprobTensors(*(_to_host(tensor) for tensor in logprobs))
+    all_of_some, sums = (None if tensor is None else _to_host(tensor) for tensor in (every, sums))
+    step = DeviceStep(shape, features, _to_host(packed), copies, all_of_some, named_tokens, sums)
+    if packed.is_cuda:
+        step.copied = torch.cuda.Event()
+        step.copied.record()
+    return step
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    # Copied on a CPU too: the next step writes to the same tensor.
+    host = host_tensor(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The requests' rows on the device. Made by the runner; `upload` writes to them, and so do the steps themselves.
+"""The requests' rows on the device, and their updates.
 
 All tables lie in one int32 tensor, the buffer, so that whatever changes in them from one step to the next is one list
 of (offset, values) and one scatter. A table is a view of it, float32 or int64 where its numbers are.
@@ -6,10 +6,17 @@ of (offset, values) and one scatter. A table is a view of it, float32 or int64 w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from gpu.rows import COLUMNS, BatchSizes
+from engine.plan import NewRequestData
+from gpu.kernels import scatter_words
+from gpu.runner.rows import COLUMNS, BatchSizes, RowTable, StepShape
 
 # Rows of logits that are penalized together: the kernel wants a word of scratch for each of them and each token.
 PENALIZED_TOGETHER = 32
@@ -40,9 +47,9 @@ class DeviceTables:
         self._size = 0
 
         columns = device_columns(self.num_rows)
-        # Of the step at hand, as `gpu.rows.StepShape` has them: of each sampled position its row, its place among the
-        # tokens and where in its request the token stands that is to be drawn; of each request its row, its first token
-        # and its length, which the device computes.
+        # Of the step at hand, as `gpu.runner.rows.StepShape` has them: of each sampled position its row, its place
+        # among the tokens and where in its request the token stands that is to be drawn; of each request its row, its
+        # first token and its length, which the device computes.
         samples, requests = ("sampling_rows", "logits_indices", "sampled_positions"), ("batch_rows", "query_start_loc")
         words = {name: column.itemsize // 4 for name, column in columns.items()}
         words |= dict.fromkeys(samples, 2) | dict.fromkeys((*requests, "seq_lens"), 1)
@@ -78,3 +85,126 @@ class DeviceTables:
         self._offsets[name] = self._size
         self._widths[name] = width
         self._size += width * self.num_rows
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+# What of the row table the device must know, and how it gets there. Used by the runner.
+#
+# Tokens and block tables are sent and forgotten; of the columns the host keeps its own.
+
+
+class DeviceRows:
+    """A `gpu.runner.rows.RowStore` that writes to `upload`. Not thread-safe."""
+
+    def __init__(self, table: RowTable, tables: DeviceTables, upload: Upload) -> None:
+        self._columns = table.columns
+        self._tables = tables
+        self._upload = upload
+        self._sent_rows = np.empty(0, dtype=np.int32)  # how the step's rows stand on the device
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        for column in DEVICE_COLUMNS:
+            number = self._columns[column.name][row : row + 1]
+            self._upload.write(self._tables.offset(column.name, row), words_of(number, column.device_dtype))
+        self._upload.write(self._tables.offset("token_ids", row), request.token_ids)
+
+    def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
+        _, num_groups, width = self._tables.block_tables.shape
+        for group in range(num_groups):
+            offset = self._tables.offset("block_tables", row, group * width + start)
+            self._upload.write(offset, block_ids[group::num_groups])
+
+    def remove(self, row: int) -> None:
+        pass  # nobody looks at a row without a request
+
+    def send_shape(self, shape: StepShape, padded_to: int | None) -> None:
+        """Tell the device who is in the step. In one where everybody decodes and samples, the rows are padded to this
+        many, which is all that the device needs; and if they are those of the step before, nothing is sent."""
+        size = self._tables.num_rows - 1
+        rows = np.full(padded_to or size, self._tables.padding_row, dtype=np.int32)
+        rows[: len(shape.rows)] = shape.rows
+        if not np.array_equal(rows, self._sent_rows[: len(rows)]):
+            self._write("batch_rows", rows)
+            self._sent_rows = rows
+        if padded_to is None:
+            # Requests that are not there begin where the last one ends.
+            self._write("query_start_loc", np.pad(shape.query_start_loc, (0, size - len(shape.rows)), "edge"))
+            self._write("sampling_rows", shape.sampling_rows)
+            self._write("logits_indices", shape.logits_indices)
+            self._write("sampled_positions", shape.positions)
+
+    def send_nobody(self) -> None:
+        """A step without requests, for a graph that is captured."""
+        size = self._tables.num_rows
+        self._write("batch_rows", np.full(size - 1, self._tables.padding_row, dtype=np.int32))
+        self._write("query_start_loc", np.zeros(size, dtype=np.int32))
+        self.forget_sent()
+
+    def _write(self, name: str, numbers: NDArray[Any]) -> None:
+        self._upload.write(self._tables.offset(name), words_of(numbers, numbers.dtype.type))
+
+    def forget_sent(self) -> None:
+        """Nobody knows what a step that failed has left on the device."""
+        self._sent_rows = np.empty(0, dtype=np.int32)
+
+
+def words_of(numbers: NDArray[Any], dtype: type[np.generic]) -> list[int]:
+    """Numbers of this type as the signed 32-bit words that they are in memory."""
+    words: list[int] = numbers.astype(dtype).view(np.int32).tolist()
+    return words
+
+
+# --------------------------------------------------------------------------------------------------------------- upload
+# The way of a step's diffs to the device: one copy, one scatter. Used by the runner and by `rows`.
+
+
+class Upload:
+    """Collects writes to a buffer (int32, flat) and sends them together. No word may be written twice in between."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._device = buffer.device
+        self._starts: list[int] = []  # of the segments, each of which goes to consecutive words
+        self._lengths: list[int] = []
+        self._words: list[int] = []  # of all segments
+
+    @property
+    def num_words(self) -> int:
+        """How many words have been written since the last time they were sent."""
+        return len(self._words)
+
+    def write(self, offset: int, words: Sequence[int]) -> None:
+        """Words to write from `offset` on, as signed numbers of 32 bits."""
+        if words:
+            self._starts.append(offset)
+            self._lengths.append(len(words))
+            self._words += words
+
+    def discard(self) -> None:
+        """Forget what has not been sent."""
+        self._starts, self._lengths, self._words = [], [], []
+
+    def send(self) -> None:
+        """Start copying and scattering what was written; whatever is started on the device from here on sees it."""
+        if not self._starts:
+            return
+        sources = [0, *accumulate(self._lengths[:-1])]
+        staged = host_tensor(3 * len(sources) + len(self._words), torch.int32, self._device)
+        staged.numpy()[:] = [*self._starts, *self._lengths, *sources, *self._words]
+        self.discard()
+        scatter_words(self._buffer, staged.to(self._device, non_blocking=True), len(sources))
+
+
+def host_tensor(size: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory for a copy from or to this device that nobody waits for: pinned, where it is a card.
+
+    torch keeps pinned memory for the next to ask, and gives none away that a copy on its way still uses.
+    """
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of what only some steps need; nobody waits for it."""
+    staged = host_tensor(array.shape, torch.from_numpy(array[:0]).dtype, device)
+    staged.copy_(torch.from_numpy(array))
+    return staged.to(device, non_blocking=True)

@@ -24,13 +24,14 @@ noise              counter-based noise, which is what a seed means
 logits_processors  what changes logits before a token is drawn: bias, penalties, the tokens a grammar allows
 logprobs           log-probabilities from a row's log-sum-exp
 step               a step's diffs, inputs and tokens between the tables of the device and the model
+shapes             types that the kernels and their references share
 dispatch           which of the two, kernel or reference
 jit                the kernels themselves
 """
 
 from gpu.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
 from gpu.kernels.attention import AttentionWork, list_attention_work, paged_attention
-from gpu.kernels.experts import Groups, combine, group_rows, grouped_linear, route
+from gpu.kernels.experts import combine, group_rows, grouped_linear, route
 from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
@@ -38,6 +39,7 @@ from gpu.kernels.norm import add_rms_norm
 from gpu.kernels.product import linear
 from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
+from gpu.kernels.shapes import Groups
 from gpu.kernels.step import record_step, scatter_words, step_inputs
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The elementwise half of SwiGLU, GeGLU and the clamped SwiGLU. Imported by gpu.layers.activation."""
+"""The elementwise half of SwiGLU, GeGLU and the clamped SwiGLU. Imported by gpu.models.layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, in the layout of `gpu.kernels.rope`. Called by gpu.attention.triton_backend.
+"""Attention over the paged KV cache, in the layout of `gpu.kernels.rope`. Called by gpu.attention.
 
 What is promised, of kernels and reference:
 

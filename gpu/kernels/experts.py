@@ -1,26 +1,15 @@
 """A mixture of experts around its matrices: who takes which row, products of rows grouped by expert, and their sum.
-Called by gpu.models.experts."""
+Called by gpu.models.blocks."""
 
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from gpu.kernels.dispatch import on_triton
-
-ROWS = 32  # of one expert that a program of the kernel takes at a time
-
-
-class Groups(NamedTuple):
-    """The M = T * top_k pairs of a token and an expert, in the order of the experts. Shapes depend on M alone."""
-
-    order: torch.Tensor  # int64 [M], pairs by their number: token * top_k + place among the token's experts
-    starts: torch.Tensor  # int64 [experts + 1], where in `order` an expert's pairs begin
-    block_ends: torch.Tensor  # int64 [experts], how many blocks of `ROWS` pairs there are up to the end of an expert's
-    top_k: int
+from gpu.kernels.shapes import ROWS, Groups
 
 
 def route(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ the position of the token to be drawn, and the token id.
 Imported by `sample`. Nothing is carried along, so a seed gives the same draws in any batch, after a preemption and on
 any number of blocks; and no tensor of noise is ever stored, because a kernel makes it where it needs it.
 
-The 64 bits of a (seed, position) pair are those of `gpu.sampling.noise`: SplitMix64 (Steele, Lea and Flood, OOPSLA
+The 64 bits of a (seed, position) pair are those of `gpu.sampling.draw`: SplitMix64 (Steele, Lea and Flood, OOPSLA
 2014). Their two halves key two rounds of a 32-bit finalizer with low bias (two multiplications and three xor-shifts,
 constants by C. Wellons' search) over the token id.
 """

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in one pass over the residual stream. Imported by gpu.layers.norm."""
+"""Residual addition and RMSNorm in one pass over the residual stream. Imported by gpu.models.layers."""
 
 from __future__ import annotations
 

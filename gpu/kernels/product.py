@@ -1,23 +1,15 @@
-"""A matrix product for few rows, beside cuBLAS's. Called by gpu.layers.linear; which of the two is chosen by
+"""A matrix product for few rows, beside cuBLAS's. Called by gpu.models.layers; which of the two is chosen by
 gpu.device.choices."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from gpu.kernels.dispatch import on_triton
+from gpu.kernels.shapes import Tile
 
 MAX_ROWS = 8
-
-
-class Tile(NamedTuple):
-    """What of the weight a program of the kernel takes at a time."""
-
-    outputs: int
-    columns: int  # times four: each warp has its own
 
 
 # The more outputs, the less often the input is read; the fewer, the more programs there are.

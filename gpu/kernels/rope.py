@@ -29,7 +29,7 @@ def rope_and_cache(
     `qkv` is [T, num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values; its queries are
     rotated in place and returned as a view, [T, num_heads, head_dim]. What stands in its keys afterwards is
     unspecified. `positions` and `slot_mapping` are int64 [T]. `table` is [2, max_positions, head_dim], the cosines and
-    signed sines of `gpu.layers.rotary.RotaryEmbedding`; pairs are (i, i + head_dim / 2). `qk_norm` is [2, head_dim],
+    signed sines of `gpu.models.layers.RotaryEmbedding`; pairs are (i, i + head_dim / 2). `qk_norm` is [2, head_dim],
     the RMSNorm weights of query and key heads. All arithmetic is float32, rounded once.
     """
     if on_triton(qkv):

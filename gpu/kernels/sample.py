@@ -5,7 +5,7 @@ exponential variate E for each token (`gpu.kernels.noise`), is distributed as th
 (Gumbel, 1954). Filters only exclude runners, so nothing is normalized.
 
 What a seed means: with these kernels, the same logits, parameters, seed and position give the same token, in whatever
-batch and whatever row. The sampler of `gpu.sampling`, which serves on a CPU, draws by inverting the cumulative
+batch and whatever row. The sampler of `gpu.sampling.columns`, which serves on a CPU, draws by inverting the cumulative
 distribution at one uniform number instead, which is cheaper there. So a seed repeats itself on either kind of device,
 but does not carry over from one to the other, as it does not between two servers of any kind.
 """
@@ -18,7 +18,7 @@ import torch
 
 from gpu.kernels.dispatch import on_triton
 from gpu.kernels.noise import exponential_noise
-from gpu.sampling.sampler import FILTERS
+from gpu.sampling.columns import FILTERS
 from gpu.sampling.torch_draw import cutoffs
 
 
@@ -67,7 +67,8 @@ def sample_tokens_reference(
 
 
 def cutoffs_reference(logits: torch.Tensor, columns: Mapping[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """The lowest logit that each row keeps, float32 [S]: `gpu.sampling.torch_draw` in float64. Greedy rows keep all."""
+    """The lowest logit that each row keeps, float32 [S]: `gpu.sampling.torch_draw` in float64. Greedy rows keep
+    all."""
     temperature = columns["temperature"][rows].double().unsqueeze(1)
     probs = (logits.double() / temperature.clamp(min=1e-30)).softmax(-1)
     filters = (columns[column.name][rows] for column in FILTERS)

@@ -12,7 +12,7 @@ import torch
 from gpu.kernels.dispatch import on_triton
 
 if TYPE_CHECKING:
-    from gpu.device.tables import DeviceTables
+    from gpu.kernels.shapes import StepTables
 
 
 def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int) -> None:
@@ -30,7 +30,7 @@ def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int)
 
 
 def step_inputs(
-    tables: DeviceTables, num_requests: int, num_tokens: int, *, all_decode: bool
+    tables: StepTables, num_requests: int, num_tokens: int, *, all_decode: bool
 ) -> tuple[torch.Tensor, ...]:
     """The tokens of the requests in `batch_rows[:num_requests]`, one request after the other: their ids, positions and
     slots, int64 [T] and [groups, T], and the block tables, int32 [groups, R, row_blocks].
@@ -64,10 +64,10 @@ def step_inputs(
 
 
 def record_step(
-    tables: DeviceTables, num_requests: int, token_ids: torch.Tensor, finite: torch.Tensor, packed: torch.Tensor
+    tables: StepTables, num_requests: int, token_ids: torch.Tensor, finite: torch.Tensor, packed: torch.Tensor
 ) -> None:
-    """What `gpu.rows.RowTable.advance` does, on the device: all tokens of the step are computed, and behind them stand
-    those that were sampled, `token_ids`, int64 [S], at `sampled_positions` of `sampling_rows`.
+    """What `gpu.runner.rows.RowTable.advance` does, on the device: all tokens of the step are computed, and behind them
+    stand those that were sampled, `token_ids`, int64 [S], at `sampled_positions` of `sampling_rows`.
 
     To `packed`, int32 [>= S], goes what the host is told: a token, or -1 - token where `finite` says that it means
     nothing. The padding row stays empty.

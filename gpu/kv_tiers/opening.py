@@ -20,15 +20,13 @@ import numpy as np
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelFiles
-from gpu.checkpoint.digest import model_digest, weight_paths
 from gpu.checkpoint.gguf_file import GGUFFile, file_state
+from gpu.checkpoint.model_files import model_digest, weight_paths
 from gpu.cpu.library import load_library
 from gpu.host import available_memory, processor_flags
-from gpu.kv_cache_size import check_memory, size_text
-from gpu.kv_tiers.disk import DiskStore
-from gpu.kv_tiers.memory import HostMemory, KVMemory, TorchMemory
-from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
-from gpu.kv_tiers.ram import RamStore
+from gpu.kv_cache import check_memory, size_text
+from gpu.kv_tiers.chunks import HEADER_BYTES, Checksum, HostMemory, KVMemory, Seal, TorchMemory, read_key
+from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import PIECE_BYTES, BlockStore, KVTier
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.stats import TierStats
-from gpu.kv_tiers.memory import KVMemory, nothing_to_wait_for
+from engine.messages import TierStats
+from gpu.kv_tiers.chunks import KVMemory, nothing_to_wait_for
 from gpu.kv_tiers.worth import LIVING
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,10 @@
-"""The models, by torch. Make a `CausalLM` for a configuration, load its weights and call `forward`.
+"""The models in torch.
 
 In reading order:
 
-decoder       the decoder-only transformer, wired from what a family's record says
-attention     how tokens see each other: a layer for each kind there is
-feed_forward  what a layer does with each token by itself: a layer for each kind there is
-experts       the same where experts share the tokens
-served        a model as the worker and the host's runner want it, in numpy
+layers         Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
+blocks         Attention, feed-forward network and experts of a transformer's layer.
+decoder        The decoder-only transformer, built from a family's record.
+communicators  Tensor ranks by torch.distributed, and tensors in shared memory.
+torch_model    `CausalLM` behind the runner's interface: numpy in, numpy out.
 """
-
-from gpu.models.decoder import CausalLM
-
-__all__ = ["CausalLM"]

@@ -1,4 +1,4 @@
-"""The decoder-only transformer, wired from the record of a family (`gpu.checkpoint.families`).
+"""The decoder-only transformer, wired from the record of a family (`gpu.checkpoint.families.table`).
 
 All tokens of a step lie one after the other in one dimension T, whatever request they belong to; only attention knows
 requests.
@@ -16,18 +16,12 @@ from torch import nn
 from gpu.attention import AttentionBackend, AttentionMetadata
 from gpu.checkpoint import ModelConfig, ModelError
 from gpu.checkpoint.architecture import DecoderSpec, Heads, LayerSpec
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.tensors import checked
-from gpu.kv_layout import kv_layout
-from gpu.layers.embedding import Embedding, LMHead
-from gpu.layers.norm import RMSNorm
-from gpu.layers.rotary import RotaryEmbedding, Rotation
-from gpu.layers.weights import Packs, Place, weight_slots
-from gpu.models.attention import ATTENTION
-from gpu.models.experts import MoE
-from gpu.models.feed_forward import FEED_FORWARD
-from gpu.parallel.communicator import Communicator
-from gpu.parallel.cuts import vocabulary
+from gpu.kv_cache import kv_layout
+from gpu.models.blocks import ATTENTION, FEED_FORWARD, MoE
+from gpu.models.layers import Embedding, LMHead, Packs, Place, RMSNorm, RotaryEmbedding, Rotation, weight_slots
+from gpu.sharding import Communicator, vocabulary
 
 T = TypeVar("T")
 
@@ -48,7 +42,7 @@ class CausalLM(nn.Module):
     ) -> None:
         """`max_model_len` is the longest context that will be served, in tokens. `attention` makes a backend; layers of
         equal heads share one. On the meta device nothing is allocated. `spec` is what a rank has of the model, cut by
-        inputs where that follows heads and inner features (`gpu.parallel.cuts`); the tensor ranks of its stage need a
+        inputs where that follows heads and inner features (`gpu.sharding`); the tensor ranks of its stage need a
         `communicator`, and make every call together.
 
         Raises ModelError for an architecture, a kind of layer or a rope scaling that is not implemented.
@@ -99,7 +93,7 @@ class CausalLM(nn.Module):
         A stage of a pipeline starts from the `residual` stream [T, hidden] of the stage before, which it overwrites; if
         it is not the last, it returns its own.
 
-        Writes the keys and values of the T tokens to `kv_caches`, one for each slot of `gpu.kv_layout`, where the
+        Writes the keys and values of the T tokens to `kv_caches`, one for each slot of `gpu.kv_cache`, where the
         metadata of the layer's group says.
         `cancellation_check` is called before each layer, and may raise to end the pass.
         """
@@ -128,7 +122,7 @@ class CausalLM(nn.Module):
         self.tokens_of_experts.scatter_add_(1, chosen, is_token.expand_as(chosen))
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """The zeroed cache of every slot (`gpu.kv_layout`), in the layout of the attention backend."""
+        """The zeroed cache of every slot (`gpu.kv_cache`), in the layout of the attention backend."""
         backends = self._backends[: self._layout.num_slots]
         return [backend.allocate_kv_cache(num_blocks, dtype, device) for backend in backends]
 

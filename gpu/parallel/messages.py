@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.errors_in_words import ErrorInWords
-from engine.scheduler.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput, TokenMasks
-from gpu.parallel.layout import Layout
+from engine.errors import ErrorInWords
+from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput, TokenMasks
+from gpu.sharding import Layout
 
 
 class Group(msgspec.Struct, array_like=True):

@@ -1,29 +1,39 @@
-"""Ranks on this machine: one plan a step to all of them through shared memory, outputs from one.
+"""Ranks as processes of this machine.
 
-Every rank is a process (`gpu.parallel.rank_process`) with its part of the model, and applies every plan to a row table
+Every rank is a process (`gpu.parallel.rank_main`) with its part of the model, and applies every plan to a row table
 of its own. One that ends, or is stopped, ends all the others at once, and the executor with them; its engine is started
 again. The kernel tells of an end: no timeout has to pass.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol, Self
 
-from engine.core.executor import StepHandle
+import msgspec
+
 from engine.errors import EngineDead, HeadraceError, RankLost
-from engine.scheduler.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
+from engine.executor import StepHandle
+from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import Progress as ReportProgress
 from gpu.host import usable_cores
 from gpu.model_loader import WorkerOptions, resolve_device
-from gpu.parallel.layout import Layout
+from gpu.parallel.links import RingWriter, link_bytes
 from gpu.parallel.messages import (
     Answer,
     CacheSize,
@@ -39,18 +49,17 @@ from gpu.parallel.messages import (
     RankSetup,
     Step,
     Up,
+    decode_up,
     encode,
 )
-from gpu.parallel.rank_child import RankChild
-from gpu.parallel.ring import RingWriter
-from gpu.parallel.stage_link import link_bytes
+from gpu.sharding import Layout
 
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted
 # In which a step that has failed on one rank has to fail on all: else some are waiting for that one, and what ranks
 # know of the batch differs. Time for which a busy machine gives a rank no core does not count.
 FAILURE_SECONDS = 0.5
 
-RANK_MODULE = "gpu.parallel.rank_process"
+RANK_MODULE = "gpu.parallel.rank_main"
 
 OnLost = Callable[[HeadraceError], None]
 
@@ -88,7 +97,7 @@ class RankProcess(Protocol):
 
 
 class MultiprocExecutor:
-    """An `engine.core.executor.Executor` that prepares. Made and used by one thread.
+    """An `engine.executor.Executor` that prepares. Made and used by one thread.
 
     Raises what a rank's loading raises, RankLost where one ends meanwhile.
     """
@@ -156,7 +165,7 @@ class MultiprocExecutor:
         return [rank.pid for rank in self._ranks]
 
     def watch(self, on_lost: OnLost) -> None:
-        """As `engine.core.executor.Watched` has it."""
+        """As `engine.executor.Watched` has it."""
         with self._lock:
             self._on_lost = on_lost
             error = self._error
@@ -398,3 +407,118 @@ def _setup(
         segment=shared.segments[stage] if shared.segments else None,
         store=shared.store,
     )
+
+
+# ----------------------------------------------------------------------------------------------------------- rank child
+# The driver's handle of one rank's process: starts it, receives from it, and tells why it ended.
+#
+# A thread waits for its end, and for a signal that stops it, which is as good as an end: the kernel tells both at once.
+
+
+LONGEST_MESSAGE = 2**30  # bytes
+
+PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+
+class RankChild:
+    """A process of one rank, whose main is `module`. `on_end(index, why)` is called once, on a thread of its own."""
+
+    def __init__(self, index: int, module: str, setup: RankSetup, on_end: Callable[[int, str], None]) -> None:
+        self.index = index
+        self._on_end = on_end
+        ours, theirs = socket.socketpair()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        with theirs:
+            passed = (theirs.fileno(), *setup.descriptors)
+            self._watcher = threading.Thread(
+                target=self._live, args=(module, passed, started), name=f"rank-{index}", daemon=True
+            )
+            self._watcher.start()
+            self._process = started.result()
+        self.connection = Connection(ours.detach())
+        self.connection.send_bytes(msgspec.msgpack.encode(setup, enc_hook=int))  # sizes are ints of a kind of their own
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def seconds_without_a_core(self) -> float:
+        """As the function, of this process."""
+        return seconds_without_a_core(self.pid)
+
+    def receive(self) -> Up:
+        """The next thing that it says. Waits for it; raises EOFError when it has ended."""
+        try:
+            return decode_up(self.connection.recv_bytes(LONGEST_MESSAGE))
+        except OSError as error:  # the connection is reset, or a message cut off
+            raise EOFError from error
+
+    def kill(self) -> None:
+        """At once, whatever it does. Nothing happens if it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGKILL)  # not `Popen.kill`, which would reap it
+
+    def wait_told(self) -> None:
+        """Wait until `on_end` has been called, of a process that has ended."""
+        self._watcher.join()
+
+    def join(self) -> None:
+        """Wait for its end, and let go of it. Once."""
+        self._watcher.join()
+        self._process.wait()
+        self.connection.close()
+
+    def _live(self, module: str, passed: Sequence[int], started: Future[subprocess.Popen[bytes]]) -> None:
+        # It is started here, because the kernel ends it with the thread that has started it.
+        try:
+            process = _start(module, passed, self.index)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        # Left to be waited for, so that its number is not another's before all who know it are done with it.
+        what = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        assert what is not None
+        if what.si_code == os.CLD_EXITED:
+            self._on_end(self.index, f"has ended with status {what.si_status}")
+        elif what.si_code == os.CLD_STOPPED:
+            self._on_end(self.index, f"was stopped by {_name(what.si_status)}")
+        else:
+            self._on_end(self.index, f"was killed by {_name(what.si_status)}")
+
+
+def _start(module: str, passed: Sequence[int], index: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", module, str(passed[0]), f"rank={index}"],  # the last for ps
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, before it could be stopped
+        pass_fds=passed,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},  # what it needs is in the cache by now
+    )
+
+
+def seconds_without_a_core(pid: int) -> float:
+    """For how long a process' threads, all in all, could have run and were not let; 0 where the kernel does not say.
+
+    Of all threads: while one waits for a core, the main thread may be waiting for it.
+    """
+    nanoseconds = 0
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # this one has
+                nanoseconds += int((thread / "schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process with the one that has started it, even if it is stopped then."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

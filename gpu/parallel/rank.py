@@ -1,6 +1,6 @@
 """One rank: its part of the model, and what the driver's messages do to it. How they come is its caller's business.
 
-`gpu.parallel.rank_process` runs one in a process of this machine.
+`gpu.parallel.rank_main` runs one in a process of this machine.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.executor import STEPS_BETWEEN_EXPERT_LOADS, StepHandle
-from engine.errors_in_words import ErrorInWords
-from engine.scheduler.plan import TokenMasks
+from engine.errors import ErrorInWords
+from engine.executor import STEPS_BETWEEN_EXPERT_LOADS, StepHandle
+from engine.plan import TokenMasks
 from gpu.executor import device_name
-from gpu.kv_cache_size import KVCacheSize
-from gpu.model_runner import ModelRunner
-from gpu.parallel.layout import Layout
+from gpu.kv_cache import KVCacheSize
+from gpu.parallel.links import StageLink
 from gpu.parallel.messages import (
     Answer,
     CacheSize,
@@ -31,8 +30,9 @@ from gpu.parallel.messages import (
     Up,
     down_decoder,
 )
-from gpu.parallel.stage_link import StageLink
-from gpu.runner import FinishedStep
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.runner import FinishedStep
+from gpu.sharding import Layout
 from gpu.worker import Worker
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The sampler: one step's logits in, one token per row out.
+"""`Sampler`: a step's logits in, one token and its log-probabilities per row out.
 
 The model runner imports it. It promises that a row's token depends on nothing but that row's logits, parameters, seed
 and position: every operation works through rows independently, and the randomness is counter-based (`noise`).
@@ -17,37 +17,21 @@ The order of operations is vLLM's, because clients tune their parameters to it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
-from engine.scheduler.plan import NewRequestData
-from gpu.columns import Column, parameter
-from gpu.sampling.greedy import largest
-from gpu.sampling.logprobs import token_logprobs
-from gpu.sampling.masks import apply_mask
-from gpu.sampling.metadata import SamplingMetadata
-from gpu.sampling.noise import uniform
-from gpu.sampling.penalties import apply_penalties
+from engine.plan import NewRequestData
+from gpu.sampling.columns import EVERY, FILTERS, TEMPERATURE
+from gpu.sampling.draw import largest, uniform
+from gpu.sampling.logits import LogitsMask, Penalties, SparseBias, apply_mask, apply_penalties
 
 if TYPE_CHECKING:
-    from gpu.sampling.shards import Shards
-
-# Below this a temperature is indistinguishable from greedy, but dividing by it could leave float32's range.
-_MIN_TEMPERATURE = 1e-5
-
-
-def _temperature(request: NewRequestData) -> float:
-    params = request.sampling
-    # With one token left to choose from there is nothing to draw: top_k 1 is greedy, also where logits tie.
-    return 0.0 if params.greedy or params.top_k == 1 else max(params.temperature, _MIN_TEMPERATURE)
-
-
-TEMPERATURE = Column("temperature", np.float32, 0.0, _temperature)  # 0 is greedy
-FILTERS = (parameter("top_k", np.int64), parameter("top_p", np.float64), parameter("min_p", np.float64))
+    from gpu.sampling.draw import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +45,7 @@ class SamplerOutput:
 
 
 class Draw(Protocol):
-    """How tokens are drawn: `gpu.cpu.sampling` has it by the library, `gpu.sampling.torch_draw` by torch."""
+    """How tokens are drawn: `gpu.cpu.library` has it by the library, `gpu.sampling.torch_draw` by torch."""
 
     def __call__(
         self, logits: NDArray[np.float32], *parameters: NDArray[Any]
@@ -126,3 +110,122 @@ def _drawn(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     parameters = [metadata[column.name] for column in (TEMPERATURE, *FILTERS)]
     return draw(logits, *parameters, uniform(metadata["seed"], metadata.positions))
+
+
+# ------------------------------------------------------------------------------------------------------------- logprobs
+# Log-probabilities for the rows that ask: of the token drawn, its rank, and of the most likely tokens.
+#
+# The sampler imports it. They describe the model, so they come from its raw logits: before bias, penalties and
+# temperature.
+
+
+class NamedTokens:
+    """The tokens that requests name to hear their log-probabilities. The row table keeps one for all its rows."""
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, NDArray[np.int64]] = {}
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        if request.sampling.logprob_token_ids:
+            self._token_ids[row] = np.array(request.sampling.logprob_token_ids, dtype=np.int64)
+
+    def remove(self, row: int) -> None:
+        self._token_ids.pop(row, None)
+
+    def told(self, row: int, entry: TokenLogprobs) -> TokenLogprobs:
+        """Return an entry with `every` in the form for this row's request: the named tokens, then the sampled one."""
+        token_ids = self._token_ids.get(row)
+        if token_ids is None or entry.every is None:
+            return entry
+        named = dict(zip(token_ids.tolist(), np.frombuffer(entry.every, np.float32)[token_ids].tolist(), strict=True))
+        named.setdefault(entry.token_id, entry.logprob)
+        return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, list(named.items()))
+
+
+def token_logprobs(
+    raw_logits: NDArray[np.float32], token_ids: NDArray[np.int64], num_logprobs: NDArray[np.int64]
+) -> list[TokenLogprobs]:
+    """What each row asked for. `raw_logits` is [A, vocab], the others are [A]; `num_logprobs` may hold zeros.
+
+    The rank is one more than the number of tokens with a strictly greater logit. Row by row, so that the bits do not
+    depend on the batch, and a row stays in the processor's cache until it is done.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):  # rows that are not sound are found elsewhere
+        return [
+            _entry(logits, token_id, count)
+            for logits, token_id, count in zip(raw_logits, token_ids.tolist(), num_logprobs.tolist(), strict=True)
+        ]
+
+
+def _entry(logits: NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
+    logprobs = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    rank = int(np.count_nonzero(logits > logits[token_id])) + 1
+    if count == EVERY:
+        return TokenLogprobs(token_id, float(logprobs[token_id]), rank, [], every=logprobs.tobytes())
+    top = _largest(logits, count)
+    return TokenLogprobs(
+        token_id, float(logprobs[token_id]), rank, list(zip(top.tolist(), logprobs[top].tolist(), strict=True))
+    )
+
+
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The indices of the `count` largest of float32 [n], or of all, descending; of equal ones the lowest first."""
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
+    columns = 16 * count
+    if columns * 4 > len(values):
+        return np.argsort(-values, kind="stable")[:count]
+    # The largest of each of many groups: as many as are wanted reach a level, and few others do.
+    level = np.partition(values[: len(values) // columns * columns].reshape(-1, columns).max(0), -count)[-count]
+    candidates = np.flatnonzero(values >= level if level > -np.inf else values > level)
+    if len(candidates) < count:  # -inf is all that is left
+        candidates = np.concatenate([candidates, np.flatnonzero(values == -np.inf)[: count - len(candidates)]])
+    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+
+
+# ------------------------------------------------------------------------------------------------------------- metadata
+# How to sample some logits: rows of the row table's columns, and what few of them want besides.
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingMetadata:
+    """S rows of logits, all on the host. Logits i are sampled with the parameters in row `rows[i]` of `columns`."""
+
+    columns: Mapping[str, NDArray[Any]]  # `gpu.sampling.columns.SAMPLING_COLUMNS` and maybe more, not to be written to
+    rows: NDArray[np.int64]  # [S]
+    positions: NDArray[np.int64]  # [S], of the tokens to be sampled, counted from the start of their prompts
+    mask: LogitsMask | None = None  # of the requests' grammars
+    bias: SparseBias | None = None
+    penalties: Penalties | None = None
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        """A column of these rows, [S]."""
+        return self.columns[name][self.rows]
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the largest logit of each row is all that matters."""
+        return (
+            self.mask is None
+            and self.bias is None
+            and self.penalties is None
+            and not self["temperature"].any()
+            and bool((self["num_logprobs"] < 0).all())
+        )
+
+    def of_tokens(self, first: int, last: int) -> SamplingMetadata:
+        """The same for logits of these tokens alone, of which the first is a multiple of 8."""
+        mask, bias, penalties = self.mask, self.bias, self.penalties
+        if mask is not None:
+            mask = replace(mask, bits=mask.bits.view(np.uint8)[:, first // 8 : -(-last // 8)])
+        if bias is not None:
+            bias = bias.of_tokens(first, last)
+        if penalties is not None:
+            penalties = penalties.of_tokens(first, last)
+        return replace(self, mask=mask, bias=bias, penalties=penalties)
+
+    def drawing(self, indices: NDArray[np.int64]) -> SamplingMetadata:
+        """What the draw itself needs, for some of the rows: mask, bias and penalties are left behind."""
+        rows, positions = self.rows[indices], self.positions[indices]
+        return replace(self, rows=rows, positions=positions, mask=None, bias=None, penalties=None)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu.sampling.sampler import FILTERS
+from gpu.sampling.columns import FILTERS
 
 # How many of the most probable tokens are looked at before the next, wider try. At 32 rows of 49,152 on two cores the
 # three cost 2.8, 11 and 57 ms; a nucleus of more than 256 tokens is rare and one of more than 4,096 rarer still.

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, QuantizedRows
-from gpu.checkpoint.families import spec_of
-from gpu.weights.reading import Weight, floats
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.tensors import Weight
+from gpu.weights.reading import floats
 
 BLOCK = 32
 _AT_ONCE = 2**17  # weights, so that what is computed of them stays in the processor's cache

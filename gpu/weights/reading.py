@@ -1,11 +1,11 @@
-"""The weights of a model, one at a time, in numpy: from GGUF, from safetensors, or random. `gpu.weights.tensors` makes
-torch's of them."""
+"""Weights in numpy, one at a time: from GGUF, safetensors, or random."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,32 +13,26 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.checkpoint import ModelError, ModelFiles, QuantizedRows
+from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows
 from gpu.checkpoint.architecture import DecoderSpec, parts_of
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_model import read_tensors
-from gpu.checkpoint.safetensors_header import read_header
-from gpu.checkpoint.slices import ranges_of
-from gpu.checkpoint.stacks import MXFP4Rows, unstacked
-from gpu.checkpoint.tensors import checked, shapes_of, text_name
-from gpu.parallel.cuts import cut
-from gpu.weights.dummy import dummy_weights
-
-# uint16 are the bits of bfloat16, which numpy does not know; other arrays are of a float type.
-Weight = NDArray[Any] | QuantizedRows
+from gpu.checkpoint.hf_files import read_header
+from gpu.checkpoint.tensors import MXFP4Rows, Weight, checked, ranges_of, shapes_of, tensor_shapes, text_name, unstacked
+from gpu.sharding import cut
 
 W = TypeVar("W", bound=Weight)
 
 MAPPED_AT_ONCE = 2**25  # bytes of a file that may be in this process's memory, besides the largest tensors
 
-# Of safetensors; bytes are of MXFP4 (`gpu.checkpoint.stacks`).
+# Of safetensors; bytes are of MXFP4 (`gpu.checkpoint.tensors`).
 _DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U8": np.uint8}
 
 
 def read_weights(files: ModelFiles, spec: DecoderSpec | None = None) -> Iterator[tuple[str, Weight]]:
     """Yield every weight exactly once, in file order, under its Hugging Face name and in its row order. Of a rank's
-    `spec` (`gpu.parallel.cuts`) only its parts, and nothing else is read.
+    `spec` (`gpu.sharding`) only its parts, and nothing else is read.
 
     They are as the file has them, quantized or in its type. `lm_head.weight` is left out where the embedding is tied.
     They may share memory with the mapped file: copy them, do not write to them. Raises `ModelError` for a tensor that
@@ -114,3 +108,40 @@ def _tensors_in(path: Path, mapped: mmap.mmap) -> Iterator[tuple[str, NDArray[An
     for name, tensor in sorted(read_header(path).items(), key=lambda item: item[1].offset):
         values = np.frombuffer(mapped, _DTYPES[tensor.dtype], math.prod(tensor.shape), tensor.offset)
         yield name, values.reshape(tensor.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------- dummy
+# Random weights from a configuration alone, for benchmarks: the speed of a model without its download.
+
+
+STANDARD_DEVIATION = 0.02  # what the supported architectures initialize with
+
+
+def dummy_weights(
+    config: ModelConfig, names: Container[str] | None = None, seed: int = 0
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield every tensor of the model in `config.torch_dtype`, as a `gpu.weights.Weight`: norm weights are 1, all else
+    is N(0, 0.02). With `names`, only these.
+
+    Each tensor has its own generator, seeded by `seed` and its name, so that its values depend neither on the order in
+    which tensors are drawn nor on the ranks that draw them.
+    """
+    for name, shape in tensor_shapes(config).items():
+        if names is not None and name not in names:
+            continue
+        if name.endswith("norm.weight"):
+            numbers = np.ones(shape, dtype=np.float32)
+        else:
+            generator = np.random.Generator(np.random.SFC64(dummy_seed(name, seed)))
+            numbers = generator.standard_normal(shape, dtype=np.float32) * np.float32(STANDARD_DEVIATION)
+        if config.torch_dtype == "bfloat16":
+            yield name, (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            yield name, numbers.astype(config.torch_dtype, copy=False)
+
+
+def dummy_seed(name: str, seed: int) -> int:
+    """Return the seed of one tensor, below 2^63."""
+    return (
+        int.from_bytes(hashlib.sha256(f"{seed} {name}".encode() if seed else name.encode()).digest()[:8], "little") >> 1
+    )

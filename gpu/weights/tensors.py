@@ -1,4 +1,4 @@
-"""The weights of a model as torch tensors, on a device. Imported where torch computes, because it imports torch."""
+"""Weights as torch tensors on a device, through pinned staging buffers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 
 from gpu.checkpoint import ModelConfig, ModelFiles, QuantizedRows
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.families import spec_of
-from gpu.checkpoint.tensors import shapes_of
-from gpu.weights.dummy import STANDARD_DEVIATION, dummy_seed
-from gpu.weights.reading import Weight, read_weights
-from gpu.weights.staging import to_device
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.tensors import Weight, shapes_of
+from gpu.weights.reading import STANDARD_DEVIATION, dummy_seed, read_weights
 
 
 def weights_of(
@@ -23,7 +21,7 @@ def weights_of(
     """As `gpu.weights.read_weights`, on `device` and in the dtype of the file, float32 where the file is quantized.
 
     On the CPU they may share memory with the mapped file. On another device they come one at a time
-    (`gpu.weights.staging`), so no more than the largest of them is there beside what the caller keeps.
+    (`gpu.weights.tensors`), so no more than the largest of them is there beside what the caller keeps.
     """
     if device == "cpu":
         return as_tensors(read_weights(files, spec))
@@ -41,7 +39,7 @@ def as_tensors(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.
 def drawn_on(
     config: ModelConfig, device: str, spec: DecoderSpec | None = None, seed: int = 0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gpu.weights.dummy.dummy_weights`, but other values, drawn on the device: for a large model that takes a
+    """As `gpu.weights.reading.dummy_weights`, but other values, drawn on the device: for a large model that takes a
     second instead of minutes. Those of a rank are no parts of one rank's."""
     dtype = getattr(torch, config.torch_dtype)
     for name, shape in shapes_of(spec or spec_of(config)).items():
@@ -58,3 +56,64 @@ def _tensor(weight: Weight) -> torch.Tensor:
     if weight.dtype == np.uint16:
         return torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(weight)
+
+
+# -------------------------------------------------------------------------------------------------------------- staging
+# The way of a checkpoint to the device, tensor by tensor, through a little pinned memory.
+#
+# Imported when weights are drawn.
+#
+# A copy from pageable memory (a mapped file) first goes through a buffer of the driver's, in small pieces and one after
+# the other. Here two pinned buffers take turns: while one is on its way to the device, the processor fills the other
+# from the file. So the host holds the page cache, which is not ours, and two buffers, never a second copy of the model;
+# and types are converted on the device.
+
+
+BUFFER_SIZE = 64 * 2**20  # bytes: large enough that what a copy costs besides its bytes does not matter
+
+
+def to_device(
+    weights: Iterable[tuple[str, torch.Tensor]], device: torch.device, buffer_size: int = BUFFER_SIZE
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors on `device`, in their own dtype and contiguous. What is there already passes.
+
+    The device is in the middle of copying a tensor when it is yielded: only work on its current stream may use it.
+    """
+    buffers = _Buffers(device, buffer_size)
+    for name, tensor in weights:
+        yield name, tensor if tensor.device.type == device.type else buffers.copy(tensor)
+
+
+class _Buffers:
+    """Two buffers, and when the device is done with each. On a CPU, for tests, neither pinned nor waited for."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._memory: list[torch.Tensor] = []  # made when first needed: many a device is the host
+        self._copied: list[torch.cuda.Event] = []
+        self._size = size
+        self._turn = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` on the device, on its way there."""
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source = tensor.contiguous().reshape(-1).view(torch.uint8)
+        flat = target.reshape(-1).view(torch.uint8)
+        for start in range(0, len(source), self._size):
+            part = source[start : start + self._size]
+            buffer = self._next()[: len(part)]
+            buffer.copy_(part)
+            flat[start : start + len(part)].copy_(buffer, non_blocking=True)
+            if self._is_cuda:
+                self._copied[self._turn].record()
+        return target
+
+    def _next(self) -> torch.Tensor:
+        if not self._memory:
+            self._memory = [torch.empty(self._size, dtype=torch.uint8, pin_memory=self._is_cuda) for _ in range(2)]
+            self._copied = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []
+        self._turn = 1 - self._turn
+        if self._is_cuda:
+            self._copied[self._turn].synchronize()  # at once, if it was never recorded
+        return self._memory[self._turn]

@@ -8,13 +8,13 @@ from functools import partial
 
 import torch
 
-from gpu.attention.triton_backend import TritonAttention
+from gpu.attention import TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.device.choices import choose_products, decode_step, overlap_agrees, seconds_of_graphs
 from gpu.device.graphs import CudaGraphs, Graphs, Replay
 from gpu.kernels.product import MAX_ROWS, TILES
-from gpu.layers.linear import Product
-from gpu.models import CausalLM
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Product
 from gpu.weights.tensors import drawn_on
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card, ModelWork

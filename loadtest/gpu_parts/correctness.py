@@ -17,9 +17,10 @@ from gpu.kernels.attention import attend_reference
 from gpu.kernels.logits_processors import apply_penalties_reference
 from gpu.kernels.logprobs import row_statistics_reference
 from gpu.kernels.norm import add_rms_norm_reference
-from gpu.kernels.product import MAX_ROWS, TILES, Tile
+from gpu.kernels.product import MAX_ROWS, TILES
 from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
+from gpu.kernels.shapes import Tile
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
 from gpu.checkpoint import ModelConfig

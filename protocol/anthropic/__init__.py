@@ -1,11 +1,9 @@
-"""Anthropic's wire format: POST /v1/messages, translated to a chat request and back.
+"""Anthropic's Messages API.
 
-dialect         the record
-messages        the request bodies, and the chat requests that they mean
-tools           tools, those of a form that Anthropic has fixed among them
-blocks          turns and content blocks, and their way into chat messages
-output          the message or its events
-models          what is served, as GET /v1/models tells it
-errors          the envelope of errors, on every route below /v1/messages
-answers         the shapes of answers, for /openapi.json
+In reading order:
+
+blocks    Content blocks, and their translation into chat messages.
+messages  Requests, tools and errors of /v1/messages.
+output    Answers of /v1/messages: one message, or its events.
+dialect   The dialect's record, models list and answer shapes.
 """

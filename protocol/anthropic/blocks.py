@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import BeforeValidator, Discriminator, Tag, WithJsonSchema
 
 from protocol.body import ClientModel, at_most, check_type, fail_fast, json_text, json_type, known_types, type_tag
-from protocol.tools.left_out import MAX_TOLD, Unread, Unserved, none_of, read_or_unread, types_schema
+from protocol.tools.unsupported import MAX_TOLD, Unread, Unserved, none_of, read_or_unread, types_schema
 
 MAX_BLOCKS = 4096  # of one turn
 MAX_BLOCKS_IN_ALL = 16384

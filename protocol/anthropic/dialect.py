@@ -1,12 +1,108 @@
-"""Anthropic's Messages API."""
+"""The dialect's record, models list and answer shapes."""
 
 from __future__ import annotations
 
-from protocol.anthropic.answers import AnthropicError, Message
-from protocol.anthropic.errors import error_body
-from protocol.anthropic.messages import CountTokensRequest, MessagesRequest
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+from protocol.answers import OpenAnswer
+from protocol.anthropic.messages import CountTokensRequest, MessagesRequest, error_body
 from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
-from protocol.dialect import CountingRoute, Dialect, GenerationRoute
+from protocol.body import page_size
+from protocol.errors import ApiError, shown
+from protocol.operations import CountingRoute, Dialect, GenerationRoute
+
+# --------------------------------------------------------------------------------------------------------------- models
+# GET /v1/models and /v1/models/{id}, as Anthropic's clients read them.
+
+
+DEFAULT_LISTED = 20
+MAX_LISTED = 1000
+
+_CURSORS = ("after_id", "before_id")
+
+
+def model_info(name: str, *, created: int, max_model_len: int) -> dict[str, Any]:
+    """One model. Prompt and answer share the context of `max_model_len` tokens, so it is the limit of either."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": max_model_len,
+        "max_tokens": max_model_len,
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "capabilities": None,
+    }
+
+
+def model_page(infos: Sequence[dict[str, Any]], query: Mapping[str, Sequence[str]]) -> bytes:
+    """A page of models: `limit` of them after the one named by `after_id`, or before `before_id`; those of `lifecycle`.
+
+    Raises `ApiError` 400 for a query that is not that.
+    """
+    limit = page_size(query.get("limit", (str(DEFAULT_LISTED),))[-1], MAX_LISTED)
+    if len(given := [name for name in _CURSORS if name in query]) > 1:
+        raise ApiError(400, "after_id and before_id exclude each other; send one of them.", param="before_id")
+    ids = [info["id"] for info in infos]
+    start, end = 0, len(ids)
+    for name in given:
+        if query[name][-1] not in ids:
+            raise ApiError(
+                400, f"{name} must be the id of one of the models, got {shown(query[name][-1])}.", param=name
+            )
+        place = ids.index(query[name][-1])
+        start, end = (place + 1, end) if name == "after_id" else (0, place)
+    stages = [*query.get("lifecycle", ()), *query.get("lifecycle[]", ())]
+    found = [info for info in infos[start:end] if not stages or info["lifecycle"] in stages]
+    page = found[-limit:] if "before_id" in given else found[:limit]
+    return orjson.dumps(
+        {
+            "data": page,
+            "has_more": len(page) < len(found),
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+        }
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+# The shapes of Anthropic's answers; see `protocol.answers`.
+
+
+class AnthropicErrorObject(OpenAnswer):
+    type: str
+    message: str
+
+
+class AnthropicError(OpenAnswer):
+    """The body of an error on Anthropic's routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorObject
+
+
+class Message(OpenAnswer):
+    """A message of Anthropic's API."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[dict[str, Any]]
+    model: str
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
+# -------------------------------------------------------------------------------------------------------------- dialect
+
 
 _MESSAGES = GenerationRoute(
     path="/v1/messages",

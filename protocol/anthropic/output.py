@@ -1,8 +1,8 @@
 """Answers of POST /v1/messages: one message, or its events.
 
-A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers
-read the same parts of the text (`protocol.message_parts`), so a streamed and a whole answer are the same message. A
-call that is cut off is the exception: a stream has announced it as a call, a whole message has it as text.
+A message is blocks of text, thinking and tool use, which never overlap in a stream. Both writers read the same parts of
+the text (`protocol.syntax.message_parts`), so a streamed and a whole answer are the same message. A call that is cut
+off is the exception: a stream has announced it as a call, a whole message has it as text.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import orjson
 
 from engine.messages import FinishReason, RequestOutput
-from protocol.anthropic.errors import envelope
-from protocol.anthropic.messages import MessagesRequest
+from protocol.answers import AnswerContext, Head, event_frame, raise_if_failed
+from protocol.anthropic.messages import MessagesRequest, envelope
 from protocol.errors import ApiError
-from protocol.message_parts import (
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageParser,
     MessagePart,
@@ -27,8 +27,6 @@ from protocol.message_parts import (
     ToolCallStart,
     join,
 )
-from protocol.sse import event_frame
-from protocol.writers import AnswerContext, Head, raise_if_failed
 
 _TEXT_DELTA = (
     b"event: content_block_delta\n"

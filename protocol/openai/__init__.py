@@ -1,17 +1,15 @@
-"""OpenAI's wire formats, in reading order:
+"""OpenAI's wire formats.
 
-dialect       the record
-chat          POST /v1/chat/completions
-completions   POST /v1/completions
-common        request fields that the two share, and their way to `SamplingParams`
-structured    the fields that ask for structured output
-tools         tools in OpenAI's words: definitions, choice, and the calls of earlier turns
-output        what both do with `RequestOutput`: stream chunks, collect, count usage
-message       the parts of a message in chat's spelling: a delta, or the whole
-logprobs      the two logprobs objects
-prompt_parts  what an answer repeats of its prompt: echo, ids, log-probabilities
-long_lists    long lists of an answer as JSON, a piece at a time
-embeddings    POST /v1/embeddings
-models        GET /v1/models, and the 404 of an unknown name
-answers       the shapes of answers, for /openapi.json
+In reading order:
+
+structured   The fields that ask for structured output.
+tools        Tool definitions, tool choice, and calls of earlier turns.
+generation   The fields that chat and completions share, and their way to `SamplingParams`.
+logprobs     Log-probabilities of chat and completions, and long lists in slices.
+output       Answers of chat and completions: chunks, messages and usage.
+chat         POST /v1/chat/completions.
+completions  POST /v1/completions.
+embeddings   POST /v1/embeddings.
+answers      Shapes of answers.
+dialect      The dialect's record and the models list.
 """

@@ -18,11 +18,8 @@ from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
 from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail_fast, json_type, refuse_type
 from protocol.errors import shown
-from protocol.message_parts import MessageFormat
-from protocol.message_syntax import MessageSyntax
-from protocol.openai.common import GenerationRequest
+from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.output import WireFormat
 from protocol.openai.structured import BEYOND_GRAMMARS
 from protocol.openai.tools import (
     AnyTool,
@@ -40,8 +37,10 @@ from protocol.openai.tools import (
     tools_of,
 )
 from protocol.request_fields import RequestFields
-from protocol.tools.functions import ToolUse
-from protocol.tools.left_out import LeftOut, Unread, none_of, read_or_unread, types_of
+from protocol.syntax.message_parts import MessageFormat
+from protocol.syntax.message_syntax import MessageSyntax
+from protocol.tools.kinds import ToolUse
+from protocol.tools.unsupported import LeftOut, Unread, none_of, read_or_unread, types_of
 
 # Of a template: a request cannot set them on the side.
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

@@ -12,9 +12,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from engine.errors import InvalidRequest
 from protocol.body import at_most, fail_fast
-from protocol.openai.common import GenerationRequest
+from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import CompletionLogprobs
-from protocol.openai.output import WireFormat
 from protocol.request_fields import TokenIds
 
 MAX_PROMPTS = 1024

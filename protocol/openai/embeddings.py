@@ -15,13 +15,13 @@ from pydantic import Field, model_validator
 
 from engine.errors import InvalidRequest
 from engine.messages import RequestOutput
+from protocol.answers import AnswerContext, raise_if_failed
 from protocol.body import at_most, fail_fast
 from protocol.openai.chat import MAX_MESSAGES, ChatCompletionRequest, ChatMessage
-from protocol.openai.common import GenerationRequest
 from protocol.openai.completions import Prompt, Prompts, check_token_ids, prompt_list
+from protocol.openai.generation import GenerationRequest
 from protocol.openai.output import UsageMeter
 from protocol.request_fields import MAX_PRIORITY, CacheSalt, RequestId, TruncatedPrompt
-from protocol.writers import AnswerContext, raise_if_failed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,4 +1,4 @@
-"""The two logprobs objects: chat's list of entries, and the parallel arrays of completions.
+"""Log-probabilities of chat and completions, and long lists in slices.
 
 A writer turns what one `RequestOutput` brought into one JSON-ready object. Writers are per choice and fed in order,
 because text offsets run on from chunk to chunk.
@@ -9,11 +9,15 @@ JSON has no infinity, and orjson would write null, so log-probabilities end at -
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from engine.messages import TokenLogprobs
-from protocol.message_parts import TokenBytes
+import msgspec
+import orjson
+
+from engine.messages import ALL_LOGPROBS, RequestOutput, TokenLogprobs
+from protocol.syntax.message_parts import TokenBytes
 
 LogprobsWriter = Callable[[Sequence[TokenLogprobs]], dict[str, Any]]
 
@@ -125,3 +129,113 @@ def most_likely(position: TokenLogprobs) -> list[tuple[int, float]]:
     values = np.frombuffer(position.every, np.float32)
     order = np.argsort(-values, kind="stable")
     return list(zip(order.tolist(), values[order].tolist(), strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------- prompt parts
+# What an answer may repeat of its prompt: echoed text, token ids, log-probabilities.
+#
+# Echo is done to the first output of each choice, before anything else sees it: the prompt's text and log-probabilities
+# come first in it, as if they had been generated. So streams and whole answers cannot differ in it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptParts:
+    """What a client wants to see of its prompts again.
+
+    `echo` is the text that goes before the answer to each prompt, `echo_logprobs` how many likely tokens to show with
+    each echoed one (None: no log-probabilities). `prompt_logprobs` is the request's field of that name.
+    """
+
+    token_ids: Sequence[list[int]]
+    echo: Sequence[str] | None = None
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+
+    def begin(self, output: RequestOutput, prompt: int, token_bytes: TokenBytes) -> RequestOutput:
+        """The first output of a choice of this prompt, with the prompt before it."""
+        if self.echo is None:
+            return output
+        text, logprobs = self.echo[prompt], output.logprobs
+        if self.echo_logprobs is not None:
+            first = self.token_ids[prompt][0]
+            shown = token_bytes(first) and text.encode().startswith(token_bytes(first))
+            entries = [_with_top(entry, self.echo_logprobs) for entry in output.prompt_logprobs or ()]
+            unknown = TokenLogprobs(first, 0.0, FIRST_SHOWN if shown else FIRST_HIDDEN, [])
+            logprobs = [unknown, *entries, *(logprobs or ())]
+        return msgspec.structs.replace(output, text=text + output.text, logprobs=logprobs)
+
+    def logprobs_of(self, entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[dict[str, Any]]:
+        """Some of the `prompt_logprobs` of an answer, which begin with null for the first token: objects
+        `{token id: {logprob, rank, decoded_token}}` with the prompt's own token and the most likely ones."""
+        assert self.prompt_logprobs is not None
+        parts: list[dict[str, Any]] = []
+        for entry in entries:
+            likely = enumerate(_first(most_likely(entry), self.prompt_logprobs), start=1)
+            ranked = [
+                (entry.token_id, entry.logprob, entry.rank),
+                *((token, value, rank) for rank, (token, value) in likely),
+            ]
+            part: dict[str, Any] = {}
+            for token, value, rank in ranked:
+                shown = {"logprob": finite(value), "rank": rank, "decoded_token": spelled(token_bytes(token))}
+                part.setdefault(str(token), shown)
+            parts.append(part)
+        return parts
+
+
+def _with_top(entry: TokenLogprobs, count: int) -> TokenLogprobs:
+    if count == ALL_LOGPROBS or (entry.every is None and len(entry.top) == count):
+        return entry
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, most_likely(entry)[:count])
+
+
+def _first(likely: list[tuple[int, float]], count: int) -> list[tuple[int, float]]:
+    return likely if count == ALL_LOGPROBS else likely[:count]
+
+
+# ----------------------------------------------------------------------------------------------------------- long lists
+# Long lists of an answer as JSON, a piece at a time.
+#
+# The objects of a hundred thousand log-probabilities, made all at once, are a hundred megabytes and long pauses: to
+# write them is one call that keeps the interpreter's lock, and the garbage collector visits them again and again. So
+# only those of a few hundred positions are there at a time, and what is kept of them is their JSON.
+
+
+PIECE = 256  # positions
+
+
+def pieces(entries: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
+    """`entries`, cut; one by one if they are of the whole vocabulary."""
+    piece = PIECE if not entries or entries[-1].every is None else 1
+    for begin in range(0, len(entries), piece):
+        yield entries[begin : begin + piece]
+
+
+def joined(lists: Iterable[Sequence[Any]]) -> orjson.Fragment:
+    """The JSON of one list of all of these lists' entries."""
+    return array_of(map(entries_of, lists))
+
+
+def written(write: LogprobsWriter, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """What `write` makes of the entries, fed piece by piece: an object whose lists are joined."""
+    if len(entries) <= PIECE and not (entries and entries[-1].every is not None):
+        return write(entries)
+    whole: dict[str, Any] = {}
+    for piece in pieces(entries):
+        for key, value in write(piece).items():
+            if isinstance(value, list):
+                whole.setdefault(key, []).append(entries_of(value))
+            else:
+                whole[key] = value
+    return {key: array_of(value) if isinstance(value, list) else value for key, value in whole.items()}
+
+
+def entries_of(values: Sequence[Any]) -> bytes:
+    """The JSON of a list, without its brackets."""
+    return orjson.dumps(values)[1:-1]
+
+
+def array_of(written_entries: Iterable[bytes]) -> orjson.Fragment:
+    """The list that has all of these entries, of which some may be none."""
+    return orjson.Fragment(b"[" + b",".join(filter(None, written_entries)) + b"]")

@@ -1,4 +1,4 @@
-"""What chat and completions do alike with `RequestOutput`: stream it as chunks, collect it, count usage.
+"""Answers of chat and completions: chunks, messages and usage.
 
 The two differ in data, not in steps: a `WireFormat` says how a choice spells its text. `ChoicesStreamWriter` is on the
 per-token path: without logprobs and running usage, a chunk costs one `orjson.dumps` of its text between two byte
@@ -7,7 +7,7 @@ strings made once per choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,43 +15,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
+from protocol.answers import DONE, AnswerContext, data_frame, raise_if_failed
 from protocol.errors import ApiError
-from protocol.message_parts import ContentDelta, MessageParser, MessagePart, TokenBytes, join
-from protocol.openai.logprobs import LogprobsWriter
-from protocol.openai.long_lists import joined, pieces, written
-from protocol.openai.message import delta, in_old_form, message_fields
-from protocol.sse import DONE, data_frame
-from protocol.writers import AnswerContext, raise_if_failed
+from protocol.openai.logprobs import LogprobsWriter, joined, pieces, written
+from protocol.syntax.message_parts import (
+    ContentDelta,
+    MessageParser,
+    MessagePart,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallInput,
+    ToolCallStart,
+    join,
+)
 
 if TYPE_CHECKING:
-    from protocol.openai.common import GenerationRequest
+    from protocol.openai.generation import GenerationRequest
+
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 """The API's words for ends that are answers. `abort` (the operator's, the client is still there) is vLLM's."""
 
 
 _NOTHING: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class WireFormat:
-    """How one endpoint spells a choice.
-
-    `opening` is the first chunk of a choice (None for none), `closing` the text part of the chunk with the
-    finish reason, which carries no text; `chunk_text` and `full_text` put text in a chunk and in a whole response.
-    `prompt_in_choice` tells whether what is repeated of a prompt belongs to each choice or to the whole.
-    """
-
-    chunk_object: str
-    full_object: str
-    opening: dict[str, Any] | None
-    closing: dict[str, Any]
-    chunk_text: Callable[[str], dict[str, Any]]
-    full_text: Callable[[str], dict[str, Any]]
-    logprobs: Callable[[TokenBytes, bool, Container[int], int], LogprobsWriter]
-    prompt_in_choice: bool
-    choice_nulls: dict[str, None]  # keys that users read from a whole response although few requests fill them
-    body_nulls: dict[str, None]
 
 
 class UsageMeter:
@@ -355,3 +341,60 @@ class _CollectedChoice:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+
+# -------------------------------------------------------------------------------------------------------------- message
+# The parts of a message in chat completions' spelling: one delta of a stream, and the whole message.
+
+
+def delta(part: MessagePart) -> dict[str, Any]:
+    """`part` as the delta of a chunk: a call's id and name once, its arguments in pieces."""
+    match part:
+        case ReasoningDelta(text):
+            return {"reasoning": text, "reasoning_content": text}
+        case ContentDelta(text):
+            return {"content": text}
+        case ToolCallStart(index):
+            return {"tool_calls": [{"index": index, **_begun(part)}]}
+        case ToolCallArguments(index, fragment):
+            return {"tool_calls": [{"index": index, "function": {"arguments": fragment}}]}
+        case ToolCallInput(index, fragment):
+            return {"tool_calls": [{"index": index, "custom": {"input": fragment}}]}
+
+
+def in_old_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """A delta or a message with its call, of which there is one at most, told as `function_call`."""
+    others = {name: value for name, value in fields.items() if name != "tool_calls"}
+    return {**others, "function_call": fields["tool_calls"][0]["function"]} if "tool_calls" in fields else fields
+
+
+def _begun(start: ToolCallStart) -> dict[str, Any]:
+    if start.is_custom:
+        return {"id": start.call_id, "type": "custom", "custom": {"name": start.name, "input": ""}}
+    return {"id": start.call_id, "type": "function", "function": {"name": start.name, "arguments": ""}}
+
+
+def message_fields(parts: Iterable[MessagePart]) -> dict[str, Any]:
+    """The fields of a whole message that `parts` fill. Content is null if there is none but calls or reasoning."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in join(parts):
+        match part:
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ContentDelta(text):
+                content.append(text)
+            case ToolCallStart():
+                calls.append(_begun(part))
+            case ToolCallArguments(index, fragment):
+                calls[index]["function"]["arguments"] += fragment
+            case ToolCallInput(index, fragment):
+                calls[index]["custom"]["input"] += fragment
+    thought = "".join(reasoning) if reasoning else None
+    fields = {
+        "content": "".join(content) if content or not (calls or reasoning) else None,
+        "reasoning": thought,
+        "reasoning_content": thought,
+    }
+    return {**fields, "tool_calls": calls} if calls else fields

@@ -19,8 +19,8 @@ from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
 from engine.messages import StructuredOutput, StructuredOutputKind
-from protocol import structured
 from protocol.body import ClientModel, RequestBody, at_most, fail_fast, json_type, known_types, type_tag
+from protocol.syntax import grammars
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
@@ -111,8 +111,8 @@ class StructuralTagFormat(ClientModel):
 
     def grammar(self) -> StructuredOutput:
         """The grammar that this describes."""
-        tags = [structured.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
-        return structured.tagged_json(tags, triggers=self.triggers)
+        tags = [grammars.Tag(entry.begin, entry.schema_, entry.end) for entry in self.structures]
+        return grammars.tagged_json(tags, triggers=self.triggers)
 
 
 ResponseFormat = Annotated[
@@ -150,9 +150,9 @@ class StructuredOutputs(ClientModel):
     def to_structured_output(self) -> StructuredOutput:
         """The grammar that this describes."""
         if self.json_ is not None:
-            found = structured.json_schema(self.json_)
+            found = grammars.json_schema(self.json_)
         elif self.choice is not None:
-            found = structured.choice(self.choice)
+            found = grammars.choice(self.choice)
         elif self.structural_tag is not None:
             found = self.structural_tag.grammar()
         elif self.json_object:
@@ -233,18 +233,18 @@ class StructuredOutputFields(RequestBody):
             case JsonSchemaFormat(json_schema=NamedSchema(schema_=None)) | JsonObjectFormat(schema_=None):
                 found["response_format"] = _of(StructuredOutputKind.JSON_OBJECT, "")
             case JsonSchemaFormat(json_schema=NamedSchema(schema_=schema, strict=strict)) if schema is not None:
-                found["response_format"] = structured.json_schema(schema, lenient=not strict)
+                found["response_format"] = grammars.json_schema(schema, lenient=not strict)
             case JsonObjectFormat(schema_=schema) if schema is not None:
-                found["response_format"] = structured.json_schema(schema, lenient=True)
+                found["response_format"] = grammars.json_schema(schema, lenient=True)
             case StructuralTagFormat() as tags:
                 found["response_format"] = tags.grammar()
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs.to_structured_output()
         for name, schema in (("guided_json", self.guided_json), ("json_schema", self.json_schema)):
             if schema is not None:
-                found[name] = structured.json_schema(schema)
+                found[name] = grammars.json_schema(schema)
         if self.guided_choice is not None:
-            found["guided_choice"] = structured.choice(self.guided_choice)
+            found["guided_choice"] = grammars.choice(self.guided_choice)
         if self.guided_json_object:
             found["guided_json_object"] = _of(StructuredOutputKind.JSON_OBJECT, "")
         for name, pattern in (("guided_regex", self.guided_regex), ("regex", self.regex)):

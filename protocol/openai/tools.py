@@ -24,8 +24,8 @@ from protocol.body import (
     known_types,
     type_tag,
 )
-from protocol.tools.functions import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
-from protocol.tools.left_out import Unserved, none_of, one_of, types_of
+from protocol.tools.kinds import INPUT, MAX_TOOL_BYTES, MAX_TOOLS, CustomTool, Function, ToolUse
+from protocol.tools.unsupported import Unserved, none_of, one_of, types_of
 
 MAX_TOOL_CALLS = 128  # of one message
 MAX_PARAMETERS = 64 * 1024  # bytes of JSON, of one function

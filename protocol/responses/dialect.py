@@ -1,11 +1,41 @@
-"""OpenAI's Responses API. Its handlers are in `app.routes.responses`, because answers depend on those that are kept."""
+"""The dialect's record and answer shapes."""
 
 from __future__ import annotations
 
-from protocol.answers import InputTokens
-from protocol.dialect import Dialect, asks, finds, generates
-from protocol.responses.answers import DeletedResponse, ItemList, ResponseObject
+from typing import Any, Literal
+
+from protocol.answers import InputTokens, OpenAnswer
+from protocol.operations import Dialect, asks, finds, generates
 from protocol.responses.request import InputTokensRequest, ResponsesRequest
+
+# -------------------------------------------------------------------------------------------------------------- answers
+# The shapes of what the Responses API answers; see `protocol.answers`.
+
+
+class ResponseObject(OpenAnswer):
+    """A response of the Responses API."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "failed", "cancelled", "queued", "in_progress"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class DeletedResponse(OpenAnswer):
+    id: str
+    deleted: bool
+
+
+class ItemList(OpenAnswer):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+
+
+# -------------------------------------------------------------------------------------------------------------- dialect
+
 
 _COUNT = "Count the tokens that a response would read."
 

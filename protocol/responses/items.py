@@ -12,21 +12,22 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, type_of
+from protocol.body import ClientModel, at_most, at_most_inside, check_type, fail_fast, page_size, type_of
 from protocol.errors import ApiError, shown
 from protocol.openai.chat import MAX_PARTS
-from protocol.paging import page_size
-from protocol.responses.built_in import BUILT_IN
-from protocol.responses.calls import (
+from protocol.responses.tools import (
     BuiltInCallItem,
     BuiltInOutputItem,
     CallOutputItem,
+    Content,
     CustomToolCallItem,
     FunctionCallItem,
+    chat_content,
     new_id,
+    texts,
 )
-from protocol.responses.parts import Content, chat_content, texts
-from protocol.tools.left_out import Unserved, types_schema
+from protocol.tools.kinds import BUILT_IN
+from protocol.tools.unsupported import Unserved, types_schema
 
 MAX_ITEMS = 16384
 MAX_PARTS_IN_ALL = 16384

@@ -1,8 +1,8 @@
 """The response object and its events.
 
 One writer serves both kinds of answers: it grows the response item by item from the parts of the message
-(`protocol.message_parts`) and makes the events as it goes. So the items of the last event are those that were streamed,
-and those of an answer that was not.
+(`protocol.syntax.message_parts`) and makes the events as it goes. So the items of the last event are those that were
+streamed, and those of an answer that was not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import Any, Self
 import orjson
 
 from engine.messages import FinishReason, RequestOutput
+from protocol.answers import Head, event_frame, raise_if_failed
 from protocol.errors import ApiError
-from protocol.message_parts import (
+from protocol.openai.logprobs import ChatLogprobs, array_of, entries_of
+from protocol.responses.items import item_id, message_item, reasoning_item
+from protocol.responses.tools import CallForm
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageParser,
     MessagePart,
@@ -25,12 +29,6 @@ from protocol.message_parts import (
     ToolCallInput,
     ToolCallStart,
 )
-from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.long_lists import array_of, entries_of
-from protocol.responses.calls import CallForm
-from protocol.responses.items import item_id, message_item, reasoning_item
-from protocol.sse import event_frame
-from protocol.writers import Head, raise_if_failed
 
 _TEXT_DELTA = (
     b"event: response.output_text.delta\n"

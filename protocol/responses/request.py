@@ -1,27 +1,21 @@
-"""POST /v1/responses and /v1/responses/input_tokens: the requests, and the chat requests that they mean."""
+"""The requests, and the truncation of long conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.errors import InvalidRequest
-from protocol.body import (
-    ClientModel,
-    at_most,
-    json_type,
-    known_types,
-    type_tag,
-)
-from protocol.openai.common import StopStrings
-from protocol.responses.calls import CallForm
+from protocol.body import ClientModel, at_most, json_type, known_types, type_tag
+from protocol.openai.chat import ChatMessage
+from protocol.openai.generation import StopStrings
 from protocol.responses.items import Item, ItemReference, Items, MessageItem, chat_messages, with_outputs
-from protocol.responses.tools import ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
-from protocol.tools.left_out import LeftOut, Unserved, types_of
+from protocol.responses.tools import CallForm, ToolChoice, Tools, call_forms, chat_choice, chat_tools, unserved
+from protocol.tools.unsupported import LeftOut, Unserved, types_of
 from protocol.translation import DialectRequest, TranslatedChat, chat_request
 
 MAX_METADATA = 16  # entries
@@ -271,3 +265,43 @@ class ResponsesRequest(InputTokensRequest):
             "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
             "tools": [tool.model_dump() for tool in self.tools if not isinstance(tool, Unserved)],
         }
+
+
+# ----------------------------------------------------------------------------------------------------------- truncation
+# `truncation: auto`: a conversation that is too long loses its oldest turns until it fits.
+
+
+_INSTRUCTIONS = ("system", "developer")
+
+T = TypeVar("T")
+
+
+def beginnings(messages: Sequence[ChatMessage]) -> list[int]:
+    """Where a shorter conversation may begin: at any turn but the first, unless it is the result of a call."""
+    turns = [place for place, message in enumerate(messages) if message.role not in _INSTRUCTIONS]
+    return [place for place in turns[1:] if messages[place].role != "tool"]
+
+
+def beginning_at(messages: Sequence[ChatMessage], begin: int) -> list[ChatMessage]:
+    """The conversation from the message `begin` on. Instructions stay."""
+    return [message for place, message in enumerate(messages) if place >= begin or message.role in _INSTRUCTIONS]
+
+
+async def fit(messages: Sequence[ChatMessage], encode: Callable[[list[ChatMessage]], Awaitable[T | None]]) -> T | None:
+    """What `encode` makes of as much of the conversation as fits; None if not even the last turn does.
+
+    `encode` gives None for what is too long. It is asked for all of it, and then as often as a search by halves asks.
+    """
+    found = await encode(list(messages))
+    if found is not None:
+        return found
+    begins = beginnings(messages)
+    first, last = 0, len(begins)  # the longest that fits begins in this range, or nothing fits
+    while first < last:
+        middle = (first + last) // 2
+        encoded = await encode(beginning_at(messages, begins[middle]))
+        if encoded is None:
+            first = middle + 1
+        else:
+            last, found = middle, encoded
+    return found

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from app.admission import MAX_RETRY_AFTER, Admission, Limit
-from app.settings import Settings
-from app.tenants import ANONYMOUS, Tenant
-from engine.simulation.clock import VirtualClock
+from app.admission.admission import MAX_RETRY_AFTER, Admission, Limit
+from app.admission.tenants import ANONYMOUS, Tenant
+from app.config.settings import Settings
+from engine.simulation.counting import VirtualClock
 from protocol.errors import ApiError
 
 

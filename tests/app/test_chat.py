@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from app.chat import Figures, _show
-from app.chat_commands import HELP, SETTABLE, Commands, Conversation
-from app.server_client import ServerClient, ServerError
-from app.settings import SettingsError
+from app.client import ServerClient, ServerError
+from app.commands.chat import HELP, SETTABLE, Commands, Conversation, Figures, _show
+from app.config.settings import SettingsError
 from tests.bench.scripted_server import SSE_HEAD, scripted
 
 DEFAULTS = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
@@ -153,7 +152,7 @@ def test_half_an_answer_is_not_shown_as_whole(conversation, ends, capsys):
 
 def test_figures_tell_speed_cache_and_why_it_ended(monkeypatch):
     now = iter([10.0, 10.5, 12.5])
-    monkeypatch.setattr("app.chat.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("app.commands.chat.time.monotonic", lambda: next(now))
     figures = Figures()
     usage = {"completion_tokens": 21, "prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}
     assert figures.read({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) == ("", "")

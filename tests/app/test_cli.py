@@ -12,13 +12,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from app.cli import main
-from app.setting_sources import _OF_VLLM, env_name, flag_name, unknown_flag, unknown_setting
-from app.settings import Settings
+from app.commands.cli import main
+from app.config.settings import Settings
+from app.config.sources import _OF_VLLM, env_name, flag_name, unknown_flag, unknown_setting
 
 pytestmark = pytest.mark.slow
 
-HEADRACE = [sys.executable, "-m", "app.cli"]
+HEADRACE = [sys.executable, "-m", "app.commands.cli"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ def test_a_flag_that_is_given_twice_is_refused(flags: list[str], capsys: pytest.
 def test_parsing_imports_neither_torch_nor_a_web_server() -> None:
     code = """
     import contextlib, sys
-    from app.cli import main
+    from app.commands.cli import main
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):
         main(["serve", "--help"])
     print(sorted({m.split(".")[0] for m in sys.modules} & {"torch", "starlette", "hypercorn", "tokenizers", "numpy"}))
@@ -135,7 +135,7 @@ import app.__main__
 
 class SignalAtImport:
     def find_spec(self, name, *_):
-        if name == "app.cli":
+        if name == "app.commands.cli":
             os.kill(os.getpid(), number)
 
 number = int(sys.argv.pop(1))

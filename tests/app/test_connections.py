@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.hypercorn_patches import Connection
+from app.http.hypercorn import Connection
 
 
 class _FailingServer:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from app.doctor import NOTE, OK, WRONG, _beside, _instructions, _network, _packages
-from app.settings import Settings
+from app.commands.doctor import NOTE, OK, WRONG, _beside, _instructions, _network, _packages
+from app.config.settings import Settings
 from gpu.cpu import library
 from gpu.cpu.builds import BUILDS
 from tests.server.tiny_model import write_tiny_model
 
-HEADRACE = [sys.executable, "-m", "app.cli"]
+HEADRACE = [sys.executable, "-m", "app.commands.cli"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.event_log import READ_AT_ONCE, EventLog
+from app.serving.response_store import READ_AT_ONCE, EventLog
 from protocol.errors import ApiError
 
 GONE = ApiError(404, "deleted")

@@ -8,7 +8,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from app.event_loop import LAG_PERIOD, in_steps, measure_lag
+from app.runtime import LAG_PERIOD, in_steps, measure_lag
 
 
 @pytest.fixture(params=["asyncio", "trio"])

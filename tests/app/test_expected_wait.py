@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from app.admission import Admission, Limit, QueueTicket
-from app.settings import Settings
-from app.tenants import ANONYMOUS, Tenant
-from engine.core.config import EngineConfig
+from app.admission.admission import Admission, Limit, QueueTicket
+from app.admission.tenants import ANONYMOUS, Tenant
+from app.config.settings import Settings
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.step_cost import StepCostTable
-from engine.simulation.clock import VirtualClock
+from engine.costs.table import StepCostTable
+from engine.plan import SchedulerOutput
+from engine.simulation.counting import VirtualClock
 from protocol.errors import ApiError
 from tests.engine.helpers import make_request
 from tests.engine.simulated_executor import SimulatedExecutor

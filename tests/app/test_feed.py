@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from app.dashboard.feed import MAX_BEHIND, MAX_PAGES, Feed
-from app.server import Server
+from app.serving.server import Server
 from protocol.errors import ApiError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from app.dashboard.frames import Frame, make_frame
+from app.observability.frames import Frame, make_frame
 from engine.commands import GetSnapshot
 from engine.core.core import EngineCore
 from engine.messages import FinishReason

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from app.garbage import NEW_OBJECTS, collect_seldom, frozen_imports
+from app.runtime import NEW_OBJECTS, collect_seldom, frozen_imports
 
 
 @pytest.fixture(autouse=True)

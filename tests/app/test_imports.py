@@ -16,15 +16,15 @@ def imported(code: str, names: set[str]) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["app", "app.application", "app.cli", "app.engine_process"])
+@pytest.mark.parametrize("module", ["app", "app.application", "app.commands.cli", "app.serving.engine_main"])
 def test_import_brings_neither_torch_nor_gguf(module: str) -> None:
     assert not imported(f"import {module}", {"torch", "transformers", "gguf"})
 
 
 def test_what_answers_first_brings_nothing_that_only_the_model_needs() -> None:
     names = {"numpy", "tokenizers", "llguidance", "zmq", "jinja2", "rich", "engine.core.core", "gpu.checkpoint"}
-    assert not imported("import app.cli, app.runner, app.application", names)
+    assert not imported("import app.commands.cli, app.serving.process, app.application", names)
 
 
 def test_an_engine_in_a_thread_brings_no_zmq() -> None:
-    assert not imported("import app.loading", {"zmq"})
+    assert not imported("import app.serving.loading", {"zmq"})

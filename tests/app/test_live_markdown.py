@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from app.live_markdown import LiveMarkdown
+from app.commands.chat import LiveMarkdown
 
 ANSWER = """# Sorting
 
@@ -68,8 +68,8 @@ def screen(written: str) -> list[str]:
 
 
 def shown(pieces: list[str], monkeypatch: pytest.MonkeyPatch, *, interval: float = 0.0, height: int = 40) -> str:
-    monkeypatch.setattr("app.live_markdown._INTERVAL", interval)
-    monkeypatch.setattr("app.live_markdown._BUSY", 1e9)
+    monkeypatch.setattr("app.commands.chat._INTERVAL", interval)
+    monkeypatch.setattr("app.commands.chat._BUSY", 1e9)
     out = io.StringIO()
     live = LiveMarkdown(Console(file=out, force_terminal=True, width=60, height=height, color_system="standard"))
     for piece in pieces:

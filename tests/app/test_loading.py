@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from app import loading
-from app.loading import divide, make_client, open_files
-from app.offline import LLM
-from app.settings import Settings
+from app.config.settings import Settings
+from app.library import LLM
+from app.serving import loading
+from app.serving.loading import divide, make_client, open_files
 from engine.errors import ConfigError
 from engine.messages import FinishReason, SamplingParams
 from engine.transport.child import Child
@@ -23,7 +23,7 @@ from engine.transport.client import ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles
-from gpu.checkpoint.progress import no_progress
+from gpu.checkpoint.model_files import no_progress
 from gpu.model_loader import WorkerOptions
 from tests.engine.helpers import id_of
 from tests.server.tiny_model import write_tiny_model

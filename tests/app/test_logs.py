@@ -17,10 +17,10 @@ import pytest
 import structlog
 from hypercorn.config import Config
 
-from app.loading import make_executor, open_files
-from app.logs import bind, configure_logging, log_request
-from app.request_record import RequestRecord
-from app.settings import Settings
+from app.config.settings import Settings
+from app.http.record import RequestRecord
+from app.observability.logs import bind, configure_logging, log_request
+from app.serving.loading import make_executor, open_files
 from gpu.parallel.multiproc import MultiprocExecutor
 from tests.server.tiny_model import write_tiny_model
 

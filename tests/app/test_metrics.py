@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.admission import Limit
-from app.metrics import ITL_BUCKETS, Metrics
-from engine.frontend.observer import FinishedRequest
-from engine.messages import FinishReason
+from app.admission.admission import Limit
+from app.observability.metrics import ITL_BUCKETS, Metrics
+from engine.frontend.request_stream import FinishedRequest
+from engine.messages import FinishReason, SchedulerStats
 from engine.routing.router import Router
-from engine.stats import SchedulerStats
 
 DOCS = Path(__file__).parents[2] / "docs"
 

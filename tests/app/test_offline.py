@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.offline import LLM
-from app.progress import generating
+from app.library import LLM, generating
 from engine.messages import SamplingParams
 from tests.server.tiny_model import write_tiny_model
 
@@ -20,7 +19,7 @@ def test_no_bar_is_drawn_where_none_was_wanted_at_the_start(tmp_path: Path, monk
         drawn.append(count)
         return generating(count)
 
-    monkeypatch.setattr("app.offline.generating", draw)
+    monkeypatch.setattr("app.library.generating", draw)
     model = write_tiny_model(tmp_path / "tiny", vocab_size=2048)
     llm = LLM(str(model), progress=False, load_format="dummy", kv_cache_memory="4MiB", max_model_len=64)
     sampling = SamplingParams(max_tokens=1)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.phases import MAX_EVENTS, MAX_SPANS, PhaseSpan, phases
-from app.trace_names import Phase
+from app.http.record import Phase
+from app.observability.spans import MAX_EVENTS, MAX_SPANS, PhaseSpan, phases
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, EventKind, RequestEvent, SamplingParams
 

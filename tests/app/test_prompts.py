@@ -8,16 +8,15 @@ from typing import Any
 import orjson
 import pytest
 
-from app.loading import open_files
-from app.prompts import open_prompts
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.loading import open_files
+from app.serving.prompts import open_prompts
 from gpu.checkpoint import ModelFiles
 from protocol.anthropic.messages import MessagesRequest
 from protocol.body import parse_body
-from protocol.chat_template import ChatTemplateError
+from protocol.chat_template import ChatTemplateError, TemplateProcesses
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.responses.request import ResponsesRequest
-from protocol.template_process import TemplateProcesses
 from tests.server.tiny_model import write_tiny_model
 
 OF_PARTS = (
@@ -116,7 +115,7 @@ def test_a_template_that_shows_nothing_of_what_users_say_is_refused_at_the_start
             super().__init__(source, timeout)
             started.append(self)
 
-    monkeypatch.setattr("app.prompts.TemplateProcesses", Noted)
+    monkeypatch.setattr("app.serving.prompts.TemplateProcesses", Noted)
     with pytest.raises(ChatTemplateError, match="chat template of tiny does not show"):
         open_prompts(*tiny_files(tmp_path, "{% for m in messages %}{{ m.role }}{% endfor %}"))
     [processes] = started

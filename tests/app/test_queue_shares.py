@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.admission import Admission, QueueTicket
-from app.queue_shares import place_reserves, token_reserves
-from app.settings import Settings
-from app.tenants import ANONYMOUS, Tenant
+from app.admission.admission import Admission, QueueTicket
+from app.admission.tenants import ANONYMOUS, Tenant, place_reserves, token_reserves
+from app.config.settings import Settings
 from protocol.errors import ApiError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from app.reloading import ignore_hangup, reload_on_hangup
-from app.server import Server
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.process import ignore_hangup, reload_on_hangup
+from app.serving.server import Server
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

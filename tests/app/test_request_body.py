@@ -8,10 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from app import request_body
-from app.request_body import Bodies
-from app.scope import RequestScope
-from app.settings import Settings
+from app.config.settings import Settings
+from app.http import scope as request_body
+from app.http.scope import Bodies, RequestScope
 
 KIB, MIB = 2**10, 2**20
 

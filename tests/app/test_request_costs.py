@@ -14,11 +14,10 @@ import pytest
 from hypercorn.asyncio import serve
 from starlette.types import Receive, Scope, Send
 
-from app.hypercorn_patches import patch_hypercorn
-from app.request_body import Bodies
-from app.runner import hypercorn_config
-from app.scope import RequestScope
-from app.settings import Settings
+from app.config.settings import Settings
+from app.http.hypercorn import patch_hypercorn
+from app.http.scope import Bodies, RequestScope
+from app.serving.process import hypercorn_config
 from protocol.errors import ApiError
 from tests.server.harness import TIMEOUT
 

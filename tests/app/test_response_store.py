@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.event_log import EventLog
-from app.response_store import ResponseStore, RunningResponse
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.response_store import EventLog, ResponseStore, RunningResponse
 from protocol.errors import ApiError
 
 MIB = 2**20

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from app.runner import hypercorn_config
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.process import hypercorn_config
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.slow
 SERVER = """
 import sys
 import anyio
-from app.logs import configure_logging
-from app.runner import bind, run
-from app.settings import Settings
+from app.observability.logs import configure_logging
+from app.serving.process import bind, run
+from app.config.settings import Settings
 
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":
@@ -141,7 +141,7 @@ INHERITING = """
 import os, sys
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
 os.dup2(int(sys.argv.pop()), 3)
-from app.cli import main
+from app.commands.cli import main
 sys.exit(main())
 """
 

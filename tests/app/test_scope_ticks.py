@@ -9,9 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from app.request_body import Bodies
-from app.scope import MAX_PIECE, RequestScope
-from app.settings import Settings
+from app.config.settings import Settings
+from app.http.scope import MAX_PIECE, Bodies, RequestScope
 from protocol.errors import ApiError
 
 

@@ -12,10 +12,9 @@ import pytest
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from app.cli import main
-from app.setting_sources import env_name, flag_name, load_settings
-from app.setting_types import is_secret, without_none
-from app.settings import Settings, SettingsError
+from app.commands.cli import main
+from app.config.settings import Settings, SettingsError, is_secret, without_none
+from app.config.sources import env_name, flag_name, load_settings
 
 BESIDE: dict[str, dict[str, Any]] = {  # what a setting is refused without
     "kv_cache_dir_size": {"kv_cache_dir": "/tmp/kv"},

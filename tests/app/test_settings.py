@@ -10,9 +10,8 @@ import pytest
 from pydantic import SecretStr
 
 import app
-from app.setting_sources import env_name, flag_name, load_settings, working_value
-from app.setting_types import is_secret
-from app.settings import Settings, SettingsError
+from app.config.settings import Settings, SettingsError, is_secret
+from app.config.sources import env_name, flag_name, load_settings, working_value
 
 MIB = 2**20
 

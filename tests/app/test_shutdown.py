@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SIGNAL_AFTER_THE_PARENTS_WORD = """
 import os, signal, sys
 import anyio
-from app.shutdown import Shutdown
+from app.serving.process import Shutdown
 
 async def drain():
     for _ in range(int(sys.argv[2])):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.engine_facts import describe
-from app.settings import Settings
+from app.config.engine import describe
+from app.config.settings import Settings
+from app.serving.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, difference, latest
 from app.simulate.machine import Machine
-from app.step_cost_file import FOLDER, MAX_BYTES, MAX_FILES, StepCostFile, difference, latest
-from engine.scheduler.step_cost import StepCostTable
+from engine.costs.table import StepCostTable
 
 ENGINE = Machine(table=StepCostTable.unknown(8, 64))
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from app import timelines as timelines_module
-from app.scope import RequestScope
-from app.timelines import LEAST_BYTES, Timelines
+from app.http.scope import RequestScope
+from app.observability import tracing as timelines_module
+from app.observability.tracing import LEAST_BYTES, Timelines
 
 
 @pytest.fixture(autouse=True)

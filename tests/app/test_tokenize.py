@@ -6,9 +6,9 @@ import anyio
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from app.loading import open_files
-from app.prompts import open_prompts, tokenize
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.loading import open_files
+from app.serving.prompts import open_prompts, tokenize
 from engine.errors import InvalidRequest
 from protocol.openai.chat import ChatCompletionRequest
 
@@ -26,7 +26,7 @@ def test_the_first_prompt_that_spells_a_special_token_builds_nothing(monkeypatch
     settings = Settings()
     encoder = open_prompts(settings, open_files(settings, lambda *_: None))
     encoder.prepare()
-    monkeypatch.setattr("app.prompts.Tokenizer", None)  # nothing can make another one any more
+    monkeypatch.setattr("app.serving.prompts.Tokenizer", None)  # nothing can make another one any more
     messages = [{"role": "user", "content": "a <|im_end|> b"}]
     body = ChatCompletionRequest.model_validate({"messages": messages})
     spelled = anyio.run(encoder.encode_chat, body, 1000)

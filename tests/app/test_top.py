@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from app.dashboard.frames import Frame, make_frame
-from app.server_client import ServerError
-from app.settings import Settings, SettingsError
-from app.top import Look, Watcher, _counted, page, run
+from app.client import ServerError
+from app.commands.top import Look, Watcher, _counted, page, run
+from app.config.settings import Settings, SettingsError
+from app.observability.frames import Frame, make_frame
 from engine.snapshot import (
     BlocksSnapshot,
     EngineSnapshot,
@@ -175,7 +175,7 @@ def test_what_others_wrote_is_shown_as_text_and_nothing_of_it_obeyed():
     ],
 )
 def test_what_is_not_understood_is_said(monkeypatch: pytest.MonkeyPatch, answers: dict[str, bytes]):
-    monkeypatch.setattr("app.top.ServerClient.get", lambda self, path: answers[path])
+    monkeypatch.setattr("app.commands.top.ServerClient.get", lambda self, path: answers[path])
     with pytest.raises(ServerError, match="not understood|another version"):
         Watcher("http://here", None, None).look()
 
@@ -188,6 +188,6 @@ def test_an_interval_that_cannot_be_is_refused(interval: float):
 
 def test_a_server_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch):
     answers = {"/metrics": b"", "/engine_state": b'{"engines": {"0": {"object": "engine_snapshot"}}}'}
-    monkeypatch.setattr("app.top.ServerClient.get", lambda self, path: answers[path])
+    monkeypatch.setattr("app.commands.top.ServerClient.get", lambda self, path: answers[path])
     with pytest.raises(ServerError, match="another version"):
         Watcher("http://here", None, None).look()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.settings import Settings, SettingsError
-from app.tracing import NoTracer, Tracer, open_tracer
+from app.config.settings import Settings, SettingsError
+from app.observability.tracing import NoTracer, Tracer, open_tracer
 
 ENDPOINT = "http://127.0.0.1:4318"
 
@@ -21,7 +21,7 @@ def opened(settings: Settings) -> Tracer:
 
 @pytest.fixture
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "app.span_tracer", raising=False)
+    monkeypatch.delitem(sys.modules, "app.observability.spans", raising=False)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # what a missing package looks like to `import`
@@ -29,8 +29,8 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_an_endpoint_nothing_is_imported() -> None:
     code = (
-        "import sys; from app.settings import Settings; from app.tracing import open_tracer;"
-        "import app.phases, app.generation;"
+        "import sys; from app.config.settings import Settings; from app.observability.tracing import open_tracer;"
+        "import app.observability.spans, app.serving.generation;"
         "open_tracer(Settings(), print).close(); sys.exit(any(m.startswith('opentelemetry') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

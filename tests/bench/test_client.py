@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from app.bench.connection import ConnectionPool
 from app.bench.driver import Driver
-from app.bench.report import RequestRecord, summarize
-from app.bench.workloads import Piece, WorkloadRequest
-from app.settings import SettingsError
+from app.client import ConnectionPool
+from app.config.settings import SettingsError
+from app.workload.datasets import Piece, WorkloadRequest
+from app.workload.report import RequestRecord, summarize
 from tests.bench.scripted_server import SSE_HEAD, Script, chunk, event, scripted, usage
 
 TEXTS = [" one", " two", " three"]

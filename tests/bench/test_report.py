@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.bench.report import RequestRecord, concurrency, per_request, summarize
+from app.workload.report import RequestRecord, concurrency, per_request, summarize
 
 # What scripts that read the results of vLLM's `bench serve` look for.
 KEYS = {

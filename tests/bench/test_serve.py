@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.cli import main
+from app.commands.cli import main
 from tests.bench.scripted_server import SSE_HEAD, chunk, event, scripted, usage
 from tests.server.harness import Server
 from tests.server.tiny_model import NAME, tiny_server

@@ -10,9 +10,9 @@ import pytest
 
 from app.bench.offline import open_llm
 from app.bench.startup import _text
-from app.cli import main
-from app.setting_sources import load_settings
-from app.settings import Settings
+from app.commands.cli import main
+from app.config.settings import Settings
+from app.config.sources import load_settings
 from tests.server.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow

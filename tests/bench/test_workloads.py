@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app.bench.workloads import WORDS, WorkloadRequest, add_workload_flags, text_of, token_ids_of, workload
-from app.settings import SettingsError
+from app.config.settings import SettingsError
+from app.workload.datasets import WORDS, WorkloadRequest, add_workload_flags, text_of, token_ids_of, workload
 
 
 def options(*flags: str) -> Namespace:

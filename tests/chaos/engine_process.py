@@ -1,9 +1,10 @@
-"""The process of an engine whose device fails when it is told to: `app.engine_process` behind `tests.chaos.faulty`."""
+"""The process of an engine whose device fails when it is told to: `app.serving.engine_main` behind
+`tests.chaos.faulty`."""
 
 from __future__ import annotations
 
 import tests.chaos.faulty  # noqa: F401  (puts the faults in front of the executor)
-from app.engine_process import build
+from app.serving.engine_main import build
 from engine.transport.process_core import serve_parent
 
 if __name__ == "__main__":

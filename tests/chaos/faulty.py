@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-import app.loading
+import app.serving.loading
 from app import main
-from app.settings import Settings
-from engine.core.calibration import MADE_UP
-from engine.core.executor import Executor
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from app.config.settings import Settings
+from engine.costs.measuring import MADE_UP
+from engine.executor import Executor
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelFiles
 from tests.engine.checked_executor import CheckedExecutor
 
@@ -106,7 +106,7 @@ class Panic(BaseException):
 
 
 class FaultyExecutor:
-    """An `engine.core.executor.Executor` around another one."""
+    """An `engine.executor.Executor` around another one."""
 
     def __init__(self, inner: Any, path: Path, *, max_model_len: int, summary: str) -> None:
         self.max_model_len = max_model_len
@@ -163,7 +163,7 @@ class Step:
         self.result = run
 
 
-_make_real_executor = app.loading.make_executor
+_make_real_executor = app.serving.loading.make_executor
 
 
 def _make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> Any:
@@ -176,13 +176,13 @@ def _make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float)
 
 
 if FAULTS_VARIABLE in os.environ:  # in a server, not in the tests' own process
-    app.loading.make_executor = _make_executor
-    app.loading.ENGINE_MODULE = "tests.chaos.engine_process"
+    app.serving.loading.make_executor = _make_executor
+    app.serving.loading.ENGINE_MODULE = "tests.chaos.engine_process"
 
 if TYPE_CHECKING:
     _: type[Executor] = FaultyExecutor
 
 if __name__ == "__main__":
-    from app.cli import main as headrace
+    from app.commands.cli import main as headrace
 
     sys.exit(headrace())

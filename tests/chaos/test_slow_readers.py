@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.sse import KEEP_ALIVE
+from protocol.answers import KEEP_ALIVE
 from tests.chaos.harness import ChaosServer, prompt_of
 from tests.server.harness import Metrics
 

@@ -27,8 +27,8 @@ from engine.errors import EngineDead, HeadraceError
 from gpu.checkpoint import open_model
 from gpu.executor import load_executor
 from gpu.model_loader import WorkerOptions
-from gpu.parallel.layout import Layout
-from gpu.parallel.ray_executor import RayExecutor
+from gpu.parallel.ray_ranks import RayExecutor
+from gpu.sharding import Layout
 from tests.cluster.cluster import actors
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from app import main
-from engine.routing import fleet_size
+from engine.routing import router
 
 __all__ = ["main"]
 
-fleet_size.UPSCALE_SECONDS, fleet_size.DOWNSCALE_SECONDS = 1.0, 8.0
+router.UPSCALE_SECONDS, router.DOWNSCALE_SECONDS = 1.0, 8.0

@@ -101,7 +101,7 @@ class _Told:
 def test_there_are_as_many_replicas_as_the_queues_ask_for(
     queued: list[float], running: list[float], wanted: int
 ) -> None:
-    from app.ray_policies import QueuedSeconds
+    from app.ray_serve import QueuedSeconds
 
     told: Any = _Told(queued_seconds=queued, running_share=running)
     assert QueuedSeconds(max_queued_seconds=2.0)(told) == (wanted, {})
@@ -111,7 +111,7 @@ def test_there_are_as_many_replicas_as_the_queues_ask_for(
 @pytest.mark.parametrize("leaves", [True, False])
 def test_who_leaves_before_a_replica_is_found_is_no_load(leaves: bool) -> None:
     """Serve says nothing more of him."""
-    from app.ray_policies import HeadraceRouter
+    from app.ray_serve import HeadraceRouter
 
     replica: Any = SimpleNamespace(replica_id="one", routing_stats={})
     router: Any = object.__new__(HeadraceRouter)

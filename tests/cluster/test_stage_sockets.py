@@ -9,15 +9,15 @@ import zmq
 
 from engine.curve import CurveServer, Keys
 from engine.errors import RankLost
-from gpu.parallel import ray_rank
-from gpu.parallel.ray_rank import StageReader, StageWriter
+from gpu.parallel import ray_ranks
+from gpu.parallel.ray_ranks import StageReader, StageWriter
 
 pytestmark = pytest.mark.slow
 
 
 def test_messages_of_any_length_reach_every_rank_and_a_lost_connection_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_rank, "PIECE", 1000)
-    monkeypatch.setattr(ray_rank, "SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(ray_ranks, "PIECE", 1000)
+    monkeypatch.setattr(ray_ranks, "SILENCE_SECONDS", 0.0)
     with CurveServer("127.0.0.1") as server, ThreadPoolExecutor() as pool:
         bound = [server.bind(zmq.PUSH) for _ in range(2)]
         coming = [pool.submit(StageReader, rank, bound[rank][1], server.new_keys()) for rank in range(2)]
@@ -33,7 +33,7 @@ def test_messages_of_any_length_reach_every_rank_and_a_lost_connection_is_told(m
 
 
 def test_a_stage_that_does_not_let_us_in_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_rank, "MEETING_SECONDS", 0.5)
+    monkeypatch.setattr(ray_ranks, "MEETING_SECONDS", 0.5)
     with CurveServer("127.0.0.1") as server:
         _, address = server.bind(zmq.PUSH)
         public, secret = zmq.curve_keypair()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.setting_sources import env_name
-from app.settings import ENV_PREFIX, Settings
+from app.config.settings import ENV_PREFIX, Settings
+from app.config.sources import env_name
 from tests.deploy.dockerfile import DEPLOY
 
 FILES = sorted(DEPLOY.glob("compose*.yaml"))

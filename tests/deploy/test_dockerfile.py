@@ -9,8 +9,8 @@ import tomllib
 
 import pytest
 
-from app.setting_sources import load_settings
-from app.settings import ENV_PREFIX
+from app.config.settings import ENV_PREFIX
+from app.config.sources import load_settings
 from tests.deploy.dockerfile import DEPLOY, Instruction, environment, health_command, last_stage, only, texts
 from tests.server.harness import REPOSITORY, Server
 

@@ -16,11 +16,10 @@ import pytest
 import yaml
 
 from app.application import create_app
-from app.metrics import Metrics
-from app.server_state import Phase
-from app.setting_sources import Given, check_settings, env_name
-from app.setting_types import is_secret
-from app.settings import Settings
+from app.config.settings import Settings, is_secret
+from app.config.sources import Given, check_settings, env_name
+from app.observability.metrics import Metrics
+from app.serving.server import Phase
 from tests.deploy.dockerfile import environment, last_stage, only, texts
 from tests.deploy.helm_release import CHART, CUSTOM, DEPLOY, NAMESPACE, RELEASE, Release
 

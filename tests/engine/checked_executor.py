@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from engine.core.executor import StepHandle
-from engine.scheduler.kv_groups import KVWindows
-from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
-from engine.scheduler.tiers import BlockTier
+from engine.executor import BlockTier, StepHandle
+from engine.plan import KVWindows, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from tests.engine.simulated_executor import Row, SimulatedExecutor
 
 _REJECTED = -1  # what stands where a draft was not taken; no digest

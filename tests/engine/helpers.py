@@ -13,13 +13,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import engine.transport.channel
-from engine.clock import Clock
-from engine.core.config import EngineConfig
+from engine.config import Clock, EngineConfig
 from engine.core.core import EngineCore
-from engine.frontend.observer import FinishedRequest
-from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams
-from engine.scheduler.plan import SchedulerOutput
-from engine.stats import SchedulerStats
+from engine.frontend.request_stream import FinishedRequest
+from engine.messages import EngineCoreOutput, EngineCoreRequest, SamplingParams, SchedulerStats
+from engine.plan import SchedulerOutput
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.queueing_executor import QueueingExecutor
 from tests.engine.simulated_executor import SimulatedExecutor
@@ -167,7 +165,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 
 class RecordingObserver:
-    """An `engine.frontend.observer.Observer` that remembers everything."""
+    """An `engine.frontend.request_stream.Observer` that remembers everything."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedRequest] = []

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.errors import StepAbandoned
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 
 
 class QueueingExecutor(CheckedExecutor):
-    """An `engine.core.executor.Executor` that runs at most two plans behind. `fast` is how likely a step is over when
+    """An `engine.executor.Executor` that runs at most two plans behind. `fast` is how likely a step is over when
     the next thing happens, 0 to 1; `most_in_flight` how many steps were on their way at once."""
 
     def __init__(self, *arguments: Any, fast: float = 0.0, seed: int = 0, **options: Any) -> None:

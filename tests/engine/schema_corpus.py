@@ -33,7 +33,7 @@ from engine.errors import InvalidRequest
 from engine.messages import MAX_GRAMMAR_CHARACTERS
 from engine.structured.json_schema import prepared
 from engine.structured.pointers import resolved
-from protocol.structured import json_schema
+from protocol.syntax.grammars import json_schema
 from tests.engine.schema_sample import Judge
 
 PER_PACKAGE = 50

@@ -19,10 +19,10 @@ import jsonschema
 import numpy as np
 import pydantic
 
+from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
-from engine.frontend.detokenizer import Vocabulary
-from engine.structured import CompiledGrammar, GrammarCompiler
-from protocol.structured import json_schema
+from engine.structured.compiler import CompiledGrammar, GrammarCompiler
+from protocol.syntax.grammars import json_schema
 from tests.engine.helpers import byte_level_tokenizer
 
 LONGEST_WALK = 2000

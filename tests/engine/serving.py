@@ -14,7 +14,7 @@ from engine.core.core import EngineCore
 from engine.frontend.async_llm import AsyncLLM
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, RequestOutput
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.transport.client import ThreadClient
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import (

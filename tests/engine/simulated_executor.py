@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.clock import Clock
-from engine.core.executor import StepHandle
+from engine.config import Clock
+from engine.executor import StepHandle
 from engine.messages import SamplingParams, TokenLogprobs
-from engine.scheduler.kv_groups import KVWindows
-from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.plan import KVWindows, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from engine.simulation.counting import SimulatedStep
 from tests.engine.simulated_tokens import digests_of, extend_digest, next_token
 
@@ -46,7 +45,7 @@ class Row:
 
 
 class SimulatedExecutor:
-    """An `engine.core.executor.Executor`. What a step gives is known at once; its result comes when its time is over.
+    """An `engine.executor.Executor`. What a step gives is known at once; its result comes when its time is over.
 
     `cost` says how many seconds a plan takes, which begin when the step before it has ended; whoever asks for the
     result sleeps until then. `how_many` is asked how many of the tokens that a step may sample of a request it gives,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore, IsAbandoned
 from engine.errors import ConfigError
 from engine.messages import EngineCoreOutputs
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.transport.process_core import serve_parent
 from engine.transport.wire import Report
 from tests.engine.checked_executor import CheckedExecutor

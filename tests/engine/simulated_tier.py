@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.scheduler.kv_groups import NO_BLOCK
-from engine.stats import TierStats
+from engine.messages import TierStats
+from engine.plan import NO_BLOCK
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.queueing_executor import QueueingExecutor
 

@@ -16,7 +16,7 @@ from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from engine.transport.channel import RequestChannel
 from engine.transport.client import ThreadClient
 from tests.engine.checked_executor import CheckedExecutor

@@ -13,7 +13,7 @@ from engine.core.core import EngineCore
 from engine.errors import EngineNotReady, InvalidRequest
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.transport.client import ThreadClient
 from tests.engine.helpers import (
     make_core,

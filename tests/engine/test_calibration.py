@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.calibration import MAX_SECONDS
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.step_cost import SETTLED, StepCostTable, StepLoad, chunk_keys
-from engine.simulation.clock import VirtualClock
+from engine.costs.measuring import MAX_SECONDS
+from engine.costs.table import SETTLED, StepCostTable, StepLoad, chunk_keys
+from engine.plan import SchedulerOutput
+from engine.simulation.counting import VirtualClock
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_request, run_to_end
 

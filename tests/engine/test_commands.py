@@ -45,6 +45,7 @@ from engine.commands import (
     StartProfile,
     StopProfile,
 )
+from engine.costs.table import StepBudget
 from engine.errors import ConfigError
 from engine.kv_events import KVEvents
 from engine.messages import (
@@ -54,11 +55,10 @@ from engine.messages import (
     EventKind,
     FinishReason,
     RequestEvent,
+    SchedulerStats,
     TokenLogprobs,
 )
-from engine.scheduler.step_budget import StepBudget
 from engine.snapshot import EngineSnapshot
-from engine.stats import SchedulerStats
 from engine.transport.client import EngineClient
 from engine.transport.wire import decoder, encoder
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, until

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.structured.compile_queue import COMPILER_THREADS, SMALL_CHARACTERS, CompileQueue, Owner, Turns
-from engine.structured.grammar_cache import MAX_CACHED_BYTES, MAX_CACHED_GRAMMARS, GrammarCache
+from engine.structured.compile_queue import (
+    COMPILER_THREADS,
+    MAX_CACHED_BYTES,
+    MAX_CACHED_GRAMMARS,
+    SMALL_CHARACTERS,
+    CompileQueue,
+    GrammarCache,
+    Owner,
+    Turns,
+)
 
 LARGE = " " * SMALL_CHARACTERS
 SECONDS = 60

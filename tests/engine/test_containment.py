@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.core.core import MAX_FAILURES_IN_A_ROW, EngineCore
 from engine.errors import EngineDead
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated_tokens import expected_output

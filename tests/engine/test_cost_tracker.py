@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.cost_tracker import StepCostTracker
-from engine.scheduler.step_cost import StepCostTable, StepLoad, chunk_keys
+from engine.costs.measuring import StepCostTracker
+from engine.costs.table import StepCostTable, StepLoad, chunk_keys
 from tests.engine.test_step_cost import MAX_SEQS, MAX_TOKENS, loads
 
 

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import pytest
 
-import engine.routing.fleet_size
+import engine.routing.router
 import engine.transport.data_parallel
 from engine.commands import AddRequests, Event, FinishRequests, ResetPrefixCache
 from engine.errors import ConfigError, EngineDead, EngineNotReady
@@ -326,8 +326,8 @@ async def test_engines_follow_the_queue_and_the_one_with_least_to_do_goes_and_en
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(engine.transport.data_parallel, "SIZING_SECONDS", 0.02)
-    monkeypatch.setattr(engine.routing.fleet_size, "UPSCALE_SECONDS", 0.1)
-    monkeypatch.setattr(engine.routing.fleet_size, "DOWNSCALE_SECONDS", 0.3)
+    monkeypatch.setattr(engine.routing.router, "UPSCALE_SECONDS", 0.1)
+    monkeypatch.setattr(engine.routing.router, "DOWNSCALE_SECONDS", 0.3)
     hang = tmp_path / "hang"
     hang.touch()
     parallel = DataParallelClient(lambda index: process_client(hang_while=str(hang)), 1, 8, max_size=2)

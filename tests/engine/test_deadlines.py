@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.plan import SchedulerOutput
-from engine.simulation.clock import VirtualClock
+from engine.plan import SchedulerOutput
+from engine.scheduler.request_table import Deadlines
+from engine.simulation.counting import VirtualClock
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.simulated_tokens import expected_output
 

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from engine import detokenizer
+from engine.detokenizer import StopAutomaton, StopStrings, Vocabulary
 from engine.errors import InvalidRequest
-from engine.frontend import detokenizer
-from engine.frontend.detokenizer import StopAutomaton, StopStrings, Vocabulary
 from engine.frontend.output_processor import OutputProcessor
 from engine.messages import (
     MAX_STOP_CHARACTERS,
@@ -25,8 +25,8 @@ from engine.messages import (
     FinishReason,
     RequestOutput,
     SamplingParams,
+    SchedulerStats,
 )
-from engine.stats import SchedulerStats
 from tests.engine.helpers import byte_level_tokenizer, id_of, make_request, sentencepiece_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()

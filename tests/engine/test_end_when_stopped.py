@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-PROGRAM = "from engine.end_when_stopped import end_when_stopped; end_when_stopped(); print(flush=True); input()"
+PROGRAM = "from engine.child_main import end_when_stopped; end_when_stopped(); print(flush=True); input()"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from engine.frontend.fair_threads import FairThreads, current_tenant
+from engine.fairness import FairThreads, current_tenant
 
 pytestmark = pytest.mark.anyio
 

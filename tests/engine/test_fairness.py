@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreOutput, EngineCoreRequest
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST, TenantShares
+from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST, TenantShares
 from tests.engine.helpers import (
     assert_nothing_left,
     batches,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from engine.routing.fleet_size import DOWNSCALE_SECONDS, MAX_QUEUED_SECONDS, UPSCALE_SECONDS, FleetSize, wanted_engines
-from engine.routing.router import Router
+from engine.routing.router import (
+    DOWNSCALE_SECONDS,
+    MAX_QUEUED_SECONDS,
+    UPSCALE_SECONDS,
+    FleetSize,
+    Router,
+    wanted_engines,
+)
 from tests.engine.test_router import costs
 
 UP, DOWN = int(UPSCALE_SECONDS), int(DOWNSCALE_SECONDS)

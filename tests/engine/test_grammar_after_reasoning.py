@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.structured import GrammarCompiler
-from protocol.structured import Tag, choice, json_schema, tagged_json
+from engine.structured.compiler import GrammarCompiler
+from protocol.syntax.grammars import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import byte_level_tokenizer, id_of
 
 TOKENIZER = byte_level_tokenizer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.core.core import EngineCore
-from engine.scheduler.kv_groups import most_blocks, owned
+from engine.plan import most_blocks, owned
 from engine.scheduler.request import Request
 from tests.engine.helpers import assert_nothing_left, make_core, make_request, run_to_end
 

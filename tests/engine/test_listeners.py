@@ -8,7 +8,7 @@ from collections.abc import Collection
 import pytest
 
 from engine.messages import FinishReason, RequestOutput
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from tests.engine.helpers import make_request
 from tests.engine.serving import collect, expected_tokens, running
 

@@ -16,7 +16,7 @@ from engine.core.core import EngineCore
 from engine.errors import EngineDead, InvalidRequest, RequestFailed
 from engine.frontend.llm import LLM, Generation
 from engine.messages import FinishReason, SamplingParams
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, simulated
 from tests.engine.simulated_tokens import expected_output
 from tests.interrupts import call_and_interrupt

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.core.core import EngineCore
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import make_core, make_request, run_to_end, simulated, tokens_of
 from tests.engine.test_containment import assert_only_these_failed, crowd

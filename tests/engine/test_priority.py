@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.core.core import EngineCore
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST
+from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from tests.engine.helpers import make_core, make_request, simulated
 from tests.engine.test_fairness import first_seats, request_of, run_alone, seats_held
 

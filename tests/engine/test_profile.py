@@ -84,7 +84,7 @@ def test_a_second_start_drops_what_the_first_has_recorded() -> None:
 
 
 def test_what_is_too_much_for_an_answer_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.core.profile.MAX_PROFILE_BYTES", 300)
+    monkeypatch.setattr("engine.core.participants.MAX_PROFILE_BYTES", 300)
     core = make_core()
     ask(core, StartProfile(100))
     core.add(make_request(range(9), max_tokens=8))

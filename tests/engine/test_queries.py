@@ -14,7 +14,7 @@ import pytest
 from engine.commands import GetSnapshot
 from engine.core.core import EVERYTHING, EngineCore
 from engine.errors import EngineDead, RequestFailed, StepAbandoned
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.snapshot import EngineSnapshot, StepOutcome
 from engine.transport.client import EngineClient
 from tests.engine.helpers import count_wake_ups, make_core, make_request, simulated, until

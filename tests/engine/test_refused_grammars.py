@@ -8,12 +8,13 @@ from contextlib import suppress
 
 import pytest
 
+from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
-from engine.frontend.detokenizer import Vocabulary
 from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.structured import GrammarCompiler, Owner
+from engine.structured.compile_queue import Owner
+from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import to_llguidance
-from protocol.structured import Tag, choice, json_schema, tagged_json
+from protocol.syntax.grammars import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import (
     make_request,
     sentencepiece_tokenizer,

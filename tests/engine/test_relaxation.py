@@ -11,10 +11,10 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.messages import MAX_GRAMMAR_CHARACTERS, MAX_LENIENT_CHARACTERS, StructuredOutput
-from engine.structured import CompiledGrammar
 from engine.structured import lenient as lenient_schemas
+from engine.structured.compiler import CompiledGrammar
 from engine.structured.relaxation import MAX_TRIES, relax
-from protocol.structured import Tag, json_schema, tagged_json
+from protocol.syntax.grammars import Tag, json_schema, tagged_json
 from tests.engine.helpers import make_request, tokens_of
 from tests.engine.test_structured_output import COMPILER, TOKENIZER, changed, core_with, run
 

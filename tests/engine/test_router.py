@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.costs.table import Curve, StepCostTable
 from engine.kv_events import MIN_CHUNK as CHUNK
 from engine.kv_events import KVEvents
 from engine.messages import EngineCoreRequest
 from engine.routing.prefix_index import PrefixIndex
 from engine.routing.router import PREFILL_WEIGHT, TOKENS_PER_ANSWER, Router
-from engine.scheduler.step_cost import Curve, StepCostTable
 from tests.engine import helpers
 
 ALL = (0, 1, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.commands import AddRequests, ChargeTenants
 from engine.messages import EngineCoreRequest
 from engine.routing.tenants import FleetShares, TenantLimits
-from engine.scheduler.fairness import OUTPUT_TOKEN_COST
+from engine.scheduler.waiting_queue import OUTPUT_TOKEN_COST
 from tests.engine.helpers import make_core, make_request
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from engine.scheduler.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from tests.engine.checked_executor import CheckedExecutor

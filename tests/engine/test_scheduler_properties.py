@@ -21,13 +21,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.errors import StepAbandoned
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.kv_groups import most_blocks, most_in_window, owned
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput, most_blocks, most_in_window, owned
 from engine.scheduler.request import RequestStatus
 from tests.engine.checked_executor import CheckedExecutor, PlanViolation
 from tests.engine.helpers import assert_nothing_left, make_request

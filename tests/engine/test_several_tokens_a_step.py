@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from engine.frontend.output_processor import OutputProcessor
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
+    SchedulerStats,
     StructuredOutput,
     StructuredOutputKind,
     TokenLogprobs,
 )
-from engine.scheduler.plan import ModelRunnerOutput
+from engine.plan import ModelRunnerOutput
 from engine.scheduler.scheduler import Scheduler
-from engine.stats import SchedulerStats
-from engine.structured import GrammarCompiler
+from engine.structured.compiler import GrammarCompiler
 from tests.engine.helpers import (
     RecordingObserver,
     assert_nothing_left,

@@ -8,8 +8,8 @@ import pytest
 
 from engine.commands import GetSnapshot
 from engine.core.core import EngineCore
+from engine.plan import owned
 from engine.scheduler.block_pool import MOST_CELLS
-from engine.scheduler.kv_groups import owned
 from engine.snapshot import WaitsFor
 from tests.engine.helpers import make_core, make_request
 

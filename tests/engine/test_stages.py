@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.simulation.clock import VirtualClock
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.simulation.counting import VirtualClock
 from tests.engine.helpers import make_request
 from tests.engine.queueing_executor import QueuedStep, QueueingExecutor
 

@@ -13,10 +13,10 @@ import pytest
 from anyio import to_thread
 
 from engine.commands import AddRequests, Close
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import MAX_FAILURES_IN_A_ROW, EngineCore
+from engine.detokenizer import Vocabulary
 from engine.errors import EngineDead, StepAbandoned
-from engine.frontend.detokenizer import Vocabulary
 from engine.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -24,8 +24,8 @@ from engine.messages import (
     StructuredOutput,
     StructuredOutputKind,
 )
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.structured import GrammarCompiler
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.structured.compiler import GrammarCompiler
 from engine.transport.channel import RequestChannel
 from engine.transport.client import run_until_closed
 from tests.engine.helpers import (

@@ -8,14 +8,13 @@ from itertools import count
 
 import pytest
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
+from engine.costs.measuring import StepCostTracker
+from engine.costs.table import MIN_PREFILL_TOKENS, StepBudget, StepCostTable, StepLoad
 from engine.messages import FinishReason
-from engine.scheduler.cost_tracker import StepCostTracker
-from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.step_budget import MIN_PREFILL_TOKENS, StepBudget
-from engine.scheduler.step_cost import StepCostTable, StepLoad
-from engine.simulation.clock import VirtualClock
+from engine.plan import SchedulerOutput
+from engine.simulation.counting import VirtualClock
 from tests.engine.checked_executor import CheckedExecutor
 from tests.engine.helpers import make_request, simulated
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.scheduler.step_cost import Curve, StepCostTable, StepLoad, chunk_keys
+from engine.costs.table import Curve, StepCostTable, StepLoad, chunk_keys
 
 MAX_SEQS, MAX_TOKENS = 32, 512
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.core import EngineCore
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from engine.messages import EngineCoreOutput, FinishReason, StructuredOutput, StructuredOutputKind
-from engine.structured import GrammarCompiler
-from protocol.structured import Tag, choice, json_schema, tagged_json
+from engine.structured.compiler import GrammarCompiler
+from protocol.syntax.grammars import Tag, choice, json_schema, tagged_json
 from tests.engine.helpers import (
     assert_nothing_left,
     byte_level_tokenizer,

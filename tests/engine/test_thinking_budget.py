@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.core import EngineCore
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from engine.frontend.input_processor import InputProcessor
 from engine.messages import EngineCoreOutput, EngineCoreRequest, StructuredOutput, StructuredOutputKind
-from engine.structured import GrammarCompiler
-from engine.structured.thinking_budget import MAX_EXCESS, ThinkingBudget
-from protocol.reasoning import ReasoningCounter, ReasoningTags
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.matchers import MAX_EXCESS, ThinkingBudget
+from protocol.syntax.reasoning import ReasoningCounter, ReasoningTags
 from tests.engine.helpers import assert_nothing_left, byte_level_tokenizer, make_core, make_request, tokens_of
 
 TOKENIZER = byte_level_tokenizer()

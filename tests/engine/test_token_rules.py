@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from engine.structured import manager as manager_module
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.manager import StructuredOutputManager
-from engine.structured.token_rules import TokenRules, bad_word_token_ids, mask_of
+from engine.structured.matchers import TokenRules, bad_word_token_ids, mask_of
 from tests.embedded_model import embedded_gguf
 from tests.engine.helpers import byte_level_tokenizer, make_request
 

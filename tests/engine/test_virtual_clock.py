@@ -9,16 +9,16 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.executor import StepHandle
+from engine.detokenizer import Vocabulary
 from engine.errors import StepAbandoned
-from engine.frontend.detokenizer import Vocabulary
-from engine.frontend.observer import FinishedRequest
+from engine.executor import StepHandle
 from engine.frontend.output_processor import OutputProcessor
+from engine.frontend.request_stream import FinishedRequest
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
-from engine.simulation.clock import VirtualClock
+from engine.plan import ModelRunnerOutput, SchedulerOutput
+from engine.simulation.counting import VirtualClock
 from tests.engine.helpers import RecordingObserver, assert_nothing_left, byte_level_tokenizer, make_request
 from tests.engine.simulated_executor import SimulatedExecutor
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from app import offline
+from app import library
 from engine.core.core import EngineCore
-from engine.core.executor import Executor, StepHandle
+from engine.executor import BlockTier, Executor, StepHandle
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
-from engine.scheduler.plan import SchedulerOutput
-from engine.scheduler.tiers import BlockTier
+from engine.plan import SchedulerOutput
 
 
 class RecordedExecutor:
@@ -52,7 +51,7 @@ def fresh_core(core: EngineCore, *, num_blocks: int | None = None, **config: Any
 def float32_llm(model: Path, max_model_len: int) -> Iterator[LLM]:
     """The model in float32 on the CPU, as oracles have it."""
     threads = torch.get_num_threads()
-    llm = offline.LLM(
+    llm = library.LLM(
         str(model),
         progress=False,
         dtype="float32",

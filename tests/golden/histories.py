@@ -17,18 +17,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, FinishReason
-from engine.scheduler.kv_groups import most_blocks
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput, most_blocks
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor
-from gpu.kv_tiers.disk import DiskStore
-from gpu.kv_tiers.memory import HostMemory, TorchMemory
-from gpu.kv_tiers.piece import Seal
-from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.chunks import HostMemory, Seal, TorchMemory
+from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import BlockStore, KVTier
 from gpu.model_loader import WorkerOptions
 from gpu.worker import Worker

@@ -4,7 +4,7 @@ import pytest
 
 from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams
-from engine.scheduler.plan import NewRequestData
+from engine.plan import NewRequestData
 from tests.golden.driving import RecordedExecutor, fresh_llm, plans_of
 from tests.golden.oracle import Oracle
 from tests.golden.prompts import PROMPTS

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gpu.checkpoint import ModelConfig, open_model
+from gpu.checkpoint.tensors import Weight
 from gpu.model_loader import WorkerOptions
-from gpu.parallel import Layout
-from gpu.weights import Weight, floats, read_weights
+from gpu.sharding import Layout
+from gpu.weights.reading import floats, read_weights
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
 from tests.golden.prompts import PROMPTS

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpu.checkpoint import open_model
-from gpu.weights import floats, read_weights
+from gpu.weights.reading import floats, read_weights
 from tests.cluster.cluster import RayCluster, cluster
 from tests.embedded_model import embedded_gguf
 from tests.golden.prompts import PROMPTS, chat

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import headrace
-from app.offline import LLM
-from app.settings import SettingsError
+from app.config.settings import SettingsError
+from app.library import LLM
 from engine.errors import EngineDead
 from engine.messages import EngineCoreRequest, SamplingParams
 from tests.golden.driving import fresh_core

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app.loading import core_factory, open_files
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.loading import core_factory, open_files
 from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import EngineCoreRequest, SamplingParams

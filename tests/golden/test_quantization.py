@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpu.checkpoint import ModelFiles, QuantizedRows, open_model
 from gpu.cpu.library import load_library
-from gpu.weights import read_weights
 from gpu.weights.quantization import Quantization
+from gpu.weights.reading import read_weights
 from loadtest.export_model import export_model
 from tests.embedded_model import embedded_gguf
 from tests.golden.oracle import Oracle

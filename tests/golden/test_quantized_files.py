@@ -17,7 +17,7 @@ import pytest
 from gpu.checkpoint import ModelConfig, open_model
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.weights import floats, read_weights
+from gpu.weights.reading import floats, read_weights
 from tests.embedded_model import embedded_gguf
 from tests.golden.test_perplexity import CODE, MAX_MODEL_LEN, PROSE, TOLERANCE, make_core, perplexity
 from tests.gpu.checkpoint_files import TinyGGUF

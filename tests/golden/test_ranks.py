@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.offline import LLM
+from app.library import LLM
 from engine.messages import SamplingParams
 from tests.chaos.test_drain import children
 from tests.golden.prompts import PROMPTS

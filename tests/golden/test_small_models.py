@@ -20,11 +20,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from app.loading import core_factory, open_files
-from app.settings import Settings
+from app.config.settings import Settings
+from app.serving.loading import core_factory, open_files
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest
-from engine.scheduler.kv_groups import most_blocks
+from engine.plan import most_blocks
 from tests.engine.helpers import byte_level_tokenizer, make_request
 from tests.golden.driving import Story, drive, fresh_core, plans_of
 from tests.golden.oracle import Oracle

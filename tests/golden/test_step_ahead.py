@@ -5,11 +5,11 @@ import dataclasses
 from engine.core.core import EngineCore
 from engine.frontend.llm import LLM
 from engine.messages import SamplingParams
-from gpu.device import DeviceRunner
+from gpu.device.runner import DeviceRunner
 from gpu.executor import UniProcExecutor
-from gpu.model_runner import ModelRunner
-from gpu.models.served import TorchModel
-from gpu.rows import BatchSizes
+from gpu.models.torch_model import TorchModel
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.rows import BatchSizes
 from tests.golden.driving import RecordedExecutor, plans_of
 from tests.golden.prompts import PROMPTS
 
@@ -18,7 +18,7 @@ NUM_BLOCKS, MAX_NUM_SEQS, MAX_MODEL_LEN = 12, 5, 192
 
 
 class DeviceExecutor:
-    """An `engine.core.executor.Executor` with a cache of its own around the model of another one."""
+    """An `engine.executor.Executor` with a cache of its own around the model of another one."""
 
     num_blocks = NUM_BLOCKS
 

@@ -8,7 +8,7 @@ import jsonschema
 
 from engine.frontend.llm import LLM
 from engine.messages import FinishReason, SamplingParams, StructuredOutput, StructuredOutputKind
-from protocol.structured import Tag, choice, json_schema, tagged_json
+from protocol.syntax.grammars import Tag, choice, json_schema, tagged_json
 from tests.golden.driving import fresh_llm
 
 PROMPT = "<|im_start|>user\nDescribe Alice, who is 30 and likes chess.<|im_end|>\n<|im_start|>assistant\n"

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from gpu.device import DeviceRunner
 from gpu.device.choices import choose_products
-from gpu.device.rehearsal import graph_memory, rehearse
+from gpu.device.runner import DeviceRunner
+from gpu.device.warm_up import graph_memory, rehearse
 from gpu.kernels.dispatch import interpreted
 from gpu.kernels.jit import dependent
-from gpu.models import CausalLM
-from gpu.rows import BatchSizes
+from gpu.models.decoder import CausalLM
+from gpu.runner.rows import BatchSizes
 from tests.gpu.device_runners import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,

@@ -29,7 +29,7 @@ from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels.dispatch import interpreted
 from gpu.kernels.jit import dependent, prefill
 from gpu.kernels.product import TILES
-from gpu.rows import BatchSizes
+from gpu.runner.rows import BatchSizes
 
 TYPES = {
     torch.bfloat16: "*bf16",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpu.checkpoint.families import FAMILIES
+from gpu.checkpoint.families.table import FAMILIES
 from gpu.cpu.library import Library, load_library, usable
 from tests.gpu.foreign_files import Loader
 from tests.gpu.sampling_helpers import fastest_draw

@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 
-from engine.core.config import EngineConfig
+from engine.config import EngineConfig
 from engine.core.core import EngineCore
-from engine.core.executor import StepHandle
+from engine.executor import StepHandle
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
-from engine.scheduler.plan import SchedulerOutput
-from gpu.attention.torch_backend import TorchAttention
-from gpu.attention.triton_backend import TritonAttention
-from gpu.device import DeviceRunner
+from engine.plan import SchedulerOutput
+from gpu.attention import TorchAttention, TritonAttention
 from gpu.device.graphs import Replay
+from gpu.device.runner import DeviceRunner
 from gpu.executor import UniProcExecutor
-from gpu.model_runner import ModelRunner
-from gpu.models import CausalLM
-from gpu.models.served import TorchModel
-from gpu.rows import BatchSizes
+from gpu.models.decoder import CausalLM
+from gpu.models.torch_model import TorchModel
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.rows import BatchSizes
 from tests.gpu.test_executor import CONFIG, random_weights
 
 CPU = torch.device("cpu")
@@ -51,7 +50,7 @@ class Again:
 
 
 class RunnerExecutor:
-    """An `engine.core.executor.Executor` around a runner of either kind."""
+    """An `engine.executor.Executor` around a runner of either kind."""
 
     num_blocks, block_size, vocab_size = NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE
 

@@ -63,8 +63,8 @@ class Loader:
 
 def _serve() -> None:
     import gpu.executor  # noqa: F401
-    from app.loading import open_files  # noqa: F401
-    from app.prompts import PromptEncoder  # noqa: F401
+    from app.serving.loading import open_files  # noqa: F401
+    from app.serving.prompts import PromptEncoder  # noqa: F401
 
     for line in sys.stdin:
         reading, writing = os.pipe()
@@ -89,7 +89,7 @@ def _load_and_tell(writing: int, path: str, load_format: str, only_open: bool) -
     try:
         outcome = _load(path, load_format, only_open)
     except BaseException as error:
-        from app.settings import SettingsError
+        from app.config.settings import SettingsError
         from engine.errors import ConfigError
         from gpu.checkpoint import ModelError
         from protocol.chat_template import ChatTemplateError
@@ -101,9 +101,9 @@ def _load_and_tell(writing: int, path: str, load_format: str, only_open: bool) -
 
 
 def _load(path: str, load_format: str, only_open: bool) -> dict[str, object]:
-    from app.loading import core_factory, make_grammar_compiler, open_files
-    from app.prompts import PromptEncoder
-    from app.settings import Settings
+    from app.config.settings import Settings
+    from app.serving.loading import core_factory, make_grammar_compiler, open_files
+    from app.serving.prompts import PromptEncoder
     from engine.frontend.llm import LLM
     from engine.messages import SamplingParams
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.runner import ModelInputs
-from gpu.sampling.greedy import largest
+from gpu.runner.runner import ModelInputs
+from gpu.sampling.draw import largest
 from tests.gpu.sampling_helpers import fastest_draw
 
 

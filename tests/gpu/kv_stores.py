@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu.kv_tiers.disk import DiskStore
-from gpu.kv_tiers.piece import HEADER_BYTES, Seal
-from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.chunks import HEADER_BYTES, Seal
+from gpu.kv_tiers.stores import DiskStore, RamStore
 
 SIZE = 4096 + 24
 SECRET = b"s" * 32

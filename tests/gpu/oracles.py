@@ -21,14 +21,14 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from gpu.attention.torch_backend import TorchAttention
+from gpu.attention import TorchAttention
 from gpu.checkpoint import ModelConfig, RopeScaling
 from gpu.checkpoint.architecture import parts_of
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
-from gpu.checkpoint.stacks import unstacked
-from gpu.kv_layout import kv_layout
-from gpu.models import CausalLM
+from gpu.checkpoint.tensors import unstacked
+from gpu.kv_cache import kv_layout
+from gpu.models.decoder import CausalLM
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 from tests.gpu.sink_models import SinksConfig
 

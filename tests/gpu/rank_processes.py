@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.tensors import Weight
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library
-from gpu.parallel import Layout, cut, sharded
-from gpu.runner import ModelInputs
-from gpu.weights import Weight
+from gpu.runner.runner import ModelInputs
+from gpu.sharding import Layout, cut, sharded
 
 Weights = Callable[[], Iterable[tuple[str, Weight]]]
 Check = Callable[[], None]

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from engine.messages import SamplingParams
-from engine.scheduler.plan import NewRequestData
-from gpu import sampling
-from gpu.columns import make_columns
-from gpu.cpu.library import Threads, load_library
-from gpu.cpu.sampling import draw
-from gpu.rows import COLUMNS
-from gpu.sampling import Biases, Penalized, SamplerOutput, SamplingMetadata, torch_draw
-from gpu.sampling.sampler import Draw
+from engine.plan import NewRequestData
+from gpu.cpu.library import Threads, draw, load_library
+from gpu.runner.rows import COLUMNS
+from gpu.sampling import sampler, torch_draw
+from gpu.sampling.columns import make_columns
+from gpu.sampling.logits import Biases, Penalized
+from gpu.sampling.sampler import Draw, SamplerOutput, SamplingMetadata
 
 
 def new_request(
@@ -81,4 +80,4 @@ def fastest_draw() -> Draw:
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """`gpu.sampling.sample` of a tensor, which may be overwritten."""
-    return sampling.sample(logits.float().numpy(), metadata, fastest_draw())
+    return sampler.sample(logits.float().numpy(), metadata, fastest_draw())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpu.attention.torch_backend import FREE_PADDING, PADDING_SHARE, TILE, TorchAttention, group_by_length
+from gpu.attention import FREE_PADDING, PADDING_SHARE, TILE, TorchAttention, group_by_length
 from gpu.checkpoint.architecture import Heads
 from tests.gpu.paging import Span, make_metadata
 

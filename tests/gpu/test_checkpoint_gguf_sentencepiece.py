@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from tokenizers import Tokenizer
 
-from engine.frontend.detokenizer import Vocabulary
+from engine.detokenizer import Vocabulary
 from gpu.checkpoint import ModelError, is_known_tokenizer
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.gguf_tokenizer import tokenizer_from_gguf

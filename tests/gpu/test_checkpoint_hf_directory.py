@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from gpu.checkpoint import Embedder, ModelError, RopeScaling, model_digest, open_model
 from gpu.checkpoint.gguf_file import GGUFFile
 from gpu.checkpoint.hf_config import config_from_hf
-from gpu.checkpoint.safetensors_header import read_header
+from gpu.checkpoint.hf_files import read_header
 from gpu.weights.tensors import weights_of
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
@@ -377,7 +377,7 @@ def test_the_digest_follows_the_weights_and_not_their_place(tmp_path, directory)
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_the_digest_follows_every_tensor_in_a_file_of_the_same_size_and_date(tmp_path, directory, kind, monkeypatch):
-    monkeypatch.setattr("gpu.checkpoint.digest.SAMPLES", 2)  # as many for their size as a large file has
+    monkeypatch.setattr("gpu.checkpoint.model_files.SAMPLES", 2)  # as many for their size as a large file has
     path = directory / "model.safetensors"
     if kind == "gguf":
         path = tmp_path / "tiny.gguf"

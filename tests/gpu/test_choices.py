@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from gpu.device import DeviceRunner, choices
+from gpu.device import choices
 from gpu.device.choices import choose_products, overlap_agrees, seconds_of_graphs
+from gpu.device.runner import DeviceRunner
 from gpu.kernels.jit import dependent
-from gpu.kernels.product import TILES, Tile, linear
-from gpu.layers.linear import Product
-from gpu.models import CausalLM
-from gpu.models.served import TorchModel
+from gpu.kernels.product import TILES, linear
+from gpu.kernels.shapes import Tile
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Product
+from gpu.models.torch_model import TorchModel
 from tests.gpu.device_runners import BLOCK_SIZE, CPU, Again, make_executor
 
 

@@ -25,15 +25,15 @@ from transformers import (
 )
 
 from engine.errors import StepAbandoned
-from gpu.attention.torch_backend import TorchAttention
+from gpu.attention import TorchAttention
 from gpu.checkpoint import ModelConfig, ModelError, QuantizedRows
+from gpu.checkpoint.tensors import Weight
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
-from gpu.kv_layout import kv_layout
-from gpu.models import CausalLM
-from gpu.runner import ModelInputs
-from gpu.weights import Weight
-from gpu.weights.dummy import dummy_weights
+from gpu.kv_cache import kv_layout
+from gpu.models.decoder import CausalLM
+from gpu.runner.runner import ModelInputs
+from gpu.weights.reading import dummy_weights
 from gpu.weights.tensors import as_tensors
 from tests.gpu.native_builds import needs_library
 from tests.gpu.oracles import LLAMA3_ROPE, YARN, model_config

@@ -8,12 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gpu.columns import make_columns
-from gpu.cpu.library import Threads, load_library
-from gpu.cpu.sampling import draw
-from gpu.sampling import SAMPLING_COLUMNS, SamplingMetadata, torch_draw
-from gpu.sampling.noise import uniform
-from gpu.sampling.sampler import Draw
+from gpu.cpu.library import Threads, draw, load_library
+from gpu.sampling import torch_draw
+from gpu.sampling.columns import SAMPLING_COLUMNS, make_columns
+from gpu.sampling.draw import uniform
+from gpu.sampling.sampler import Draw, SamplingMetadata
 from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import fastest_draw
 

@@ -19,8 +19,8 @@ IMPORTS = """
 import os, resource, sys, threading, time
 import numpy as np, torch
 from gpu.cpu.library import Threads, load_library, usable
-from gpu.cpu.matrices import pack
-from gpu.cpu.memory import WeightBuffer
+from gpu.cpu.weights import pack
+from gpu.cpu.weights import WeightBuffer
 library = next(library for library in usable() if sys.argv[1:] in ([], [library.name]))
 matrix = pack(library, WeightBuffer(), [np.ones((16, 96), np.float32)])
 """

@@ -8,8 +8,7 @@ from gguf.quants import dequantize, quantize
 
 from gpu.checkpoint import QuantizedRows
 from gpu.cpu.library import Library, MatrixStruct, Threads, load_library, usable
-from gpu.cpu.matrices import BF16, K4, K5, K6, LANES, U4, U5, U8, PackedMatrix, pack
-from gpu.cpu.memory import ALIGNMENT, WeightBuffer
+from gpu.cpu.weights import ALIGNMENT, BF16, K4, K5, K6, LANES, U4, U5, U8, PackedMatrix, WeightBuffer, pack
 from tests.gpu.native_builds import needs_library
 
 pytestmark = needs_library

@@ -7,12 +7,12 @@ import pytest
 from transformers import PreTrainedConfig
 
 from gpu.checkpoint import ModelConfig
+from gpu.checkpoint.tensors import Weight
 from gpu.cpu.library import Library
-from gpu.kv_layout import kv_layout
-from gpu.parallel import Layout
-from gpu.runner import ModelInputs
-from gpu.weights import Weight
-from gpu.weights.dummy import dummy_weights
+from gpu.kv_cache import kv_layout
+from gpu.runner.runner import ModelInputs
+from gpu.sharding import Layout
+from gpu.weights.reading import dummy_weights
 from tests.gpu.native_builds import needs_library
 from tests.gpu.oracles import model_config
 from tests.gpu.rank_processes import Weights, make_model, rank_processes, same_bits

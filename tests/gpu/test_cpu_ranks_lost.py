@@ -18,8 +18,8 @@ from gpu.checkpoint import ModelConfig, open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import Library, load_library
-from gpu.runner import ModelInputs
-from gpu.weights import read_weights
+from gpu.runner.runner import ModelInputs
+from gpu.weights.reading import read_weights
 from tests.gpu.native_builds import needs_library
 from tests.gpu.rank_processes import RankProcesses, Weights, rank_processes
 from tests.gpu.test_cpu_decoder import MODELS

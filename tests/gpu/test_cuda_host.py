@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from engine.errors import ConfigError, HeadraceError
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
-from gpu.kv_cache_size import GIB
+from gpu.kv_cache import GIB
 from gpu.model_loader import WorkerOptions, _warn_once, resolve_device
-from gpu.parallel import Layout
+from gpu.models.communicators import TorchCommunicator
 from gpu.parallel.messages import Group, RankSetup
 from gpu.parallel.rank import Rank
-from gpu.parallel.rank_process import load
-from gpu.parallel.torch_communicator import TorchCommunicator
+from gpu.parallel.rank_main import load
+from gpu.sharding import Layout
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
 from tests.gpu.test_executor import CONFIG

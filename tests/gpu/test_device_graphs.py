@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.device import DeviceRunner
 from gpu.device.choices import agree_on_products, choose_products
 from gpu.device.graphs import AgreedGraphs, CaptureFailed, CudaGraphs, Replay
+from gpu.device.runner import DeviceRunner
 from gpu.kernels.product import TILES
-from gpu.layers.linear import Product
-from gpu.models import CausalLM
-from gpu.parallel import Layout
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Product
+from gpu.sharding import Layout
 from tests.gpu.device_runners import CPU, Again, make_executor
 from tests.gpu.parallel.ranks import PROCESSES, SECONDS, join_gloo, processes
 

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from gpu.device.graphs import ladder
-from gpu.device.upload import Upload
+from gpu.device.tables import Upload
 from gpu.kernels.dispatch import interpreted
-from gpu.models import CausalLM
+from gpu.models.decoder import CausalLM
 from tests.gpu.device_runners import (
     MAX_NUM_SEQS,
     Again,

@@ -19,10 +19,10 @@ import torch
 
 from engine.errors import StepAbandoned
 from engine.messages import Pooling, StructuredOutput, StructuredOutputKind
-from engine.scheduler.plan import ModelRunnerOutput, TokenMasks
-from gpu.device import DeviceRunner
+from engine.plan import ModelRunnerOutput, TokenMasks
 from gpu.device.graphs import Replay, ladder
-from gpu.models import CausalLM
+from gpu.device.runner import DeviceRunner
+from gpu.models.decoder import CausalLM
 from protocol.openai.logprobs import most_likely
 from tests.gpu.device_runners import (
     MAX_NUM_SEQS,

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from gpu.device.graphs import LARGEST, StepGraphs, ladder
-from gpu.device.rows import words_of
-from gpu.device.tables import DeviceTables
-from gpu.device.upload import Upload
-from gpu.rows import BatchSizes
+from gpu.device.tables import DeviceTables, Upload, words_of
+from gpu.runner.rows import BatchSizes
 from tests.gpu.device_runners import CPU, Again
 
 

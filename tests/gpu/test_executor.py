@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.executor import Executor
 from engine.errors import ConfigError, EngineDead, ProfileTooLarge
-from engine.scheduler.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from engine.executor import Executor
+from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions, resolve_device
-from gpu.models.served import resolve_dtype
+from gpu.models.torch_model import resolve_dtype
 from gpu.profile import TorchProfile
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf

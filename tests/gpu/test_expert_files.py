@@ -16,11 +16,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling, open_model
 from gpu.checkpoint.architecture import ClampedSwiGLUSpec, DecoderSpec, MoESpec, SwiGLUSpec
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.rotary import inverse_frequencies
-from gpu.weights import read_weights
+from gpu.weights.reading import read_weights
 from gpu.weights.tensors import weights_of
 from tests.engine.helpers import byte_level_tokenizer
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, permute, random_weights

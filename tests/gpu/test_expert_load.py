@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from app.metrics import Metrics
-from gpu.attention.torch_backend import TorchAttention
-from gpu.models import CausalLM
+from app.observability.metrics import Metrics
+from gpu.attention import TorchAttention
+from gpu.models.decoder import CausalLM
 from tests.engine.helpers import make_request
 from tests.golden.histories import load, small_model
 from tests.gpu.native_builds import needs_library
@@ -22,7 +22,7 @@ COMPUTES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("what", [pytest.param("library", marks=needs_library), "torch", "device"])
 def test_how_many_tokens_went_to_experts_and_how_evenly(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    monkeypatch.setattr("engine.core.expert_load.STEPS_BETWEEN_EXPERT_LOADS", 1)
+    monkeypatch.setattr("engine.core.participants.STEPS_BETWEEN_EXPERT_LOADS", 1)
     core = load(MIXTRAL, **COMPUTES[what])
     core.add(make_request([5, 6, 7, 8, 9], "r", max_tokens=2, ignore_eos=True, seed=0))
     metrics = Metrics("model")

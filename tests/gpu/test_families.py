@@ -25,15 +25,15 @@ from gpu.checkpoint.architecture import (
     llama_layer,
     parts_of,
 )
-from gpu.checkpoint.families import FAMILIES, spec_of
-from gpu.checkpoint.gguf_config import GGUF_FAMILIES
-from gpu.checkpoint.header_fields import HeaderField
+from gpu.checkpoint.config import HeaderField
+from gpu.checkpoint.families.table import FAMILIES, spec_of
+from gpu.checkpoint.gguf_model import GGUF_FAMILIES
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.layers.weights import weight_slots
 from gpu.model_loader import WorkerOptions, load_model
-from gpu.weights.dummy import dummy_weights
+from gpu.models.layers import weight_slots
+from gpu.weights.reading import dummy_weights
 from gpu.weights.tensors import weights_of
 from tests.gpu import sink_models
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights

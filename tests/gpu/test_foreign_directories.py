@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gpu.checkpoint.tokenizer_steps import check_steps
+from gpu.checkpoint.tokenizers import check_steps
 from tests.gpu.foreign_files import Loader
 from tests.gpu.lying_files import CONFIG, directory, tokenizer_json
 

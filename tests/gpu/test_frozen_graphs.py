@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 from triton.runtime.interpreter import GridExecutor
 
-from engine.scheduler.plan import SchedulerOutput
+from engine.plan import SchedulerOutput
 from gpu.device.graphs import Replay
 from gpu.kernels.dispatch import interpreted
 from tests.gpu.device_runners import Again, make_executor

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from gpu.checkpoint import ModelConfig, ModelError, RopeScaling, open_model
 from gpu.checkpoint.architecture import DecoderSpec
-from gpu.checkpoint.families import spec_of
+from gpu.checkpoint.families.table import spec_of
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.weights.tensors import weights_of

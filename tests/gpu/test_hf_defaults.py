@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gpu.checkpoint import ModelConfig, ModelError
-from gpu.checkpoint.families import FAMILIES
-from gpu.checkpoint.header_fields import FIELDS
+from gpu.checkpoint.config import FIELDS
+from gpu.checkpoint.families.table import FAMILIES
 from gpu.checkpoint.hf_config import config_from_hf
 from tests.gpu.oracles import Runner, assert_logits, build, expected, prompt, weights_of
 

@@ -18,24 +18,22 @@ import pytest
 
 import gpu.device.runner
 from engine.core.core import EngineCore
-from engine.core.step_costs import StepCosts
+from engine.core.participants import StepCosts
 from engine.errors import EngineDead
 from engine.messages import EngineCoreRequest, FinishReason
+from engine.plan import SchedulerOutput
 from engine.scheduler.kv_cache_manager import KVCacheManager
-from engine.scheduler.plan import SchedulerOutput
 from engine.scheduler.request import Request
 from engine.scheduler.scheduler import Scheduler
-from gpu.device.download import DeviceStep
-from gpu.device.rows import DeviceRows
-from gpu.device.upload import Upload
+from gpu.device.runner import DeviceStep
+from gpu.device.tables import DeviceRows, Upload
 from gpu.executor import UniProcExecutor
-from gpu.input_batch import InputBatch
-from gpu.model_runner import ModelRunner
-from gpu.models import CausalLM
-from gpu.prompt_outputs import PromptOutputs
-from gpu.rows import RowTable, StepShape
-from gpu.runner import FinishedStep
-from gpu.sampling import Biases
+from gpu.models.decoder import CausalLM
+from gpu.runner.host_runner import InputBatch, ModelRunner
+from gpu.runner.prompt_outputs import PromptOutputs
+from gpu.runner.rows import RowTable, StepShape
+from gpu.runner.runner import FinishedStep
+from gpu.sampling.logits import Biases
 from gpu.worker import Worker
 from tests.gpu.device_runners import MAX_MODEL_LEN, MAX_NUM_SEQS, crowd, make_core
 from tests.gpu.test_executor import CONFIG, OPTIONS, random_weights

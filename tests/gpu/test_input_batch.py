@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import TokenLogprobs
-from engine.scheduler.plan import NewRequestData, SchedulerOutput
-from gpu.input_batch import InputBatch
-from gpu.rows import COLUMNS, BatchSizes, RowTable, StepShape
-from gpu.runner import ModelInputs
+from engine.plan import NewRequestData, SchedulerOutput
+from gpu.runner.host_runner import InputBatch
+from gpu.runner.rows import COLUMNS, BatchSizes, RowTable, StepShape
+from gpu.runner.runner import ModelInputs
 from tests.gpu.sampling_helpers import new_request
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 5, 23, 4

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
-from gpu.kv_cache_size import GIB, kv_cache_size
+from gpu.kv_cache import GIB, kv_cache_size
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

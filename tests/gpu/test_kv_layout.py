@@ -9,7 +9,7 @@ import pytest
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import Request
 from gpu.checkpoint import ModelConfig
-from gpu.kv_layout import kv_layout
+from gpu.kv_cache import kv_layout
 from tests.engine.helpers import make_request
 from tests.gpu.test_kv_cache_size import CONFIG
 

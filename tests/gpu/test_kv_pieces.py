@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu.kv_tiers.disk import PAUSE, DiskStore
-from gpu.kv_tiers.piece import HEADER_BYTES, Checksum, Seal, read_key
+from gpu.kv_tiers.chunks import HEADER_BYTES, Checksum, Seal, read_key
+from gpu.kv_tiers.stores import PAUSE, DiskStore
 from tests.gpu.kv_stores import SECRET, SIZE, SPACES, file_of, is_right, loaded, name, open_store, payload
 
 FORK = multiprocessing.get_context("fork")

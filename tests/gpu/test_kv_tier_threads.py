@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from app.offline import LLM
+from app.library import LLM
 from engine.messages import SamplingParams
 from gpu.executor import UniProcExecutor
-from gpu.kv_tiers.memory import HostMemory
+from gpu.kv_tiers.chunks import HostMemory
 from gpu.kv_tiers.tier import NUM_BUFFERS, KVTier
 
 NAME = b"n" * 16

@@ -14,12 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import ConfigError
-from gpu.device import upload
-from gpu.kv_tiers.disk import STALE, DiskStore
-from gpu.kv_tiers.memory import HostMemory, TorchMemory
+from gpu.device import tables
+from gpu.kv_tiers.chunks import HEADER_BYTES, HostMemory, Seal, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
-from gpu.kv_tiers.piece import HEADER_BYTES, Seal
-from gpu.kv_tiers.ram import RamStore
+from gpu.kv_tiers.stores import STALE, DiskStore, RamStore
 from gpu.kv_tiers.tier import MEASURE_AGAIN, KVTier
 from gpu.model_loader import WorkerOptions
 from tests.gpu.kv_stores import SECRET, SIZE, SPACES, file_of, is_right, loaded, name, open_store, payload
@@ -245,14 +243,14 @@ class Stalls(TorchDispatchMode):
 
 def test_copies_to_and_from_a_card_wait_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: set[int] = set()
-    make = upload.host_tensor
+    make = tables.host_tensor
 
     def host_tensor(*given: Any) -> torch.Tensor:
         tensor = make(*given)
         pinned.add(tensor.data_ptr())
         return tensor
 
-    monkeypatch.setattr(upload, "host_tensor", host_tensor)
+    monkeypatch.setattr(tables, "host_tensor", host_tensor)
     memory = TorchMemory([torch.empty(7, 4, 2, 3, 8, dtype=torch.bfloat16, device="meta") for _ in range(3)])
     data = memory.buffer(3 * memory.block_bytes)
     pinned.add(data.ctypes.data)  # as `buffer` has it where there is a card
@@ -295,7 +293,7 @@ def test_foreign_files_in_a_namespace_are_left_alone_and_opened_by_nobody(
         opened.append(path)
         os.unlink(path)
 
-    monkeypatch.setattr("gpu.kv_tiers.disk._remove_if_left", remove)
+    monkeypatch.setattr("gpu.kv_tiers.stores._remove_if_left", remove)
     store = open_store(tmp_path, max_pieces=4)
     assert all(store.store(name(number), payload(number), 1.0) for number in range(2, 12))
     assert opened == [str(left)]

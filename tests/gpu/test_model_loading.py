@@ -8,9 +8,8 @@ import transformers
 
 from gpu.checkpoint import ModelError
 from gpu.checkpoint.architecture import Part
-from gpu.layers.linear import Linear
-from gpu.layers.weights import Place
-from gpu.models import CausalLM
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Linear, Place
 from tests.gpu.oracles import ORACLES, build, model_config
 
 

@@ -7,10 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.messages import TokenLogprobs
-from engine.scheduler.plan import NewRequestData, SchedulerOutput
-from gpu.model_runner import ModelRunner
-from gpu.rows import BatchSizes
-from gpu.runner import ModelInputs, StageLinks
+from engine.plan import NewRequestData, SchedulerOutput
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.rows import BatchSizes
+from gpu.runner.runner import ModelInputs, StageLinks
 from tests.gpu.history_model import HistoryModel
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_input_batch import plan_of, token_ids_of

@@ -7,10 +7,10 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from gpu.attention.triton_backend import TritonAttention
+from gpu.attention import TritonAttention
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.layers.weights import weight_slots
-from gpu.models import CausalLM
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import weight_slots
 from loadtest.gpu_parts.models import PUBLISHED, kv_bytes_per_token, load_shape
 
 MODEL_TYPES = {

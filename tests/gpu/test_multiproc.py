@@ -18,16 +18,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.core.executor import STEPS_BETWEEN_EXPERT_LOADS
 from engine.errors import ConfigError, EngineDead, HeadraceError, RankLost, StepAbandoned
+from engine.executor import STEPS_BETWEEN_EXPERT_LOADS
 from engine.messages import Pooling
-from engine.scheduler.plan import SchedulerOutput, TokenMasks
+from engine.plan import SchedulerOutput, TokenMasks
 from gpu.checkpoint import ModelError, open_model
 from gpu.executor import UniProcExecutor, load_executor
 from gpu.model_loader import WorkerOptions
-from gpu.parallel.layout import Layout
-from gpu.parallel.multiproc import MultiprocExecutor
-from gpu.parallel.rank_child import seconds_without_a_core
+from gpu.parallel.multiproc import MultiprocExecutor, seconds_without_a_core
+from gpu.sharding import Layout
 from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import new_request
 from tests.gpu.test_executor import generate, prompts

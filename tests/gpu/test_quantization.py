@@ -11,9 +11,9 @@ from gguf.quants import quantize
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, QuantizedRows
-from gpu.weights import Weight, floats
-from gpu.weights.dummy import dummy_weights
+from gpu.checkpoint.tensors import Weight
 from gpu.weights.quantization import Quantization
+from gpu.weights.reading import dummy_weights, floats
 from tests.gpu.checkpoint_files import TINY
 
 NAME = "model.layers.0.mlp.up_proj.weight"

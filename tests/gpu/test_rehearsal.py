@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from gpu.device import DeviceRunner
 from gpu.device.graphs import Replay
-from gpu.device.rehearsal import graph_memory, rehearse
-from gpu.rows import BatchSizes
-from gpu.runner import Runner
+from gpu.device.runner import DeviceRunner
+from gpu.device.warm_up import graph_memory, rehearse
+from gpu.runner.rows import BatchSizes
+from gpu.runner.runner import Runner
 from tests.gpu.device_runners import BLOCK_SIZE, VOCAB_SIZE, Again, make_executor
 
 

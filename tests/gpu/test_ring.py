@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import HeadraceError
-from gpu.parallel.ring import RingReader, RingWriter
+from gpu.parallel.links import RingReader, RingWriter
 
 READER = """
 import hashlib, os, sys, time
-from gpu.parallel.ring import RingReader
+from gpu.parallel.links import RingReader
 memory, waker, index, count, messages, delay, out = (float(word) if "." in word else int(word) for word in sys.argv[1:])
 ring, seen = RingReader(memory, waker, index, count), hashlib.sha256()
 for _ in range(messages):
@@ -140,13 +140,13 @@ def test_what_was_not_written_to_its_end_is_never_read(messages: list[bytes], ca
 
 
 def take_frame_now(reader: RingReader) -> None:
-    import gpu.parallel.ring
+    import gpu.parallel.links
 
-    patience, gpu.parallel.ring.TORN_SECONDS = gpu.parallel.ring.TORN_SECONDS, 0.0
+    patience, gpu.parallel.links.TORN_SECONDS = gpu.parallel.links.TORN_SECONDS, 0.0
     try:
         reader._take_frame()
     finally:
-        gpu.parallel.ring.TORN_SECONDS = patience
+        gpu.parallel.links.TORN_SECONDS = patience
 
 
 def test_memory_is_taken_before_it_is_touched_and_where_there_is_none_that_is_said() -> None:

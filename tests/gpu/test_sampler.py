@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from gpu.sampling.greedy import largest
-from gpu.sampling.metadata import SamplingMetadata
-from gpu.sampling.penalties import apply_penalties
+from gpu.sampling.draw import largest
+from gpu.sampling.logits import apply_penalties
+from gpu.sampling.sampler import SamplingMetadata
 from tests.gpu.sampling_helpers import SamplingRows, metadata_of, new_request, sample
 
 VOCAB = 1003  # no multiple of a vector's width

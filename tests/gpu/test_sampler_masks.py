@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from engine.messages import StructuredOutput, StructuredOutputKind
-from engine.scheduler.plan import TokenMasks
-from gpu.sampling import logits_mask
-from gpu.sampling.masks import LogitsMask, apply_mask
+from engine.plan import TokenMasks
+from gpu.sampling.logits import LogitsMask, apply_mask, logits_mask
 from tests.gpu.sampling_helpers import metadata_of, new_request, sample
 
 VOCAB = 1003  # no multiple of a word's bits

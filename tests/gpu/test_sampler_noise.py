@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu.sampling import sampler
-from gpu.sampling.noise import uniform
+from gpu.sampling.draw import uniform
 from tests.gpu.sampling_helpers import metadata_of, new_request, sample
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.sampling import SamplingMetadata, sample, torch_draw
-from gpu.sampling.masks import LogitsMask
-from gpu.sampling.sampler import SamplerOutput
-from gpu.sampling.shards import CANDIDATES, Shards
+from gpu.sampling import torch_draw
+from gpu.sampling.draw import CANDIDATES, Shards
+from gpu.sampling.logits import LogitsMask
+from gpu.sampling.sampler import SamplerOutput, SamplingMetadata, sample
 from tests.gpu.sampling_helpers import metadata_of, new_request
 
 SIZES = (512, 352, 35)  # uneven, and the last below the number of candidates

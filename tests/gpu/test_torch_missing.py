@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from app.doctor import NOTE, _devices
-from app.settings import Settings
+from app.commands.doctor import NOTE, _devices
+from app.config.settings import Settings
 from engine.errors import ConfigError
 from gpu import model_loader
 from gpu.checkpoint.config import ModelConfig
@@ -33,7 +33,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "gpu.models.served", raising=False)
+    monkeypatch.delitem(sys.modules, "gpu.models.torch_model", raising=False)
 
 
 def refusal(config: ModelConfig = CONFIG, **options: str) -> str:

@@ -5,13 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from gpu.attention.torch_backend import TorchAttention
+from gpu.attention import TorchAttention
 from gpu.checkpoint import open_model
 from gpu.checkpoint.tensors import tensor_shapes
-from gpu.models import CausalLM
-from gpu.weights.dummy import dummy_weights
-from gpu.weights.staging import _Buffers, to_device
-from gpu.weights.tensors import as_tensors, weights_of
+from gpu.models.decoder import CausalLM
+from gpu.weights.reading import dummy_weights
+from gpu.weights.tensors import _Buffers, as_tensors, to_device, weights_of
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 from tests.gpu.test_executor import CONFIG
 

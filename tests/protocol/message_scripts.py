@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason, RequestOutput
-from protocol.message_parts import (
+from protocol.answers import AnswerContext
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
     MessageParser,
@@ -19,7 +20,6 @@ from protocol.message_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from protocol.writers import AnswerContext
 from tests.protocol.wire_helpers import answer, output, texts, token_bytes
 
 

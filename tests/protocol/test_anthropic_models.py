@@ -9,7 +9,7 @@ import anthropic
 import httpx2
 import pytest
 
-from protocol.anthropic.models import model_info, model_page
+from protocol.anthropic.dialect import model_info, model_page
 from protocol.errors import ApiError
 
 NAMES = ["a", "b/c", "d", "e", "f"]

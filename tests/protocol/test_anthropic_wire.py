@@ -17,7 +17,7 @@ from engine.messages import FinishReason
 from protocol.anthropic.messages import MessagesRequest
 from protocol.anthropic.output import MessageBodyWriter, MessageStreamWriter
 from protocol.errors import ApiError
-from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
+from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart
 from tests.protocol.message_scripts import outputs_for, scripted, scripts
 from tests.protocol.wire_helpers import output
 from tests.server.raw_client import sse_events

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protocol import body
 from protocol.body import MAX_JSON_WEIGHT, ClientModel, decode_json, parse_body, weight_above
 from protocol.errors import ApiError
-from protocol.tokens import parse_tokenize
+from protocol.registry import parse_tokenize
 
 texts = st.text(st.sampled_from('ab[]{},:"\\\n\u00e9\U0001f600'), max_size=12)
 values = st.recursive(

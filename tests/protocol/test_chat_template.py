@@ -20,12 +20,12 @@ from protocol.chat_template import (
     CHATML,
     ChatTemplate,
     ChatTemplateError,
+    TemplateProcesses,
     encode_segments,
     is_known,
     segments_text,
 )
 from protocol.jinja_sandbox import MAX_RENDERED_CHARS, CompiledTemplate
-from protocol.template_process import TemplateProcesses
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.messages import FinishReason
+from protocol.answers import Head
 from protocol.errors import ApiError
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
-from protocol.writers import Head
 from tests.protocol.wire_helpers import HEAD, answer, events, generations, lp, output, texts
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

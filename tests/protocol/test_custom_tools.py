@@ -12,13 +12,20 @@ from llguidance import LLMatcher, LLTokenizer
 from engine.messages import StructuredOutput
 from engine.structured.grammar import to_llguidance
 from protocol.body import parse_body
-from protocol.message_parts import ContentDelta, MessagePart, ToolCallArguments, ToolCallInput, ToolCallStart, join
 from protocol.openai.chat import ChatCompletionRequest
-from protocol.openai.message import delta, message_fields
-from protocol.tags import NO_SPECIAL_TAGS
-from protocol.tools.custom import InputText
-from protocol.tools.formats import FORMATS
-from protocol.tools.functions import CustomTool, Function, ToolUse, partial_object
+from protocol.openai.output import delta, message_fields
+from protocol.syntax.call_reader import InputText
+from protocol.syntax.formats import FORMATS
+from protocol.syntax.message_parts import (
+    ContentDelta,
+    MessagePart,
+    ToolCallArguments,
+    ToolCallInput,
+    ToolCallStart,
+    join,
+)
+from protocol.syntax.reasoning import NO_SPECIAL_TAGS
+from protocol.tools.kinds import CustomTool, Function, ToolUse, partial_object
 
 USER = {"role": "user", "content": "Hello"}
 

@@ -12,6 +12,7 @@ from protocol.anthropic.messages import MessagesRequest
 from protocol.body import parse_body
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.completions import CompletionRequest
+from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
 
@@ -32,6 +33,7 @@ def sampling(dialect: type[RequestFields], defaults: dict[str, Any], **fields: A
     given = parse_body(dialect, orjson.dumps(DIALECTS[dialect] | fields))
     given.fill_in(defaults)
     body = given.translate()
+    assert isinstance(body, GenerationRequest)
     body.fill_in(defaults)
     return body.to_sampling_params(1000)
 

@@ -15,9 +15,9 @@ from protocol.anthropic.messages import MessagesChat, MessagesRequest
 from protocol.body import parse_body
 from protocol.chat_template import ChatTemplate, segments_text
 from protocol.errors import ApiError
-from protocol.message_syntax import MessageSyntax
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.responses.request import ResponsesChat, ResponsesRequest
+from protocol.syntax.message_syntax import MessageSyntax
 
 USER = {"role": "user", "content": "Hi"}
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}

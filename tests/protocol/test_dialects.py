@@ -11,10 +11,9 @@ import pytest
 import app
 from engine.messages import RANGES, SamplingParams
 from protocol.anthropic.dialect import ANTHROPIC
-from protocol.dialect import Dialect
-from protocol.dialects import DIALECTS, dialect_of
 from protocol.openai.dialect import OPENAI
-from protocol.operations import OPERATIONS
+from protocol.operations import Dialect
+from protocol.registry import DIALECTS, OPERATIONS, dialect_of
 from protocol.request_fields import RequestFields
 from protocol.responses.dialect import RESPONSES
 

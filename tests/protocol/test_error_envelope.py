@@ -4,9 +4,9 @@ import orjson
 import pytest
 
 from engine.errors import EngineDead, InvalidRequest, RequestFailed
+from protocol.answers import DONE, KEEP_ALIVE, data_frame
 from protocol.errors import ApiError, deadline_exceeded, to_api_error
-from protocol.openai.models import model_card, model_list, unknown_model
-from protocol.sse import DONE, KEEP_ALIVE, data_frame
+from protocol.openai.dialect import model_card, model_list, unknown_model
 
 
 def test_the_envelope_has_all_four_keys():

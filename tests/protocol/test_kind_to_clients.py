@@ -16,7 +16,7 @@ from protocol.openai.chat import ChatCompletionRequest
 from protocol.openapi import document
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
-from protocol.tools.left_out import LeftOut
+from protocol.tools.unsupported import LeftOut
 
 USER = {"role": "user", "content": "Hello"}
 TEXT = {"type": "text", "text": "Seen."}

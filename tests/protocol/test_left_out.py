@@ -14,7 +14,7 @@ from protocol.errors import ApiError, to_api_error
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.request_fields import RequestFields
 from protocol.responses.request import ResponsesRequest
-from protocol.tools.left_out import FAMILIES, MAX_TOLD, LeftOut, family
+from protocol.tools.unsupported import FAMILIES, MAX_TOLD, LeftOut, family
 
 USER = {"role": "user", "content": "Hello"}
 HOSTED = [{"type": "web_search", "name": "web_search"}, {"type": "image_generation"}, {"type": "of_tomorrow", "a": [1]}]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason
-from protocol.message_parts import (
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
     ReasoningDelta,
@@ -15,7 +15,7 @@ from protocol.message_parts import (
     ToolCallStart,
     join,
 )
-from protocol.reasoning import BRACKETS, THINK
+from protocol.syntax.reasoning import BRACKETS, THINK
 from tests.protocol.wire_helpers import output, pieces_of, token_bytes
 
 THINKS = MessageFormat(reasoning=THINK)

@@ -8,10 +8,10 @@ import pytest
 
 from engine.messages import SPECIAL_MARK
 from protocol.chat_template import CHATML, ChatTemplate, segments_text
-from protocol.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
-from protocol.message_syntax import MessageSyntax
-from protocol.structured import json_schema
-from protocol.tools.functions import Function, ToolUse
+from protocol.syntax.grammars import json_schema
+from protocol.syntax.message_parts import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStart, join
+from protocol.syntax.message_syntax import MessageSyntax
+from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.wire_helpers import token_bytes
 
 # What tells the families apart, in as few words as a template can have.

@@ -10,9 +10,9 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.messages import FinishReason
-from protocol.message_syntax import MessageSyntax
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.output import ChoicesBodyWriter, ChoicesStreamWriter
+from protocol.syntax.message_syntax import MessageSyntax
 from tests.protocol.wire_helpers import answer, events, lp, output, pieces_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

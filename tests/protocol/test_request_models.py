@@ -6,8 +6,8 @@ import pytest
 
 from engine.errors import InvalidRequest
 from engine.messages import SamplingParams
-from protocol.openai.common import MAX_LOGPROBS_IN_ALL
-from protocol.tools.functions import Function, ToolUse
+from protocol.openai.generation import MAX_LOGPROBS_IN_ALL
+from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.request_helpers import VOCAB, chat, completion, tool
 
 

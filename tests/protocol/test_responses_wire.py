@@ -13,9 +13,17 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.messages import FinishReason
+from protocol.answers import Head
 from protocol.body import parse_body
 from protocol.errors import ApiError
-from protocol.message_parts import (
+from protocol.openai.chat import ChatMessage
+from protocol.openai.logprobs import ChatLogprobs
+from protocol.responses.items import chat_messages, stored_items
+from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
+from protocol.responses.request import ResponsesRequest, beginning_at, beginnings, fit
+from protocol.responses.tools import CallForm
+from protocol.syntax.formats import FORMATS
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
     MessagePart,
@@ -23,18 +31,8 @@ from protocol.message_parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from protocol.openai.chat import ChatMessage
-from protocol.openai.logprobs import ChatLogprobs
-from protocol.reasoning import THINK
-from protocol.responses.calls import CallForm
-from protocol.responses.items import chat_messages, stored_items
-from protocol.responses.output import CANCELLED, ResponseBodyWriter, ResponseStreamWriter
-from protocol.responses.request import ResponsesRequest
-from protocol.responses.truncation import beginning_at, beginnings, fit
-from protocol.tags import NO_SPECIAL_TAGS
-from protocol.tools.formats import FORMATS
-from protocol.tools.functions import Function, ToolUse
-from protocol.writers import Head
+from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK
+from protocol.tools.kinds import Function, ToolUse
 from tests.protocol.message_scripts import ScriptedParser, outputs_for, scripts
 from tests.protocol.wire_helpers import lp, output, token_bytes
 from tests.server.raw_client import sse_events

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 from tokenizers import Tokenizer
 
-from engine.frontend.detokenizer import MarkedStopStrings, StopAutomaton, Vocabulary
+from engine.detokenizer import MarkedStopStrings, StopAutomaton, Vocabulary
 from engine.messages import FinishReason
-from protocol.message_parts import ContentDelta, MessagePart, ReasoningDelta, join
-from protocol.message_syntax import MessageSyntax
-from protocol.tools.functions import Function, ToolUse
+from protocol.syntax.message_parts import ContentDelta, MessagePart, ReasoningDelta, join
+from protocol.syntax.message_syntax import MessageSyntax
+from protocol.tools.kinds import Function, ToolUse
 from tests.engine.helpers import byte_level_tokenizer, id_of, sentencepiece_tokenizer
 from tests.protocol.wire_helpers import output
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
+from engine.child import ChildPool
 from engine.errors import InvalidRequest
-from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError
-from protocol.child_process import ChildPool
+from protocol.chat_template import CHATML, ChatTemplate, ChatTemplateError, TemplateProcesses
 from protocol.jinja_sandbox import Failure, RenderingFailed
-from protocol.template_process import TemplateProcesses
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +152,7 @@ def test_closing_ends_a_rendering_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_parent_that_is_killed_leaves_no_process(state: str) -> None:
     program = (
-        "import sys; from protocol.template_process import TemplateProcesses\n"
+        "import sys; from protocol.chat_template import TemplateProcesses\n"
         f"processes = TemplateProcesses({SWITCH!r}, 600); print('there', flush=True)\n"
         "if sys.argv[1] == 'busy': processes.render({'loop': True})\n"
         "sys.stdin.read()"
@@ -202,7 +201,7 @@ def test_a_process_is_deaf_to_signals_for_the_group_and_knows_nothing(monkeypatc
 
 def test_a_pool_that_is_closed_while_processes_start_leaves_none() -> None:
     before = children()
-    pool = ChildPool("protocol.template_child", (), TIMEOUT)
+    pool = ChildPool("protocol.jinja_sandbox", (), TIMEOUT)
 
     def start_many() -> None:
         with suppress(EOFError):

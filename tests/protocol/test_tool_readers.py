@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.messages import SPECIAL_MARK
-from protocol.message_parts import (
+from protocol.syntax import hermes, llama3, mistral
+from protocol.syntax.json_scanner import JsonScanner
+from protocol.syntax.message_parts import (
     ContentDelta,
     MessageFormat,
     ReasoningDelta,
@@ -19,10 +21,7 @@ from protocol.message_parts import (
     ToolCallStart,
     join,
 )
-from protocol.reasoning import THINK
-from protocol.tags import NO_SPECIAL_TAGS, SpecialTags
-from protocol.tools import hermes, llama3, mistral
-from protocol.tools.json_scanner import JsonScanner
+from protocol.syntax.reasoning import NO_SPECIAL_TAGS, THINK, SpecialTags
 from tests.protocol.wire_helpers import pieces_of, token_bytes
 
 FAMILIES = {"hermes": (hermes, ()), "llama3": (llama3, llama3.TAGS), "mistral": (mistral, mistral.TAGS)}

@@ -8,8 +8,8 @@ import orjson
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason, RequestOutput, TokenLogprobs
-from protocol.message_parts import MessageFormat
-from protocol.writers import AnswerContext, Head
+from protocol.answers import AnswerContext, Head
+from protocol.syntax.message_parts import MessageFormat
 
 HEAD = Head(id="chatcmpl-1", created=1_700_000_000, model="smol")
 

@@ -41,7 +41,7 @@ class Terminal:
         self.resize(rows, columns)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", *arguments],
+            [sys.executable, "-m", "app.commands.cli", *arguments],
             cwd=REPOSITORY,
             env=inherited | {"TERM": "xterm-256color"} | (environment or {}),
             stdin=slave,

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from app.settings import Settings
-from app.tenants import Tenants
+from app.admission.tenants import Tenants
+from app.config.settings import Settings
 from engine.messages import EngineCoreRequest, SamplingParams
 from engine.scheduler.kv_cache_manager import KVCacheManager
 from engine.scheduler.request import Request

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from app.application import create_app
-from app.settings import Settings
+from app.config.settings import Settings
 from tests.server.harness import Server
 from tests.server.test_protected_paths import status_of
 

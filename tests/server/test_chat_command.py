@@ -71,7 +71,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation(server: Server) -> None
 
 def test_in_a_pipe_an_answer_is_as_the_model_wrote_it(server: Server) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "app.cli", "chat", "--url", server.base_url, "--temperature", "0"],
+        [sys.executable, "-m", "app.commands.cli", "chat", "--url", server.base_url, "--temperature", "0"],
         input="/set max_tokens 12\nWrite a Python function that adds two numbers.\n",
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 """A chat template comes with the model's files, so it is foreign code: whatever it does, the server goes on.
 
 One template does every kind of harm, whichever the message asks for. Its helper processes are those of the server's
-process group that run `protocol.template_child`.
+process group that run `protocol.jinja_sandbox`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def helpers(server: Server) -> set[int]:
     for entry in Path("/proc").iterdir():
         try:
             ours = entry.name.isdigit() and os.getpgid(int(entry.name)) == server._process.pid
-            if ours and b"protocol.template_child" in (entry / "cmdline").read_bytes():
+            if ours and b"protocol.jinja_sandbox" in (entry / "cmdline").read_bytes():
                 found.add(int(entry.name))
         except OSError:  # it has just ended
             continue

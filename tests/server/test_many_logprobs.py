@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.openai.common import MAX_LOGPROBS_IN_ALL
+from protocol.openai.generation import MAX_LOGPROBS_IN_ALL
 from tests.server.harness import Server
 from tests.server.streams import stream
 from tests.server.tiny_model import VOCABULARY, tiny_server

@@ -26,7 +26,7 @@ class HeadraceServe(Server):
     """`headrace serve` instead of `hypercorn app:main`."""
 
     def command(self) -> list[str]:
-        return ["app.cli", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
+        return ["app.commands.cli", "serve", "--port", str(self.port), "--worker-class", self.worker_class]
 
 
 class Workers(Server):

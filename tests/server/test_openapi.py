@@ -26,11 +26,11 @@ from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 import app
 from app.application import create_app
-from app.settings import Settings
+from app.config.settings import Settings
 from protocol.body import ClientModel
-from protocol.dialect import Operation
 from protocol.openapi import document
-from protocol.operations import ADMINISTRATION, OF_PAGES, OPERATIONS, TOKENIZER_INFO
+from protocol.operations import Operation
+from protocol.registry import ADMINISTRATION, OF_PAGES, OPERATIONS, TOKENIZER_INFO
 from tests.server.harness import Server
 from tests.server.tiny_model import tiny_server
 

@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from app.application import create_app
-from app.settings import Settings
+from app.config.settings import Settings
 from tests.server.harness import Server
 
 CLIENT, ADMIN = "client-key", "admin-key"

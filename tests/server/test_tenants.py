@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from app.settings import Settings, SettingsError
-from app.tenants import Tenants
+from app.admission.tenants import Tenants
+from app.config.settings import Settings, SettingsError
 from tests.server.harness import Server
 from tests.server.raw_client import RawClient, sse_events
 from tests.server.tiny_model import CONTEXT, deployed_tiny_server, tiny_server

@@ -31,7 +31,7 @@ def watched() -> Iterator[Server]:
 
 def once(url: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app.cli", "top", "--url", url, "--interval", "0.2"],
+        [sys.executable, "-m", "app.commands.cli", "top", "--url", url, "--interval", "0.2"],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from app.bench.workloads import Piece, WorkloadRequest
-from app.settings import Settings
+from app.config.settings import Settings
+from app.simulate.driver import Outcome, simulate
 from app.simulate.machine import Machine
-from app.simulate.run import Outcome, simulate
-from engine.scheduler.step_cost import Curve, StepCostTable
+from app.workload.datasets import Piece, WorkloadRequest
+from engine.costs.table import Curve, StepCostTable
 
 TABLE = StepCostTable(
     decode=Curve([1, 8, 64], [0.007, 0.010, 0.035]),

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.cli import main
-from app.engine_facts import describe
-from app.settings import Settings, SettingsError
+from app.commands.cli import main
+from app.config.engine import describe
+from app.config.settings import Settings, SettingsError
+from app.serving.step_cost_file import FOLDER, StepCostFile
+from app.simulate.command import find_rate, parse_slo
 from app.simulate.machine import Machine, read_machine
-from app.simulate.search import find_rate, parse_slo
-from app.step_cost_file import FOLDER, StepCostFile
 from tests.simulate.helpers import TABLE
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from app.bench.workloads import Piece, WorkloadRequest
-from app.settings import Settings
+from app.config.settings import Settings
+from app.simulate.driver import Outcome, simulate
 from app.simulate.loads import WorkloadLoad
 from app.simulate.machine import Machine
-from app.simulate.run import Outcome, simulate
-from app.simulate.traces import read_trace
+from app.workload.datasets import Piece, WorkloadRequest, read_trace
 from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, EventKind
 from tests.engine.checked_executor import CheckedExecutor

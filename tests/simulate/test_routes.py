@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from app.bench.workloads import Piece, WorkloadRequest
-from app.cli import main
-from app.settings import Settings
+from app.commands.cli import main
+from app.config.settings import Settings
+from app.simulate.driver import Outcome, simulate
 from app.simulate.machine import Machine
-from app.simulate.run import Outcome, simulate
+from app.workload.datasets import Piece, WorkloadRequest
+from engine.costs.table import Curve, StepCostTable
 from engine.routing.router import Route, Router
-from engine.scheduler.step_cost import Curve, StepCostTable
 from engine.simulation.simulation import Outage
 
 REPLICAS, PREFIXES = 8, 150

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from app.simulate.session import MAX_MODEL_LEN, PRESETS, Parameters, Session
+from app.simulate.driver import MAX_MODEL_LEN, PRESETS, Parameters, Session
 from engine.simulation.simulation import WORK_PER_REQUEST
 from engine.snapshot import EngineSnapshot
 
@@ -123,7 +123,7 @@ def test_slices_of_work_come_to_the_same() -> None:
 
 
 def test_what_a_session_keeps_is_counted_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.simulate.session.KEPT_TOKENS", 3000)
+    monkeypatch.setattr("app.simulate.driver.KEPT_TOKENS", 3000)
     session = Session(Parameters(rate=50, max_num_seqs=64, output_len=400, input_len=1))
     for _ in range(30):
         session.advance(1e6, max_steps=100)

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from app.bench.workloads import WorkloadRequest
+from app.simulate.driver import Outcome
 from app.simulate.loads import draw_length
-from app.simulate.run import Outcome
+from app.workload.datasets import WorkloadRequest
 from tests.simulate.helpers import Instant, asked, constant, simulated
 
 STEP = 0.01  # seconds

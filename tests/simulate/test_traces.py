@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.settings import SettingsError
-from app.simulate.traces import read_trace, scaled
+from app.config.settings import SettingsError
+from app.workload.datasets import read_trace, scaled
 from tests.simulate.helpers import simulated
 
 

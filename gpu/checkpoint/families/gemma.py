@@ -23,8 +23,7 @@ from gpu.checkpoint.architecture import (
     SwiGLUSpec,
     llama_layer,
 )
-from gpu.checkpoint.config import ModelConfig
-from gpu.checkpoint.header_fields import HeaderField
+from gpu.checkpoint.config import HeaderField, ModelConfig
 
 _ACTIVATIONS = ("gelu_pytorch_tanh", None)
 _VALUES: Mapping[str, tuple[Any, ...]] = {

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.experts import ROWS, Groups
+from gpu.kernels.shapes import ROWS, Groups
 
 OUTPUTS, COLUMNS = 64, 64
 BLOCK = 1024

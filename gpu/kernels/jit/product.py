@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-from gpu.kernels.product import Tile
+from gpu.kernels.shapes import Tile
 
 WARPS = 4
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from gpu.device.tables import DeviceTables
+    from gpu.kernels.shapes import StepTables
 
 BLOCK = 256
 CHUNKS = 8  # programs that share a segment, or a request
@@ -19,7 +19,7 @@ def scatter_words(buffer: torch.Tensor, staged: torch.Tensor, num_segments: int)
     _scatter_words[(num_segments, CHUNKS)](buffer, staged, num_segments, BLOCK=BLOCK)
 
 
-def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, all_decode: bool) -> tuple[torch.Tensor, ...]:
+def step_inputs(tables: StepTables, num_requests: int, num_tokens: int, all_decode: bool) -> tuple[torch.Tensor, ...]:
     _, num_groups, row_blocks = tables.block_tables.shape
     input_ids, positions = (torch.empty(num_tokens, dtype=torch.int64, device=tables.device) for _ in range(2))
     slots = torch.empty((num_groups, num_tokens), dtype=torch.int64, device=tables.device)
@@ -50,7 +50,7 @@ def step_inputs(tables: DeviceTables, num_requests: int, num_tokens: int, all_de
 
 
 def record_step(
-    tables: DeviceTables, num_requests: int, token_ids: torch.Tensor, finite: torch.Tensor, packed: torch.Tensor
+    tables: StepTables, num_requests: int, token_ids: torch.Tensor, finite: torch.Tensor, packed: torch.Tensor
 ) -> None:
     count = max(num_requests, len(token_ids))
     _record_step[(triton.cdiv(count, BLOCK),)](

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.attention.triton_backend import TritonAttention
+from gpu.attention import TritonAttention
 from gpu.checkpoint.architecture import Heads
 from gpu.kernels import list_attention_work, paged_attention
 from tests.gpu.paging import Span, make_metadata

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gpu.kernels import add_rms_norm, gather_rows, gelu_and_mul, rope_and_cache, silu_and_mul
-from gpu.layers.rotary import RotaryEmbedding
-from gpu.layers.weights import Place
+from gpu.models.layers import Place, RotaryEmbedding
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(TOLERANCE)

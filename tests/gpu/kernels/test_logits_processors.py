@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from gpu.kernels import add_bias, apply_bitmask, apply_penalties
-from gpu.sampling.penalties import Penalties, SeenTokens
-from gpu.sampling.penalties import apply_penalties as apply_penalties_by_list
+from gpu.sampling.logits import Penalties, SeenTokens
+from gpu.sampling.logits import apply_penalties as apply_penalties_by_list
 
 MINUS_INF = float("-inf")
 

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from gpu.attention.torch_backend import TorchAttention
-from gpu.attention.triton_backend import TritonAttention
+from gpu.attention import TorchAttention, TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
 from gpu.kernels.product import TILES
-from gpu.kv_layout import kv_layout
-from gpu.layers.linear import Product
-from gpu.models import CausalLM
+from gpu.kv_cache import kv_layout
+from gpu.models.decoder import CausalLM
+from gpu.models.layers import Product
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 
 BLOCK_SIZE = 4

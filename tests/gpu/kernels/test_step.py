@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from gpu.device.tables import DeviceTables
-from gpu.device.upload import Upload
+from gpu.device.tables import DeviceTables, Upload
 from gpu.kernels import record_step, step_inputs
-from gpu.rows import BatchSizes
+from gpu.runner.rows import BatchSizes
 
 SIZES = BatchSizes(max_num_seqs=6, max_model_len=5000, block_size=16, num_groups=3)
 PADDING = SIZES.max_num_seqs

@@ -15,16 +15,16 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from engine.scheduler.plan import ModelRunnerOutput, SchedulerOutput
+from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelConfig, open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import load_library
 from gpu.model_loader import WorkerOptions, rank_spec
-from gpu.model_runner import ModelRunner
-from gpu.parallel import Layout, cut
-from gpu.parallel.torch_communicator import TorchCommunicator
-from gpu.runner import FinishedStep, StageLinks
-from gpu.weights import read_weights
+from gpu.models.communicators import TorchCommunicator
+from gpu.runner.host_runner import ModelRunner
+from gpu.runner.runner import FinishedStep, StageLinks
+from gpu.sharding import Layout, cut
+from gpu.weights.reading import read_weights
 from gpu.worker import Worker
 from tests.golden.histories import weights_of
 

@@ -17,12 +17,10 @@ from safetensors.torch import save_file
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig, ModelError, ModelFiles, QuantizedRows, open_model
 from gpu.checkpoint.architecture import DecoderSpec, LayerSpec, MoESpec, SwiGLUSpec, parts_of
-from gpu.checkpoint.families import FAMILIES, spec_of
-from gpu.checkpoint.tensors import checked, shapes_of
-from gpu.parallel import Layout, check_cuts, cut, sharded
-from gpu.parallel.cuts import BLOCK, TILE, stages
-from gpu.weights import Weight, floats, read_weights
-from gpu.weights.dummy import dummy_weights
+from gpu.checkpoint.families.table import FAMILIES, spec_of
+from gpu.checkpoint.tensors import Weight, checked, shapes_of
+from gpu.sharding import BLOCK, TILE, Layout, check_cuts, cut, sharded, stages
+from gpu.weights.reading import dummy_weights, floats, read_weights
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF, random_weights
 

@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import RankLost
-from engine.errors_in_words import ErrorInWords
+from engine.errors import ErrorInWords, RankLost
 from gpu.checkpoint import ModelConfig
 from gpu.device.graphs import LARGEST
-from gpu.kv_cache_size import kv_cache_size
-from gpu.kv_layout import kv_layout
+from gpu.kv_cache import kv_cache_size, kv_layout
 from gpu.model_loader import WorkerOptions, rank_spec
-from gpu.models import experts
-from gpu.parallel import Layout
-from gpu.parallel.shared_tensors import SharedTensors
+from gpu.models import blocks
+from gpu.models.communicators import SharedTensors
+from gpu.sharding import Layout
 from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model
 from tests.gpu.native_builds import needs_library
@@ -141,7 +139,7 @@ EXCHANGED: list[int] = []  # by a rank: how many rows it had to give
 
 
 def exchange_all(join: Join, layout: Layout, path: str) -> Any:
-    experts.exchanges = lambda *_: True
+    blocks.exchanges = lambda *_: True
     ranks = join(layout, path)
 
     def all_to_all(rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -180,9 +178,9 @@ def test_ranks_that_exchange_rows_say_what_one_says(size: int, join: Join, tmp_p
 
 def test_ranks_exchange_rows_where_that_sends_less_and_never_in_a_graph() -> None:
     """They ask the device how many go where."""
-    assert experts.exchanges(2048, 8, 2)
-    assert not experts.exchanges(2048, 4, 2)
-    assert not experts.exchanges(LARGEST, 8, 2)
+    assert blocks.exchanges(2048, 8, 2)
+    assert not blocks.exchanges(2048, 4, 2)
+    assert not blocks.exchanges(LARGEST, 8, 2)
 
 
 def read_on(executor: RankExecutor) -> Any:

@@ -1,0 +1,596 @@
+"""A streaming HTTP/1.1 client for measurements and for the commands that talk to a server.
+
+An `Exchange` is one request, and the reads that brought its answer with their times. The time of a read is when its
+last byte reached this machine: the kernel notes it (SO_TIMESTAMPNS), so a client that has to wait for a processor, or
+has 256 streams to look at, does not add its own lateness to what it measures. Behind TLS, where the kernel's note is
+lost, it is the time of the look. Whether an answer has ended is seen from its framing alone; what it says is read
+later (`app.client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import resource
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from time import perf_counter, time_ns
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import orjson
+
+from app.config.settings import SettingsError
+from app.workload.report import RequestRecord
+from engine.errors import HeadraceError
+
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,18})", re.IGNORECASE)
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked", re.IGNORECASE)
+_CHUNK_SIZE = re.compile(rb"([0-9a-f]{1,16})[ \t]*(?:;|\Z)", re.IGNORECASE)
+_CLOSES = re.compile(rb"^HTTP/1\.0|\r\nconnection: *close", re.IGNORECASE)
+NO_HTTP = "what came is no HTTP/1.1"
+CLOSED_EARLY, CLOSED_LATE = "connection closed before an answer", "connection closed in mid-answer"
+_SO_TIMESTAMPNS = 35  # of Linux; the module socket does not name it
+_CLOSE = 5e-6  # seconds between two looks at clocks that nothing has come between
+_HTTP = b"HTTP/1."
+_TIMESPEC = struct.Struct("@ll")
+_LAST_CHUNK = re.compile(rb"\r\n0+(?:;[^\r\n]*)?\r\n(?:[^\r\n:]+:[^\r\n]*\r\n)*\r\n\Z")  # with trailers
+MAX_HEAD, MAX_TRAILERS, MAX_CHUNK_HEAD = 2**16, 2**12, 2**12  # bytes
+
+
+class Exchange:
+    """One request and its answer as it came."""
+
+    __slots__ = ("body_at", "chunked", "done", "end_time", "error", "head", "reads", "start_time", "times")
+
+    def __init__(self) -> None:
+        self.start_time = 0.0  # just before the request was written, or its connection was opened
+        self.end_time = 0.0
+        self.head = b""  # status line and headers
+        self.body_at = 0  # where the body begins in the joined reads
+        self.chunked = False
+        self.reads: list[bytes] = []
+        self.times: list[float] = []  # of each read
+        self.error = ""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def body(self) -> Iterator[tuple[bytes, float]]:
+        """Its parts as they came, without the framing, and the time of each."""
+        skip = self.body_at
+        pending, left = b"", 0  # left: bytes of the chunk that are to come, with the line end after it
+        for data, moment in zip(self.reads, self.times, strict=True):
+            if skip >= len(data):
+                skip -= len(data)
+                continue
+            data, skip = data[skip:], 0  # noqa: PLW2901
+            if not self.chunked:
+                yield data, moment
+                continue
+            pending += data
+            while pending:
+                if not left:
+                    size, found, rest = pending.partition(b"\r\n")
+                    if not found and len(size) < MAX_CHUNK_HEAD:
+                        break
+                    if not (digits := _CHUNK_SIZE.match(size)):
+                        return  # what follows cannot be understood; the stream has broken off
+                    left, pending = int(digits[1], 16) + 2, rest
+                    continue
+                part, pending = pending[:left], pending[left:]
+                left -= len(part)
+                # Of the line end after a chunk, two bytes or one may be in this part.
+                yield part[: len(part) - max(0, 2 - left)], moment
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and the exchange that it is used for. A protocol where there is TLS."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+        self._exchange: Exchange | None = None
+        self._bytes_left: int | None = None  # of a body of known length; None: until it closes
+
+    def connection_made(self, transport: Any) -> None:  # uvloop's transports are no asyncio.Transport
+        self.transport: asyncio.Transport | StampedSocket = transport
+
+    def send(self, exchange: Exchange, request: bytes) -> None:
+        """Write a request whose answer goes to `exchange`."""
+        self._exchange = exchange
+        self.transport.write(request)
+
+    def data_received(self, data: bytes, time: float | None = None) -> None:
+        exchange = self._exchange
+        if exchange is None:  # nobody has asked
+            self.transport.abort()
+            return
+        exchange.times.append(perf_counter() if time is None else max(time, exchange.start_time))
+        exchange.reads.append(data)
+        if not exchange.head:
+            self._read_head(exchange)
+        elif exchange.chunked:
+            if (data.endswith(b"\r\n\r\n") or len(data) < 4) and _ends(exchange.reads):
+                self._end()
+        elif self._bytes_left is not None:
+            self._bytes_left -= len(data)
+            if self._bytes_left <= 0:
+                self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._pool.forget(self)
+        if (exchange := self._exchange) is not None:
+            to_its_end = exchange.head and not exchange.chunked and self._bytes_left is None and error is None
+            why = CLOSED_LATE if exchange.reads else CLOSED_EARLY
+            self._end("" if to_its_end else why, keep=False)
+
+    def give_up(self, exchange: Exchange, why: str) -> None:
+        """End the exchange from this side, if it still runs here."""
+        if self._exchange is exchange:
+            self._end(why, keep=False)
+
+    def _read_head(self, exchange: Exchange) -> None:
+        received = b"".join(exchange.reads)
+        end = received.find(b"\r\n\r\n")
+        while received.startswith(b"HTTP/1.1 1") and end >= 0:  # 100 Continue, 103 Early Hints: the answer follows
+            received = received[end + 4 :]
+            exchange.reads[:], exchange.times[:] = [received], exchange.times[-1:]
+            end = received.find(b"\r\n\r\n")
+        if end < 0:
+            if len(received) > MAX_HEAD or not _HTTP.startswith(received[: len(_HTTP)]):
+                self._end(NO_HTTP, keep=False)
+            return
+        exchange.head, exchange.body_at = received[:end], end + 4
+        exchange.chunked = _CHUNKED.search(exchange.head) is not None
+        length = _LENGTH.search(exchange.head)
+        self._bytes_left = int(length[1]) - (len(received) - exchange.body_at) if length else None
+        if _ends(exchange.reads) if exchange.chunked else self._bytes_left is not None and self._bytes_left <= 0:
+            self._end()
+
+    def _end(self, error: str = "", *, keep: bool = True) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        self._exchange = None
+        exchange.end_time = exchange.times[-1] if exchange.times and not error else perf_counter()
+        exchange.error = error
+        if keep and not _CLOSES.search(exchange.head):
+            self._pool.free.append(self)
+        else:
+            self.transport.abort()
+        if not exchange.done.done():
+            exchange.done.set_result(None)
+
+
+class KernelClock:
+    """From the kernel's time, CLOCK_REALTIME, to that of `perf_counter`.
+
+    Whoever is kept from the processor between two looks at two clocks sees them apart by as much; the difference from
+    the last two looks that followed close upon each other is the better one.
+    """
+
+    def __init__(self) -> None:
+        self._difference: float | None = None
+
+    def time(self, seconds: int, nanoseconds: int) -> float:
+        before, real, after = perf_counter(), time_ns(), perf_counter()
+        if self._difference is None or after - before < _CLOSE:
+            self._difference = 1e-9 * real - (before + after) / 2
+        return min(seconds + 1e-9 * nanoseconds - self._difference, after)
+
+
+_kernel_clock = KernelClock()
+
+
+class StampedSocket:
+    """A plain connection. Its reads have the time, on the clock of `perf_counter`, at which the kernel got them."""
+
+    def __init__(self, sock: socket.socket, connection: Connection) -> None:
+        self._socket = sock
+        self._connection = connection
+        self._unsent = b""
+        self._is_open = True
+        self._loop = asyncio.get_running_loop()
+        with suppress(OSError):  # another system: the time of the look is good enough
+            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._loop.add_reader(sock, self._read)
+
+    def write(self, data: bytes) -> None:
+        """All at once, or the rest when there is room."""
+        self._unsent += data
+        self._flush()
+
+    def abort(self) -> None:
+        """Close, and tell the connection soon."""
+        self._close(None)
+
+    def _flush(self) -> None:
+        try:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._close(error)
+            return
+        if self._unsent:
+            self._loop.add_writer(self._socket, self._flush)
+        else:
+            self._loop.remove_writer(self._socket)
+
+    def _read(self) -> None:
+        try:
+            data, notes, _, _ = self._socket.recvmsg(65536, 64)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._close(error)
+            return
+        if not data:
+            self._close(None)
+            return
+        time = None
+        if notes:
+            time = _kernel_clock.time(*_TIMESPEC.unpack(notes[0][2]))
+        self._connection.data_received(data, time)
+
+    def _close(self, error: Exception | None) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._loop.call_soon(self._connection.connection_lost, error)
+
+
+class ConnectionPool:
+    """Connections to one server. As many as there are exchanges at a time; who is done leaves its own for the next."""
+
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str], *, verify: bool = True, timeout: float = 3600.0
+    ) -> None:
+        """`headers` go with every request, which has `timeout` seconds. Raises SettingsError for a bad address."""
+        parts, self._prefix = server_address("--base-url", base_url)
+        assert parts.hostname
+        self.free: list[Connection] = []
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._timeout = timeout
+        self._tls: ssl.SSLContext | None = None
+        if parts.scheme == "https":
+            self._tls = ssl.create_default_context()
+            if not verify:
+                self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        self._headers = {"host": parts.netloc.rpartition("@")[2], "accept": "*/*"}
+        self._headers |= {name.lower(): value for name, value in headers.items()}
+
+    def message(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
+        """A request as it is written. `headers`, in lower case, win over those of every request."""
+        sent = (
+            self._headers | dict(headers or {}) | {"content-type": "application/json", "content-length": str(len(body))}
+        )
+        lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{lines}\r\n"
+        return head.encode("latin-1") + body
+
+    async def open(self, number: int) -> None:
+        """Open connections ahead of their use. Raises SettingsError where nobody answers."""
+        try:
+            for _ in range(number):
+                self.free.append(await self._connect())
+        except OSError as error:
+            raise SettingsError(f"No answer from {self._host}:{self._port}: {error}. Is the server running?") from error
+
+    async def exchange(self, request: bytes) -> Exchange:
+        """Send a request and return when its answer has ended, come what may. Cancelled, it hangs up."""
+        exchange = Exchange()
+        exchange.start_time = perf_counter()
+        for again in (True, False):
+            try:
+                reused = again and bool(self.free)
+                connection = self.free.pop() if reused else await self._connect()
+            except OSError as error:
+                exchange.error, exchange.end_time = f"cannot connect: {error.strerror or error}", perf_counter()
+                return exchange
+            connection.send(exchange, request)
+            giving_up = asyncio.get_running_loop().call_later(self._timeout, connection.give_up, exchange, "timed out")
+            try:
+                await exchange.done
+            finally:
+                giving_up.cancel()
+                connection.give_up(exchange, "cancelled")
+            if not (reused and exchange.error == CLOSED_EARLY):
+                break
+            # The server closed a connection that had been idle for too long just as it was used again.
+            exchange.error, exchange.done = "", asyncio.get_running_loop().create_future()
+        return exchange
+
+    async def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
+        """The answer to a GET; None if it is no JSON or not 200."""
+        exchange = await self.exchange(self.message("GET", path, headers=headers))
+        if not exchange.head.startswith(b"HTTP/1.1 200") or exchange.error:
+            return None
+        try:
+            return orjson.loads(b"".join(part for part, _ in exchange.body()))
+        except ValueError:
+            return None
+
+    def forget(self, connection: Connection) -> None:
+        """A connection is gone."""
+        if connection in self.free:
+            self.free.remove(connection)
+
+    def close(self) -> None:
+        """Close what is open and idle."""
+        for connection in self.free:
+            connection.transport.abort()
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        connection = Connection(self)
+        if self._tls:
+            await loop.create_connection(
+                lambda: connection, self._host, self._port, ssl=self._tls, server_hostname=self._host
+            )
+            return connection
+        error: OSError | None = None
+        for family, kind, protocol, _, address in await loop.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as refused:
+                sock.close()
+                error = refused
+                continue
+            connection.connection_made(StampedSocket(sock, connection))
+            return connection
+        raise error or OSError("no address")
+
+
+def _ends(reads: list[bytes]) -> bool:
+    """Whether the last chunk has come, in one read or in several."""
+    return _LAST_CHUNK.search(b"".join(reads[-16:])[-MAX_TRAILERS:]) is not None
+
+
+def allow_open_files() -> None:
+    """As many connections as the system lets this process have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+# -------------------------------------------------------------------------------------------------------- server client
+# What the commands that talk to a server ask it: a few calls of its API, on the standard library alone.
+
+
+_UNPRINTABLE = "\n\t\u200d"  # and yet a part of texts; the last one joins emoji
+
+
+class ServerError(HeadraceError):
+    """The server did not answer as it should; the message is its own where it had one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status  # None: it did not answer at all
+
+
+def server_address(flag: str, url: str) -> tuple[SplitResult, str]:
+    """An address, checked, and what comes before the paths of its API, whether or not it ends in /v1 as clients of
+    OpenAI's API write it. Raises SettingsError."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts, parts.path.rstrip("/").removesuffix("/v1")
+    except ValueError:  # of the port, or of an IPv6 address
+        pass
+    raise SettingsError(f"{flag}: got {url!r}; allowed: an http or https address, such as http://127.0.0.1:8000")
+
+
+class ServerClient:
+    """One server, asked with one key. `timeout` is of silence, in seconds; None waits for as long as it takes."""
+
+    def __init__(self, url: str, key: str | None = None, *, timeout: float | None = None) -> None:
+        parts, self._prefix = server_address("--url", url)
+        if key and not (key.isascii() and key.isprintable()):
+            raise SettingsError("--api-key: has characters that cannot be sent; allowed: printable ASCII")
+        self.url = url
+        self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._netloc = parts.netloc
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._timeout = timeout
+
+    def get(self, path: str) -> bytes:
+        """The body of what is there. Raises `ServerError`."""
+        with self._request("GET", path) as response:
+            return response.read()
+
+    def models(self) -> list[dict[str, Any]]:
+        """The cards of what is served, at least one."""
+        with self.understood():
+            cards: list[dict[str, Any]] = json.loads(self.get("/v1/models"))["data"]
+            _ = cards[0]["id"]
+        return cards
+
+    def wait_until_ready(self, on_progress: Callable[[str], None], poll_seconds: float = 0.2) -> None:
+        """Return when the server can make a token; tell meanwhile what it does. Raises `ServerError` if it fails."""
+        while True:
+            with self._request("GET", "/readyz", check=False) as response:
+                if response.status == 200:
+                    return
+                status = json.load(response)
+            if status["phase"] not in ("starting", "ready"):
+                raise ServerError(f"The server is {status['phase']}.")
+            share = f" {100 * status['done'] // status['total']} %" if status["total"] else ""
+            on_progress(f"{status['task'] or 'Starting'}{share}")
+            time.sleep(poll_seconds)
+
+    def stream(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The chunks of a chat completion, the one with the usage too. Closing the iterator early hangs up, which
+        aborts the request. Raises `ServerError`, also if the answer breaks off."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            is_over = False
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    is_over |= data == b"[DONE]"
+                    continue
+                with self.understood():
+                    chunk = json.loads(data)
+                    if error := chunk.get("error"):
+                        raise ServerError(printable(str(error["message"])))
+                yield chunk
+        if not is_over:
+            raise ServerError(
+                f"The connection to {self.url} ended before the answer did: the text shown is incomplete."
+            )
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Read what the server has said: what is not as it should be is a `ServerError`."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ServerError(f"What {self.url} answers is not understood: {printable(repr(error)[:200])}") from error
+
+    @contextmanager
+    def _request(
+        self, method: str, path: str, body: object = None, *, check: bool = True
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connection_type(self._netloc, timeout=self._timeout)
+        try:
+            payload = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._prefix + path, body=payload, headers=self._headers)
+            response = connection.getresponse()
+            if check and response.status != 200:
+                raise ServerError(_error_message(response), response.status)
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"No answer from {self.url} ({error}). Start a server there: headrace serve") from error
+        finally:
+            connection.close()
+
+
+def printable(text: str) -> str:
+    """What others wrote may have escape sequences in it; a terminal should not obey them."""
+    return "".join(c if c.isprintable() or c in _UNPRINTABLE else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _error_message(response: http.client.HTTPResponse) -> str:
+    text = response.read().decode("utf-8", "replace")
+    try:
+        return printable(str(json.loads(text)["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {response.status}: {printable(text[:200])}"
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+# What the bytes of an answer say: when each piece of text came, what it cost in tokens, or why it failed.
+#
+# Any framing and any chunking is understood: a chunk or an event may be cut anywhere, lines end in LF or CRLF, comments
+# and unknown fields are passed over. The time of an event is that of the read that completed its line.
+
+
+EVENTS_AT_A_TIME = 16  # read before others may run: some 50 µs
+MOST_OF_A_MESSAGE = 300  # characters
+_RETRY_AFTER = re.compile(rb"\r\nretry-after: *(\d{1,9}(?:\.\d{1,9})?)\s*(?:\r|\Z)", re.IGNORECASE)
+MAX_COUNT = 2**53  # of tokens: what is more is not believed
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+
+
+def read_answer(exchange: Exchange, record: RequestRecord) -> Iterator[None]:
+    """Fill in `record` from `exchange`, a few events at a time."""
+    record.start_time, record.end_time, record.error = exchange.start_time, exchange.end_time, exchange.error
+    if not exchange.head:
+        return
+    record.status = int(exchange.head[9:12]) if exchange.head[9:12].isdigit() else 0
+    if record.status != 200:
+        code, record.message = _error_in(b"".join(piece for piece, _ in exchange.body()))
+        record.error = f"HTTP {record.status} {code}".rstrip()
+        if found := _RETRY_AFTER.search(exchange.head):
+            record.retry_after = float(found[1])
+        return
+    texts: list[str] = []
+    finished = False
+    for number, (data, moment) in enumerate(_events(exchange)):
+        if number % EVENTS_AT_A_TIME == 0:
+            yield
+        if data == b"[DONE]":
+            finished = True
+            continue
+        try:
+            event = orjson.loads(data)
+            if event.get("error"):
+                code, record.message = _error_in(data)
+                record.error = f"error event {code}".rstrip()
+                continue
+            choices = event.get("choices")
+            if choices:
+                text, is_piece = _text_of(choices[0])
+                finished = finished or choices[0].get("finish_reason") is not None
+                if is_piece:
+                    record.token_times.append(moment)
+                    texts.append(text)
+            if usage := event.get("usage"):
+                record.num_prompt_tokens = _count(usage.get("prompt_tokens")) or record.num_prompt_tokens
+                record.num_output_tokens = _count(usage.get("completion_tokens"))
+                details = usage.get("prompt_tokens_details") or {}
+                record.num_cached_tokens = _count(details.get("cached_tokens"))
+        except (ValueError, AttributeError, TypeError, KeyError):
+            record.error = "an event that is not understood"
+    record.text = "".join(texts)
+    record.has_usage = record.num_output_tokens > 0
+    record.num_output_tokens = record.num_output_tokens or len(record.token_times)
+    if not record.error and not (finished and record.token_times):
+        record.error = "no text came" if finished else "the stream broke off"
+
+
+def _text_of(choice: dict[str, Any]) -> tuple[str, bool]:
+    """The text of a choice, and whether there is a token in it: the first event of a chat only tells a role, the last
+    one only why it ended; an event of a completion without text may be a token that has none."""
+    if (delta := choice.get("delta")) is None:
+        text = choice["text"] or ""
+        is_piece = bool(text) or choice.get("finish_reason") is None
+    else:
+        text = delta.get("content") or ""
+        is_piece = any(delta.get(name) for name in _TEXT_FIELDS)
+    if not isinstance(text, str):
+        raise TypeError("text is no string")
+    return text, is_piece
+
+
+def _count(value: object) -> int:
+    """Tokens that a server has counted. Raises ValueError for what cannot be a count; None is 0."""
+    if value is None:
+        return 0
+    if not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+        raise ValueError("no count of tokens")
+    return value
+
+
+def _error_in(body: bytes) -> tuple[str, str]:
+    """The word that tells one failure from another, and the message, of the errors of OpenAI's API and of others."""
+    try:
+        answer = orjson.loads(body)
+        error = answer.get("error", answer)
+        code = error.get("code") or error.get("type") or ""
+        return printable(str(code))[:80], printable(str(error.get("message") or ""))[:MOST_OF_A_MESSAGE]
+    except (ValueError, AttributeError):
+        return "", ""
+
+
+def _events(exchange: Exchange) -> Iterator[tuple[bytes, float]]:
+    """The data of each event, and when it was complete. One with several lines of data does not occur."""
+    rest = b""
+    for body, moment in exchange.body():
+        *lines, rest = (rest + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip(), moment
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip(), exchange.end_time

@@ -1,0 +1,427 @@
+"""`headrace chat`: a conversation in the terminal, with live Markdown.
+
+It speaks HTTP to a server: to one that runs already, or to one that it starts for itself in a thread, on a free port
+of the loopback address and behind a key that only it knows. So a conversation goes the way of every other request,
+and Ctrl-C in the middle of an answer is a client that leaves.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import readline
+import secrets
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+from pydantic import SecretStr
+from rich.console import Console
+from rich.markdown import Markdown
+
+from app.client import ServerClient, ServerError, printable
+from app.config.settings import Settings, SettingsError
+
+
+def chat_with(url: str, settings: Settings, *, system: str | None, temperature: float | None) -> int:
+    """Talk to the server at `url`, with the first of `settings.api_keys` if there is one."""
+    client = ServerClient(url, settings.api_keys[0].get_secret_value() if settings.api_keys else None)
+    # Another server has its own models: ask for what the user named, else for whatever it serves.
+    cards = {card["id"]: card for card in client.models()}
+    name = settings.model_names[0] if settings.model_names[0] in cards else next(iter(cards))
+    _converse(client, cards[name], system=system, temperature=temperature)
+    return 0
+
+
+def chat_here(settings: Settings, *, system: str | None, temperature: float | None) -> int:
+    """Run the server in this process and talk to it."""
+    key = secrets.token_urlsafe(32)
+    settings = settings.model_copy(
+        update={
+            "host": "127.0.0.1",
+            "port": 0,
+            "api_keys": (SecretStr(key),),
+            "drain_timeout": 1.0,
+            "log_requests": False,
+            "log_level": "error",
+        }
+    )
+    with _server(settings) as url:
+        client = ServerClient(url, key)
+        with Console(stderr=True).status("Starting") as status:
+            client.wait_until_ready(status.update)
+        _converse(client, client.models()[0], system=system, temperature=temperature)
+    return 0
+
+
+def _converse(client: ServerClient, card: dict[str, Any], *, system: str | None, temperature: float | None) -> None:
+    conversation = Conversation(card["id"], card.get("default_parameters") or {}, system=system)
+    for name, value in (card.get("chat_parameters") or {}).items():
+        with suppress(SettingsError):  # another server, another idea of them
+            conversation.set(name, str(value))
+    if temperature is not None:
+        conversation.set("temperature", str(temperature))
+    commands = Commands(conversation)
+    readline.parse_and_bind("set enable-bracketed-paste on")  # a pasted paragraph is one question; Python has it off
+    print(f"{printable(conversation.model)}. /help tells what can be typed here; Ctrl-C stops an answer.")
+    while not commands.wants_to_leave:
+        try:
+            line = input("\n> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n{HELP}")
+            continue
+        if (said := commands.take(line)) is not None:
+            print(said)
+            continue
+        if not line.strip():
+            continue
+        conversation.messages.append({"role": "user", "content": line.strip()})
+        with _no_echo():
+            answer = _show(client, conversation)
+        if answer:
+            conversation.messages.append({"role": "assistant", "content": answer})
+        else:
+            conversation.messages.pop()  # two user turns in a row confuse many templates
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Turn echo off while an answer is written: the next prompt shows what was typed meanwhile."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    modes = termios.tcgetattr(sys.stdin)
+    quiet = [*modes]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+
+
+def _show(client: ServerClient, conversation: Conversation) -> str:
+    """Ask, and show the answer while it comes. Returns it, as far as it came."""
+    console = Console()
+    live = LiveMarkdown(console) if console.is_terminal else None
+    pieces: list[str] = []
+    stream = client.stream(conversation.body())
+    figures = Figures()
+    is_thinking = False
+    try:
+        for chunk in stream:
+            with client.understood():
+                thought, said = figures.read(chunk)
+            if thought and live is not None:
+                console.print(printable(thought), style="dim", end="", markup=False, highlight=False)
+                is_thinking = True
+            if not said:
+                continue
+            if is_thinking:
+                print("\n")
+                is_thinking = False
+            pieces.append(said)
+            if live is None:
+                print(printable(said), end="", flush=True)
+            else:
+                live.feed(printable(said))
+    except KeyboardInterrupt:
+        figures.finish_reason = "stopped by you"
+    except ServerError as error:
+        sys.stdout.flush()
+        print(f"\n{error}\n/reset starts over.", file=sys.stderr)
+    finally:
+        stream.close()
+    if live is None:
+        print()
+    else:
+        live.end()
+        console.print(str(figures), style="dim", markup=False, highlight=False)
+    return "".join(pieces)
+
+
+class Figures:
+    """How an answer came: what its chunks say, and when they were here."""
+
+    def __init__(self) -> None:
+        self._asked = time.monotonic()
+        self._first = self._last = 0.0
+        self._usage: dict[str, int] = {}
+        self._cached = 0
+        self.finish_reason = ""
+
+    def read(self, chunk: dict[str, Any]) -> tuple[str, str]:
+        """The reasoning and the answer that a chunk brings."""
+        if usage := chunk.get("usage"):
+            self._usage = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
+            self._cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        thought, said = "", ""
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            thought += delta.get("reasoning") or delta.get("reasoning_content") or ""
+            said += delta.get("content") or ""
+            self.finish_reason = printable(choice.get("finish_reason") or "") or self.finish_reason
+        if thought or said:
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+        return thought, said
+
+    def __str__(self) -> str:
+        told = []
+        if self._first:
+            told.append(f"first token after {self._first - self._asked:.2f} s")
+        if (tokens := self._usage.get("completion_tokens", 0)) > 1 and self._last > self._first:
+            told.insert(0, f"{tokens} tokens, {(tokens - 1) / (self._last - self._first):.1f} tok/s")
+        if self._cached:
+            told.append(f"{self._cached} of {self._usage['prompt_tokens']} prompt tokens cached")
+        if self.finish_reason not in ("", "stop"):
+            told.append({"length": "cut off: no more tokens were allowed"}.get(self.finish_reason, self.finish_reason))
+        return "; ".join(told)
+
+
+@contextmanager
+def _server(settings: Settings) -> Iterator[str]:
+    from app.application import create_app
+    from app.serving.process import bind, run
+
+    listener = bind(settings)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    stop = threading.Event()
+
+    async def stopped() -> None:
+        await anyio.to_thread.run_sync(stop.wait, abandon_on_cancel=True)
+
+    thread = threading.Thread(
+        target=run, args=(create_app(settings), settings, listener, stopped), name="headrace-server", daemon=True
+    )
+    thread.start()
+    try:
+        yield url
+    finally:
+        stop.set()
+        thread.join()
+
+
+# -------------------------------------------------------------------------------------------------------- chat commands
+# What can be typed in `headrace chat` beside messages, and the conversation that it changes.
+
+
+SETTABLE = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "min_tokens", "seed", "stop", "ignore_eos", "reasoning_effort", "thinking_token_budget"),
+)
+"""Fields of chat completions that suit a conversation."""
+
+HELP = """\
+/set NAME VALUE   a field of requests from now on, such as /set temperature 0.5
+/set NAME         leaves it to the server again; /set alone tells what is set
+/system TEXT      the system prompt; without TEXT there is none
+/reset            forgets what was said
+/save FILE        writes the conversation as the JSON of a request
+/exit             leaves, and so does Ctrl-D; Ctrl-C stops an answer
+A blank before a slash sends the line to the model."""
+
+
+class Conversation:
+    """What was said, and how the next answer is asked for."""
+
+    def __init__(self, model: str, defaults: Mapping[str, Any], *, system: str | None = None) -> None:
+        self.model = model
+        self.defaults = defaults  # of the server, where it tells them
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.fields: dict[str, Any] = {}
+
+    def body(self) -> dict[str, Any]:
+        """The next request."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"model": self.model, "messages": system + self.messages, **self.fields}
+
+    def set(self, name: str, text: str) -> None:
+        """A field from now on; none of its own where `text` is empty. Raises `SettingsError`."""
+        if name not in SETTABLE:
+            raise SettingsError(f"There is no {name!r} to set. {_nearest(name, SETTABLE) or ', '.join(SETTABLE)}")
+        if not text:
+            self.fields.pop(name, None)
+            return
+        value: Any = text
+        if name not in ("stop", "reasoning_effort"):
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                raise SettingsError(f"{name}: got {text[:80]!r}, which is no number.") from None
+        _check(name, value)
+        self.fields[name] = value
+
+
+class Commands:
+    """Reads lines that begin with a slash."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self.wants_to_leave = False
+        self._commands: dict[str, Callable[[str], str]] = {
+            "/help": lambda _: HELP,
+            "/set": self._set,
+            "/system": self._system,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/exit": self._exit,
+            "/quit": self._exit,
+        }
+
+    def take(self, line: str) -> str | None:
+        """What the command has to say that the line is, when it is done; None if it is none."""
+        word, _, rest = line.rstrip().partition(" ")
+        if not re.fullmatch(r"/\w*", word):  # /etc/passwd is something to talk about
+            return None
+        if word not in self._commands:
+            return f"There is no {word}. {_nearest(word, self._commands) or '/help tells what there is.'}"
+        try:
+            return self._commands[word](rest.strip())
+        except SettingsError as error:
+            return str(error)
+
+    def _set(self, rest: str) -> str:
+        name, _, text = rest.partition(" ")
+        conversation = self._conversation
+        if name:
+            conversation.set(name, text.strip())
+        told = {**conversation.defaults, **conversation.fields}
+        names = [name] if name else [each for each in SETTABLE if told.get(each) is not None]
+        lines = (
+            f"{each} {told.get(each, 'is left to the server')}{'' if each in conversation.fields else ' (default)'}"
+            for each in names
+        )
+        return "\n".join(lines) or f"Nothing is set. There are {', '.join(SETTABLE)}."
+
+    def _system(self, text: str) -> str:
+        self._conversation.system = text or None
+        return "It holds from the next answer on." if text else "There is no system prompt now."
+
+    def _reset(self, _: str) -> str:
+        self._conversation.messages.clear()
+        return "Forgotten."
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "A file is missing: /save conversation.json"
+        # What was typed or said may have halves of characters, which are no UTF-8.
+        text = json.dumps(self._conversation.body(), ensure_ascii=False, indent=2).encode("utf-8", "replace")
+        try:
+            path = Path(name).expanduser()
+            with path.open("xb") as file:
+                file.write(text)
+        except (OSError, ValueError, RuntimeError) as error:  # of a byte 0, or of a user whom nobody knows
+            return f"{printable(name)} cannot be written: {getattr(error, 'strerror', error)}. Name another file."
+        return f"{len(self._conversation.messages)} messages are in {printable(str(path))}."
+
+    def _exit(self, _: str) -> str:
+        self.wants_to_leave = True
+        return "Goodbye."
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise `SettingsError` if no server would take it."""
+    from engine.errors import InvalidRequest
+    from protocol.body import parse_body
+    from protocol.errors import ApiError
+    from protocol.openai.chat import ChatCompletionRequest
+
+    try:
+        body = {"messages": [{"role": "user", "content": "?"}], name: value}
+        parse_body(ChatCompletionRequest, json.dumps(body).encode()).to_sampling_params(vocab_size=1)
+    except (InvalidRequest, ApiError) as error:
+        raise SettingsError(str(error)) from None
+
+
+def _nearest(word: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {found[0]}?" if found else ""
+
+
+# -------------------------------------------------------------------------------------------------------- live markdown
+# Markdown in a terminal while it is written.
+#
+# What is written changes how its own paragraph looks, and nothing before that. So whole paragraphs are printed once,
+# and of the last one only those lines are written again that look otherwise than they did: nothing blinks, and the time
+# that an answer takes to show does not grow with its length.
+
+
+_INTERVAL = 0.05  # seconds between two looks at least
+_BUSY = 0.1  # the share of a processor that drawing may take: the engine may run in this process
+# A line behind an empty one that belongs to nothing above it: neither indented nor of a list, a quotation or a table.
+_NEXT_PARAGRAPH = re.compile(r"\n\n(?=[^\s\-*+\d>|])")
+_FENCE = re.compile(r"^ *(```|~~~)", re.MULTILINE)
+
+
+class LiveMarkdown:
+    """One answer on one console, which has to be a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._paragraph = ""  # the last one, which may change
+        self._lines: list[str] = []  # of it, as they are on the screen
+        self._next_look = 0.0
+
+    def feed(self, text: str) -> None:
+        """Show `text` behind what is there, now or with what follows."""
+        self._paragraph += text
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._show()
+            took = time.monotonic() - now
+            self._next_look = now + max(_INTERVAL, took / _BUSY)
+
+    def end(self) -> None:
+        """Show all that was fed."""
+        self._show()
+
+    def _show(self) -> None:
+        while end := self._whole_paragraph():
+            self._draw(self._paragraph[:end])
+            self._console.file.write("\n")
+            self._paragraph, self._lines = self._paragraph[end:].lstrip("\n"), []
+        self._draw(self._paragraph)
+
+    def _whole_paragraph(self) -> int:
+        """Where the first paragraph ends that nothing can change any more; 0 if there is none."""
+        text = self._paragraph
+        ends = (found.start() for found in _NEXT_PARAGRAPH.finditer(text))
+        return next((end for end in ends if len(_FENCE.findall(text, 0, end)) % 2 == 0), 0)
+
+    def _draw(self, paragraph: str) -> None:
+        with self._console.capture() as capture:
+            self._console.print(_markdown(paragraph))
+        lines = capture.get().splitlines()
+        same = 0
+        while same < min(len(lines), len(self._lines)) and lines[same] == self._lines[same]:
+            same += 1
+        # What has left the screen at its top cannot be changed any more.
+        up = min(len(self._lines) - same, self._console.height - 1)
+        changed = lines[len(self._lines) - up :]
+        move = f"\x1b[{up}A" if up else ""
+        self._console.file.write(move + "".join(f"{line}\x1b[K\n" for line in changed) + "\x1b[J")
+        self._console.file.flush()
+        self._lines = lines
+
+
+def _markdown(text: str) -> Markdown:
+    """Line breaks as the model has written them, and HTML as text: it would be left out else."""
+    markdown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+    for token in markdown.parsed:
+        if token.type == "html_block":
+            token.type = "code_block"
+        for child in token.children or ():
+            child.type = {"softbreak": "hardbreak", "html_inline": "text"}.get(child.type, child.type)
+    return markdown

@@ -1,0 +1,328 @@
+"""The `headrace` command: its subcommands, flags and `headrace config`.
+
+The flags of a command are its own, and where it runs a model the fields of `app.config.settings.Settings`. Parsing
+imports neither torch nor a web server, so `--help` and typing errors answer at once. What goes wrong on purpose ends in
+one last line on standard error and exit code 1 (2 for what argparse refuses); a traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, get_origin
+
+from app.config.settings import Settings, SettingsError, has_password, is_secret
+from app.config.sources import (
+    CONFIG_VARIABLE,
+    Given,
+    allowed_values,
+    check_settings,
+    env_name,
+    flag_name,
+    given_settings,
+    shown,
+    unknown_flag,
+)
+from app.library import loading
+from engine.errors import HeadraceError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    try:
+        parsed, rest = _parser().parse_known_args(arguments)
+        code = _run(vars(parsed), rest)
+        sys.stdout.flush()
+        return code
+    except HeadraceError as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return 141  # the shell's number for SIGPIPE
+    except KeyboardInterrupt:
+        return 130  # the shell's number for Ctrl-C
+
+
+def _run(options: dict[str, Any], rest: Sequence[str]) -> int:
+    command: Command | None = options.pop("command", None)
+    parser: _CommandParser = options.pop("parser")
+    if rest:
+        raise SettingsError(unknown_flag(rest[0].partition("=")[0], parser.flags, parser.prog))
+    if command is None:
+        parser.print_help()
+        return 0
+    if not command.takes_settings:
+        return command.run(**options)
+    config_file = options.pop("config")
+    flags = {name: options.pop(name) for name in Settings.model_fields if name in options}
+    given = given_settings(flags, config_file)
+    if command.wants_sources:
+        options["given"] = given
+    return command.run(check_settings(given), **options)
+
+
+def serve(settings: Settings) -> int:
+    """Answer HTTP until SIGTERM or Ctrl-C."""
+    import anyio
+
+    from app.http.listening import inherited_listener
+    from app.runtime import frozen_imports
+    from app.serving.process import ignore_hangup
+
+    ignore_hangup(settings)
+    inherited = inherited_listener()
+    with frozen_imports("app.application"):
+        from app.serving.process import bind, run
+
+        listener = inherited or bind(settings)  # before anything is loaded: a port in use is known at once
+
+        from app.application import create_app
+
+    # The application handles signals itself. A second receiver would take the first signal, and on asyncio restore the
+    # default action for the next one.
+    run(create_app(settings, inherited=inherited is not None), settings, listener, anyio.sleep_forever)
+    return 0
+
+
+def pull(settings: Settings) -> int:
+    """Fetch the model and check it, so that the server starts without a network."""
+    from gpu.checkpoint import open_model
+
+    with loading() as progress:
+        files = open_model(
+            settings.model, cache_dir=settings.cache_dir, load_format=settings.load_format, progress=progress
+        )
+    print(f"{files.name} is here.")
+    return 0
+
+
+def chat(settings: Settings, *, url: str | None, system: str | None, temperature: float | None) -> int:
+    """Talk to a model in the terminal."""
+    from app.commands.chat import chat_here, chat_with
+
+    if url is not None:
+        return chat_with(url, settings, system=system, temperature=temperature)
+    return chat_here(settings, system=system, temperature=temperature)
+
+
+def _add_chat_flags(parser: ArgumentParser) -> None:
+    talk = parser.add_argument_group("the conversation")
+    talk.add_argument("--url", help="Talk to a server that runs, such as http://127.0.0.1:8000. Default: run one here.")
+    talk.add_argument("--system", help="The system prompt.")
+    talk.add_argument("--temperature", type=float, help="0 is greedy. Default: the server's.")
+
+
+class Command(NamedTuple):
+    """What a word of the command line runs: `run(settings, **own)`, or `run(**own)` where it takes no settings."""
+
+    run: Callable[..., int]
+    summary: str
+    add_flags: Callable[[ArgumentParser], None] = lambda _: None  # those of its own
+    takes_settings: bool = True
+    wants_sources: bool = False  # `run(settings, given=...)`: what was said of each, and where
+    in_help: Collection[str] = tuple(Settings.model_fields)  # settings that `--help` tells of
+
+    @classmethod
+    def of(cls, run: Callable[..., int], **more: Any) -> Command:
+        """A function of this module, summed up by its docstring."""
+        return cls(run, (run.__doc__ or "").strip(), **more)
+
+    @classmethod
+    def at(cls, module: str, summary: str, **more: Any) -> Command:
+        """A module's `run` and `add_flags`, imported when the command is asked for."""
+        return cls(
+            lambda *settings, **own: import_module(module).run(*settings, **own),
+            summary,
+            lambda parser: import_module(module).add_flags(parser),
+            **more,
+        )
+
+
+class CommandGroup(NamedTuple):
+    """Commands behind a first word."""
+
+    summary: str
+    commands: Mapping[str, Command]
+
+
+SHORT_FLAGS = {  # as vLLM has them
+    "tensor_parallel_size": ("-tp",),
+    "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
+    "enable_expert_parallel": ("-ep",),
+}
+OF_THE_ENGINE = tuple(takewhile(lambda name: name != "host", Settings.model_fields))
+COMMANDS: dict[str, Command | CommandGroup] = {
+    "serve": Command.of(serve),
+    "chat": Command.of(chat, add_flags=_add_chat_flags, in_help=OF_THE_ENGINE),
+    "pull": Command.of(pull, in_help=("model", "load_format", "cache_dir")),
+    "config": Command.at(
+        "app.commands.cli", "Show the settings in force, and where each comes from.", wants_sources=True
+    ),
+    "doctor": Command.at("app.commands.doctor", "Look for what would keep this machine from serving, or slow it down."),
+    "top": Command.at(
+        "app.commands.top",
+        "Watch what a running server does, in the terminal.",
+        in_help=("port", "api_keys", "admin_keys"),
+    ),
+    "simulate": Command.at(
+        "app.simulate.command",
+        "Tell how a server would do under a load, without one.",
+        in_help=(*OF_THE_ENGINE, "max_queued_requests", "max_queued_tokens", "max_queue_time", "default_timeout"),
+    ),
+    "bench": CommandGroup(
+        "Measure a server, or the model without one.",
+        {
+            "serve": Command.at("app.bench.serve", "Measure a server over HTTP.", takes_settings=False),
+            "latency": Command.at("app.bench.latency", "Time one batch, without a server.", in_help=OF_THE_ENGINE),
+            "throughput": Command.at(
+                "app.bench.throughput", "Generate for many prompts at once, without a server.", in_help=OF_THE_ENGINE
+            ),
+            "startup": Command.at("app.bench.startup", "Start servers, cold and warm.", in_help=OF_THE_ENGINE),
+        },
+    ),
+}
+
+
+class _CommandParser(ArgumentParser):
+    """Gets its flags when it is first asked to parse, so that no command pays for those of the others."""
+
+    def __init__(self, *, command: Command | None = None, **options: Any) -> None:
+        # A prefix that is unique today is ambiguous after the next release: no abbreviations.
+        super().__init__(allow_abbrev=False, **options)
+        self._command = command
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if (command := self._command) is not None:
+            self._command = None
+            self.set_defaults(command=command, parser=self)
+            command.add_flags(self)
+            if command.takes_settings:
+                _add_settings(self, command.in_help)
+        return super().parse_known_args(args, namespace)
+
+    @property
+    def flags(self) -> list[str]:
+        """All that it knows, as they are typed."""
+        return list(self._option_string_actions)
+
+
+class _Once(argparse.Action):
+    """Accept a setting's flag once. Without this, argparse silently keeps the last of two values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise SettingsError(f"{option_string} is given twice. Give it once{self.const}")
+        setattr(namespace, self.dest, values)
+
+
+class _OnceOrNot(argparse.BooleanOptionalAction):
+    """Accept one of ``--flag`` and ``--no-flag``, once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise SettingsError(
+                f"{option_string} is given twice, or together with its opposite. Give one of them, once"
+            )
+        super().__call__(parser, namespace, values, option_string)
+
+
+def _parser() -> ArgumentParser:
+    parser = _CommandParser(
+        prog="headrace",
+        description="A server of the OpenAI and Anthropic APIs for large language models.",
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {_version()}")
+    _add_commands(parser, COMMANDS)
+    return parser
+
+
+def _add_commands(parser: ArgumentParser, commands: Mapping[str, Command | CommandGroup]) -> None:
+    parser.set_defaults(parser=parser)
+    children = parser.add_subparsers(title="commands", metavar=f"{{{','.join(commands)}}}", parser_class=_CommandParser)
+    for name, entry in commands.items():
+        about: dict[str, Any] = {"help": entry.summary, "description": entry.summary}
+        if isinstance(entry, CommandGroup):
+            _add_commands(children.add_parser(name, **about), entry.commands)
+            continue
+        about["usage"] = f"{parser.prog} {name} [--FLAG VALUE ...]"
+        if entry.takes_settings:
+            about["usage"] = f"{parser.prog} {name} [--config FILE] [--SETTING VALUE ...]"
+            about["epilog"] = (
+                f"Each setting is also an environment variable ({flag_name('max_num_seqs')} is "
+                f"{env_name('max_num_seqs')}) and a key of the TOML file (max_num_seqs). A flag wins over the "
+                "environment, the environment over the file."
+            )
+        children.add_parser(name, command=entry, **about)
+
+
+def _version() -> str:
+    try:
+        return version("headrace")
+    except PackageNotFoundError:
+        return "(run from its sources, not installed)"
+
+
+def _add_settings(parser: ArgumentParser, in_help: Collection[str]) -> None:
+    every = len(in_help) == len(Settings.model_fields)
+    others = None if every else "All others work as well: see headrace serve --help."
+    settings = parser.add_argument_group("settings", others)
+    settings.add_argument("--config", type=Path, metavar="FILE", help=f"TOML file of settings. Or {CONFIG_VARIABLE}.")
+    for name, field in Settings.model_fields.items():
+        # Values stay text here: pydantic checks them, with the same words as in the environment and the file.
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name, "action": _Once}
+        default = "" if field.default in (None, ()) else f" Default: {shown(field.default)}."
+        if field.annotation is bool:
+            options |= {"action": _OnceOrNot, "help": f"{field.description}{default}"}
+        else:
+            limits = allowed_values(field)
+            options["const"] = ", with commas between the values" if get_origin(field.annotation) is tuple else ""
+            options |= {"metavar": "VALUE", "help": f"{field.description} ({limits}){default}".replace("%", "%%")}
+        if name not in in_help:
+            options["help"] = argparse.SUPPRESS
+        settings.add_argument(flag_name(name), *SHORT_FLAGS.get(name, ()), **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+# ------------------------------------------------------------------------------------------------------- config command
+# `headrace config`: the settings in force, as a settings file that says where each comes from.
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--given", dest="only_given", action="store_true", help="Leave the defaults out.")
+
+
+def run(settings: Settings, *, given: Mapping[str, Given], only_given: bool) -> int:
+    """Print TOML that `--config` takes. Secrets are told of and not shown."""
+    for name, field in Settings.model_fields.items():
+        if name not in given and only_given:
+            continue
+        value, source = getattr(settings, name), given[name].where if name in given else "default"
+        if value is None or (is_secret(field) and not value):
+            line = f"# {name} is not set"
+        elif is_secret(field) or has_password(value):
+            line = f"# {name} is set and not shown"
+        else:
+            line = f"{name} = {_toml(value)}"
+        print(f"{line}  # {source}")
+    return 0
+
+
+def _toml(value: Any) -> str:
+    """A TOML value, which JSON's are but for objects, of which there are none."""
+    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    return json.dumps(plain, ensure_ascii=False)

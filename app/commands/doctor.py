@@ -1,0 +1,225 @@
+"""`headrace doctor`: what this machine is, what it makes of the settings, and what to change.
+
+Everything is found out by doing it: the model is loaded as a server would load it, and steps are made. A finding is
+`ok`, a `note` with what would be better, or `wrong`: then a server would not start, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import NamedTuple
+
+from app.admission.tenants import Tenants
+from app.config.settings import Settings, SettingsError
+from app.config.sources import flag_name
+from app.http.connections import ENOUGH_FILES, connection_limits
+from app.library import loading
+from app.observability.tracing import open_tracer
+from app.serving.loading import core_factory, open_files
+from app.serving.process import bind
+from app.serving.prompts import open_prompts
+from app.serving.step_cost_file import difference, latest
+from engine.core.core import EngineCore
+from engine.costs.table import StepCostTable, StepLoad, chunk_keys
+from engine.errors import HeadraceError
+from gpu.cpu.builds import BUILDS
+from gpu.cpu.library import built, usable
+from gpu.cuda_host import why_no_device
+from gpu.host import available_memory, cuda_devices, has_torch, processor_flags, processor_name, usable_cores
+from gpu.kv_cache import size_text
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+LONG_PROMPT = 1024  # tokens, that a first token is told for
+
+
+class Finding(NamedTuple):
+    verdict: str
+    subject: str
+    text: str
+    advice: str = ""
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """It has none of its own."""
+
+
+def run(settings: Settings) -> int:
+    """Print what is found, as it is found. Returns the exit code."""
+    logging.getLogger().setLevel(logging.ERROR)  # what is logged at a start is told here
+    is_wrong = False
+    for finding in findings(settings):
+        is_wrong |= finding.verdict == WRONG
+        print(f"{finding.verdict:5}  {finding.subject:12}  {finding.text}", flush=True)
+        if finding.advice:
+            print(f"{'':21}-> {finding.advice}", flush=True)
+    return int(is_wrong)
+
+
+def findings(settings: Settings) -> Iterator[Finding]:
+    """All of them. Loads the model and computes for some seconds."""
+    yield from _processor(settings)
+    yield from _instructions()
+    yield from _devices(settings)
+    yield from _packages(requires("headrace") or ())
+    yield from _network(settings)
+    yield from _beside(settings)
+    core = None
+    try:
+        with loading() as progress:
+            files = open_files(settings, progress)
+            open_prompts(settings, files).close()
+            core = core_factory(settings, files, measures_anew=True)()
+        yield Finding(OK, "model", getattr(core.executor, "summary", ""))
+        yield from _speed(core, settings)
+    except HeadraceError as error:
+        yield Finding(WRONG, "model", str(error))
+    finally:
+        if core is not None:
+            core.shutdown()
+
+
+def _processor(settings: Settings) -> Iterator[Finding]:
+    cores, present = usable_cores(), os.cpu_count() or 1
+    name = processor_name() or platform.machine()
+    yield Finding(
+        OK, "machine", f"{name}: {cores} cores for {present} processors, {size_text(available_memory())} are free. "
+        f"Linux {platform.release()}, Python {platform.python_version()}",
+    )  # fmt: skip
+    if _is_busy():
+        text = f"{os.getloadavg()[0]:.1f} processes have been running or waiting to, for {cores} cores"
+        yield Finding(NOTE, "other work", text, "look again when there is none: speeds below are those beside it")
+    if settings.num_threads is not None and settings.num_threads > cores:
+        yield Finding(
+            NOTE, "threads", f"{settings.num_threads} threads compute on {cores} cores, and wait for each other",
+            f"{flag_name('num_threads')} {cores}, or leave it out",
+        )  # fmt: skip
+
+
+def _is_busy() -> bool:
+    return os.getloadavg()[0] > usable_cores() / 2
+
+
+def _instructions() -> Iterator[Finding]:
+    """Which build of the CPU library runs, and why not a better one."""
+    flags, made, allowed = processor_flags(), built(), [library.name for library in usable()]
+    for name, build in BUILDS.items():
+        if build.machine != platform.machine():
+            continue
+        if name in allowed:
+            yield Finding(OK, "instructions", build.instructions)
+            return
+        if not build.flags <= flags:
+            continue
+        if name in made:
+            yield Finding(NOTE, "instructions", f"the kernel does not permit {build.instructions} here")
+        else:
+            yield Finding(
+                NOTE, "instructions", f"the library was not built for {build.instructions}",
+                "install a C++ compiler (on Debian: g++) and install Headrace again",
+            )  # fmt: skip
+    yield Finding(NOTE, "instructions", "no build of the CPU library runs here: torch computes, several times slower")
+
+
+def _devices(settings: Settings) -> Iterator[Finding]:
+    devices = [] if settings.device == "cpu" else cuda_devices()
+    if not devices:
+        yield Finding(OK, "device", "cpu" if settings.device == "cpu" else "cpu: there is no CUDA device")
+        return
+    if not has_torch():
+        yield Finding(
+            WRONG if settings.device == "cuda" else NOTE, "device",
+            f"there are {len(devices)} CUDA devices, and torch is not installed", "pip install '.[torch]' in a clone",
+        )  # fmt: skip
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        reason, advice = why_no_device(torch.__version__, torch.version.cuda)
+        text = f"there are {len(devices)} CUDA devices, and torch cannot use them: {reason}"
+        yield Finding(WRONG if settings.device == "cuda" else NOTE, "device", text, advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        kind = f"{found.name}, compute capability {found.major}.{found.minor}"
+        yield Finding(OK, "device", f"{kind}, {size_text(found.total_memory)}; torch {torch.__version__}")
+
+
+def _packages(requirements: Iterable[str]) -> Iterator[Finding]:
+    """Those that are not what was tested."""
+    for requirement in requirements:
+        found = re.match(r"([\w.-]+)(?:\[.*\])?==([\w.]+)$", requirement)
+        if found is None:  # of an extra
+            continue
+        name, wanted = found.groups()
+        try:
+            is_there = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            is_there = "none"
+        if is_there != wanted:
+            yield Finding(NOTE, "packages", f"{name} is {is_there}; what was tested is {wanted}")
+
+
+def _network(settings: Settings) -> Iterator[Finding]:
+    try:
+        bind(settings).close()
+        limits = connection_limits(settings)
+    except HeadraceError as error:
+        yield Finding(WRONG, "network", str(error))
+        return
+    text = f"port {settings.port} is free; {limits.connections} connections at once"
+    if limits.connections < settings.max_queued_requests:
+        few = f"{text}, fewer than {settings.max_queued_requests} requests that may wait"
+        yield Finding(NOTE, "network", few, f"ulimit -n {ENOUGH_FILES}")
+    else:
+        yield Finding(OK, "network", text)
+
+
+def _beside(settings: Settings) -> Iterator[Finding]:
+    """What else a server needs, and may not get."""
+    try:
+        Tenants(settings)
+        open_tracer(settings, lambda reason, count: None).close()
+    except SettingsError as error:
+        yield Finding(WRONG, "settings", str(error))
+
+
+def _speed(core: EngineCore, settings: Settings) -> Iterator[Finding]:
+    """What steps cost here, and which setting that makes too large."""
+    while core.prepare():
+        pass
+    costs = core.costs
+    one, most = costs.decode.at(1), settings.max_num_seqs
+    if not one:
+        yield Finding(NOTE, "speed", "steps could not be measured")
+        return
+    if (path := latest(settings)) is not None and (warning := difference(path)) is not None:
+        yield Finding(NOTE, "speed", warning, "run it again while nothing else runs on the machine")
+    text = (
+        f"{1 / one:.0f} tokens/s for one stream, {most / costs.decode.at(most):.0f} for {most}; "
+        f"the first token of a prompt of {LONG_PROMPT:,} after {_prefill_seconds(costs, settings):.2g} s"
+    )
+    gap, target = costs.decode.at(most), settings.target_inter_token_latency
+    if gap <= target or _is_busy():
+        yield Finding(OK, "speed", text)
+        return
+    fits = max((size for size in range(1, most) if costs.decode.at(size) <= target), default=1)
+    yield Finding(
+        NOTE, "speed", f"{text}. With {most} streams a token comes every {gap:.2g} s; {target:.2g} are aimed at",
+        f"{flag_name('max_num_seqs')} {fits}, or {flag_name('target_inter_token_latency')} {gap:.2g}",
+    )  # fmt: skip
+
+
+def _prefill_seconds(costs: StepCostTable, settings: Settings) -> float:
+    """Of a long prompt that is alone."""
+    total, start, chunk = 0.0, 0, settings.max_num_batched_tokens
+    while start < LONG_PROMPT:
+        size = min(chunk, LONG_PROMPT - start)
+        total += costs.cost(StepLoad(0, 0, 1, size, chunk_keys(start, size)))
+        start += size
+    return total

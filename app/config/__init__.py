@@ -1,0 +1,8 @@
+"""Settings: definitions, sources, and the facts that an engine is given.
+
+In reading order:
+
+settings  Every setting, defined once: type, range, default, description, and the rules between settings.
+sources   The environment, the settings file and flags, and the messages for refused settings.
+engine    The engine's configuration and labels, made from settings and a model.
+"""

@@ -1,0 +1,51 @@
+"""What an engine is told of the settings, and what is told of an engine: a simulated one is made of the same.
+
+An `engine` here is an executor, an `EngineInfo` or a `Machine` of the simulator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.config.settings import Settings
+from engine.config import EngineConfig
+
+# What a server may say of its settings: no secrets, no paths, no addresses.
+SHOWN_SETTINGS = (
+    *("load_format", "dtype", "quantization", "device", "seed", "engine", "data_parallel_size", "max_model_len"),
+    *("max_data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "executor"),
+    *("max_num_seqs", "max_num_batched_tokens", "target_inter_token_latency", "block_size", "kv_cache_memory"),
+    *("num_threads", "gpu_memory_utilization", "sampling_defaults", "enable_prefix_caching", "pipeline_depth"),
+    *("max_queue_time", "max_queued_requests", "max_queued_tokens", "default_timeout", "default_ttft_timeout"),
+    *("max_timeout", "max_body_bytes", "embedding_pooling", "template_kwargs", "worker_class"),
+)
+
+
+def engine_config(settings: Settings, engine: Any, **more: Any) -> EngineConfig:
+    """What its core is made with. `more` are fields of which the settings say nothing."""
+    return EngineConfig(
+        max_model_len=engine.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        target_inter_token_latency=settings.target_inter_token_latency,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        kv_windows=engine.kv_windows,
+        prompt_form_differs=engine.prompt_form_differs,
+        pipeline_depth=max(settings.pipeline_depth or engine.pipeline_depth, settings.pipeline_parallel_size),
+        num_stages=settings.pipeline_parallel_size,
+        **more,
+    )
+
+
+def describe(engine: Any, settings: Settings) -> dict[str, Any]:
+    """With what its steps cost, all that a simulation needs of it: JSON."""
+    return {
+        "models": list(settings.model_names),
+        "max_model_len": engine.max_model_len,
+        "kv_cache": {
+            name: getattr(engine, name) for name in ("num_blocks", "block_size", "prompt_form_differs", "kv_windows")
+        },
+        "pipeline_depth": engine.pipeline_depth,
+        "settings": {name: getattr(settings, name) for name in SHOWN_SETTINGS}
+        | {"engine": "process" if settings.has_engine_processes else "thread"},
+    }

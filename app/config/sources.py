@@ -1,0 +1,223 @@
+"""Where settings come from, and what is said of one that is refused.
+
+Promises: the first source that speaks wins, in the order flag, environment, file, default. A name that is not a setting
+is refused in all three. What is refused is refused with a `SettingsError` that says which setting, where it was set,
+what was given, what is allowed and a value that works. Secrets are never shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic import ByteSize, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource
+
+from app.config.settings import ENV_PREFIX, Settings, SettingsError, has_password, is_secret, without_none
+
+CONFIG_VARIABLE = "HEADRACE_CONFIG"
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    *,
+    spelled: Callable[[str], str] | None = None,
+) -> Settings:
+    """Settings of flags, environment and file, as `given_settings` reads them. Raises `SettingsError`."""
+    return check_settings(given_settings(flags, config_file, spelled=spelled))
+
+
+class Given(NamedTuple):
+    """What was said of a setting."""
+
+    value: Any
+    where: str  # as the user spelled it: --port, HEADRACE_PORT, port in headrace.toml
+
+
+def given_settings(
+    flags: Mapping[str, Any] | None = None,
+    config_file: Path | None = None,
+    *,
+    spelled: Callable[[str], str] | None = None,
+) -> dict[str, Given]:
+    """What flags, environment and file say, by setting. `flags` are field names with the text that was given, which
+    errors call `spelled(name)`: as on the command line, unless it says otherwise.
+
+    `config_file` is `--config`; without it the file that `HEADRACE_CONFIG` names, if any. Raises `SettingsError`.
+    """
+    if config_file is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        config_file = Path(named)
+    given = _from_file(config_file) | _from_environment()
+    spelled = spelled or flag_name
+    return given | {name: Given(value, spelled(name)) for name, value in (flags or {}).items()}
+
+
+def check_settings(given: Mapping[str, Given]) -> Settings:
+    """Raises `SettingsError` with a line for each that is wrong."""
+    try:
+        return Settings(**{name: entry.value for name, entry in given.items()})
+    except ValidationError as error:
+        # `from None`: pydantic's own message shows values, and one of them may be a key.
+        raise SettingsError("\n".join(_explain(problem, given) for problem in error.errors())) from None
+
+
+def env_name(field_name: str) -> str:
+    """The environment variable of a setting: ``max_num_seqs`` is ``HEADRACE_MAX_NUM_SEQS``."""
+    return ENV_PREFIX + field_name.upper()
+
+
+def flag_name(field_name: str) -> str:
+    """The spelling on the command line: ``max_num_seqs`` is ``--max-num-seqs``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """What a setting takes, in words: ``"1 to 65535"``, ``"auto, cpu or cuda"``, ``"true or false"``."""
+    annotation = without_none(field.annotation)
+    if get_origin(annotation) is Literal:
+        *first, last = get_args(annotation)
+        return f"{', '.join(first)} or {last}"
+    low = next((m.ge for m in field.metadata if isinstance(m, Ge)), None)
+    high = next((m.le for m in field.metadata if isinstance(m, Le)), None)
+    if annotation is bool:
+        return "true or false"
+    if annotation is ByteSize:
+        bounds = " to ".join(ByteSize(int(str(b))).human_readable() for b in (low, high) if b is not None)
+        return f"a size such as 2GiB, {bounds if high is not None else f'at least {bounds}'}"
+    if annotation in (int, float):
+        kind = "a whole number" if annotation is int else "a number"
+        above = next((m.gt for m in field.metadata if isinstance(m, Gt)), None)
+        if above is not None:
+            return f"{kind} above {above}, at most {high}"
+        return f"{kind}, {low} to {high}" if high is not None else f"{kind}, at least {low}"
+    pattern = next((m.pattern for m in field.metadata if getattr(m, "pattern", None)), None)
+    if pattern:
+        return f"text that matches {pattern}"
+    if is_secret(field):
+        return "one or more keys, comma-separated or a JSON array, none of them empty or with blanks around it"
+    return "a comma-separated list or a JSON array" if get_origin(annotation) is tuple else "text that is not empty"
+
+
+def working_value(field: FieldInfo) -> str:
+    """A value that works, as it would be typed."""
+    return shown(field.examples[0] if field.examples else field.default)
+
+
+def shown(value: object) -> str:
+    """A setting's value as one would type it: ``"true"``, ``"16.0MiB"``."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(map(shown, value))
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)
+
+
+def _from_file(path: Path | None) -> dict[str, Given]:
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(
+            f"Cannot read the settings file {path}: {error.strerror}. Name one that exists, or leave out --config."
+        ) from error
+    except (ValueError, RecursionError) as error:  # of numbers and of lists in lists, too, not of TOML alone
+        raise SettingsError(f"The settings file {path} is not TOML: {error}. A line that works: port = 8000") from error
+    problems = [
+        f"{path}: {unknown_setting(name, {n: n for n in Settings.model_fields})}"
+        for name in values
+        if name not in Settings.model_fields
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return {name: Given(value, f"{name} in {path}") for name, value in values.items()}
+
+
+# Kubernetes tells pods about every Service through the environment; a Service called "headrace" gives HEADRACE_PORT,
+# HEADRACE_SERVICE_HOST and more, which are not meant for us.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP)(_.+)?)$")
+_LINK_OF_A_PORT = re.compile(r"\w+_PORT=(tcp|udp|sctp)://")
+
+
+def _from_environment() -> dict[str, Given]:
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX)
+        and name != CONFIG_VARIABLE
+        and not _SERVICE_LINK.search(name)
+        and not _LINK_OF_A_PORT.match(f"{name}={value}")
+    }
+    known = {env_name(name): name for name in Settings.model_fields}
+    problems = [unknown_setting(name, known) for name in variables if name not in known]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    values = EnvSettingsSource(Settings, case_sensitive=False)()
+    return {name: Given(value, env_name(name)) for name, value in values.items() if env_name(name) in variables}
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """What to say to whoever has given it."""
+    return f"there is no setting {name!r}. {_meant(name, known) or '`headrace serve --help` lists the settings.'}"
+
+
+def unknown_flag(name: str, known: Iterable[str], program: str) -> str:
+    """What to say to whoever has typed it, where `program --help` lists those that are known."""
+    if not name.startswith("-") and "--model" in known:  # as other servers take it
+        return f"{name!r} stands there without a flag. If it is a model: {program} --model {name}"
+    return f"there is no setting {name!r}. {_meant(name, known) or f'`{program} --help` lists the flags.'}"
+
+
+# What vLLM takes and Headrace calls otherwise, or does not have ("") where the spelling would suggest something else.
+_OF_VLLM = {
+    "download_dir": "cache_dir",
+    "uvicorn_log_level": "log_level",
+    "otlp_traces_endpoint": "otlp_endpoint",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "kv_offloading_size": "kv_cache_ram",
+    "swap_space": "kv_cache_ram",
+    "tool_call_parser": "tool_parser",
+    "default_chat_template_kwargs": "template_kwargs",
+    "shutdown_timeout": "drain_timeout",
+    "generation_config": "sampling_defaults",
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "enable_ssl_refresh"), ""),
+    **dict.fromkeys(("enforce_eager", "runner", "headless"), ""),
+    **dict.fromkeys(("tokenizer", "chat_template", "response_role", "tool_server", "logits_processors"), ""),
+    **dict.fromkeys(("enable_lora", "lora_modules", "model_impl", "worker_cls", "config_format", "kv_cache_dtype"), ""),
+    **dict.fromkeys(
+        ("scheduling_policy", "max_log_len", "enable_server_load_tracking", "prefix_caching_hash_algo"), ""
+    ),
+}
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    by_field = {_field_name(each): each for each in known}
+    if (of_vllm := _OF_VLLM.get(_field_name(name))) is not None:
+        return f"Did you mean {by_field[of_vllm]}?" if of_vllm in by_field else ""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"Did you mean {nearest[0]}?" if nearest else ""
+
+
+def _field_name(spelled: str) -> str:
+    return spelled.removeprefix(ENV_PREFIX).removeprefix("--").replace("-", "_").lower()
+
+
+def _explain(problem: Any, given: Mapping[str, Given]) -> str:
+    if not problem["loc"]:  # a check across fields, whose message is written for people already
+        return str(problem["ctx"]["error"]) if "error" in problem.get("ctx", {}) else str(problem["msg"])
+    name = str(problem["loc"][0])
+    field = Settings.model_fields.get(name)
+    if field is None:
+        return unknown_setting(name, {n: n for n in Settings.model_fields})
+    entry = given[name]
+    value = "a value that is not shown" if is_secret(field) or has_password(entry.value) else repr(entry.value)
+    example = working_value(field)
+    return f"{entry.where}: got {value}; allowed: {allowed_values(field)}. A value that works: {example}"

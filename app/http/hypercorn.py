@@ -1,0 +1,578 @@
+"""Patches of Hypercorn: how connections end and how messages reach the application.
+
+`app.application` and `app.serving.process` apply it before the first connection. What it promises, and why Hypercorn
+does not:
+
+1. A connection is closed when its client has left, and when its client has had its time. Hypercorn's keep-alive timer
+   does neither: it is a task that nobody stops when the client hangs up, so that every client that leaves without being
+   told to would cost a socket in CLOSE_WAIT until it runs out. So there is no such timer; `app.http.connections` ends
+   connections, and limits their number.
+2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
+   megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
+   `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
+   closed its side without reading to the end is gone, too: on trio the send that waits for it cannot be cancelled.
+3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
+   application last, so nothing could be refused politely and no probe could see that the server is going away. Where
+   others serve at the same port, `app.http.listening` closes it first, without losing what waits there.
+4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
+   the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
+   To systemd or Docker that reads as a server that is done.
+5. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
+   nobody else can have and with a model that nobody can unload.
+6. A connection fails alone. Whatever escapes from the task of one connection would, on trio, end the server. And no
+   crowd of them takes the last descriptors, which files and engines may need: asyncio and uvloop accept whoever waits
+   at the port before anybody can be counted, so no more may wait there than there is room for. If there is none after
+   all, asyncio says so a thousand times, each with a traceback; once is enough.
+7. A piece of a stream may go straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn and h11
+   it passes fifteen calls, locks and checks, which cost several times what making the piece does.
+8. What an answer has to say at once is written at once. Hypercorn writes head, body and the end of the body one by one,
+   and each costs a call of the kernel here and one at the client.
+
+`app.http.hypercorn` has the rest: what concerns single requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from http import HTTPStatus
+from multiprocessing.synchronize import SemLock
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import anyio
+import h11
+import hypercorn.protocol
+import hypercorn.protocol.h11
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.events import Response
+from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
+from hypercorn.utils import ShutdownError
+
+from app.http.connections import ConnectionGuard
+from app.http.listening import serve_listeners, start_server
+from protocol.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
+WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
+REFUSAL_SECONDS = 1.0  # that a newcomer who is refused has to say what it speaks, and to hear it
+
+_SOCKET_IS_GONE = (OSError, ValueError)  # the latter is uvloop's, which has given the file descriptor away by then
+_SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
+_connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
+
+
+def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
+    """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent.
+
+    Called again with the guard of the application, once there is one and before the first connection.
+    """
+    patch_streams()
+    if guard is not None:
+        Connection.guard = guard
+    for name in _SERVERS:
+        module: Any = sys.modules.get(name)
+        if module is not None and not issubclass(module.TCPServer, Connection):
+            module.TCPServer = type("TCPServer", (Connection, module.TCPServer), {})
+            if hasattr(module, "asyncio"):
+                module.asyncio = SimpleNamespace(**vars(asyncio) | {"start_server": _start_server})
+            else:
+                module.trio = SimpleNamespace(**vars(module.trio) | {"serve_listeners": serve_listeners})
+
+
+async def _start_server(
+    on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, **more: Any
+) -> asyncio.Server:
+    """As asyncio's, but for point 6. asyncio accepts as many at once as may wait; the kernel is told the latter after
+    it."""
+    waiting = backlog if Connection.guard is None else min(backlog, Connection.guard.limits.newcomers)
+    server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
+    sock.listen(waiting)
+    return server
+
+
+def outlive_lack_of_descriptors() -> None:
+    """Point 6, on asyncio: uvloop hangs up on who cannot be accepted, and trio waits a tenth of a second."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # trio's
+        return
+    others = loop.get_exception_handler()
+    last = -math.inf
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if time.monotonic() - last >= 1:
+                last = time.monotonic()
+                logger.error("No connection can be accepted for a moment: %s", error.strerror)
+        elif others is not None:
+            others(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+def drain_before_shutdown(
+    drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]], guard: ConnectionGuard
+) -> None:
+    """Point 3: `drain` gets what Hypercorn waits for, waits for it, and returns when the server may be shut down."""
+
+    async def raise_shutdown(trigger: Callable[[], Awaitable[None]]) -> None:
+        await drain(trigger)
+        guard.end()
+        raise ShutdownError
+
+    for name in _SERVERS:
+        module: Any = sys.modules.get(name)
+        if module is not None:
+            module.raise_shutdown = raise_shutdown
+
+
+def end_parent() -> None:
+    """Point 4: end the process that Hypercorn started this one from, if any, by SIGUSR1, which it does not handle."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return
+    # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
+    # Before it ends, because point 5 ends this process then.
+    gc.unfreeze()  # what is frozen would not be found
+    for lock in gc.get_objects():
+        if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
+            SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
+    with suppress(ProcessLookupError):  # it has ended already
+        os.kill(parent.pid, signal.SIGUSR1)
+
+
+def end_with_parent() -> None:
+    """Point 5."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait_and_end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_end, name="end-with-parent", daemon=True).start()
+
+
+def current_connection() -> Connection | None:
+    """The connection that the current task serves; None if that is not under a patched Hypercorn."""
+    return _connection.get()
+
+
+class _NoTimer:
+    """In the place of Hypercorn's keep-alive timer."""
+
+    async def restart(self, *_: object) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Connection:
+    """Mixed into Hypercorn's `TCPServer`s, which for this purpose are nearly alike on asyncio and trio."""
+
+    guard: ClassVar[ConnectionGuard | None] = None
+    config: Any
+    idle_task: Any
+    head_since: float | None = None
+    closing_since: float | None = None
+    _transport: Any = None  # asyncio's; trio has none
+    _client_gone = False
+    _num_sending = 0
+    _sending_since = 0.0
+    _held: bytes | None = None  # what is to be sent together with what follows
+
+    async def run(self) -> None:
+        _connection.set(self)
+        self.idle_task = _NoTimer()
+        with suppress(*_SOCKET_IS_GONE):
+            self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        if hasattr(self, "writer"):
+            self._transport = self.writer.transport
+            self._transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        try:
+            await self._run_guarded()
+        except Exception:
+            logger.exception("A connection has failed")
+
+    async def _run_guarded(self) -> None:
+        guard = self.guard
+        if guard is None:
+            await super().run()  # type: ignore[misc]  # of Hypercorn's class, as below
+        elif (refusal := guard.enter(self)) is not None:
+            try:
+                await self._refuse(refusal)
+            finally:
+                guard.leave_refused()
+        else:
+            try:
+                await super().run()  # type: ignore[misc]
+            finally:
+                guard.leave(self)
+
+    # --- what the guard asks and does
+
+    @property
+    def idle_timeout(self) -> float:
+        """Seconds without a request."""
+        return float(self.config.keep_alive_timeout)
+
+    @property
+    def grace(self) -> float:
+        """Seconds until the end of the server, well before Hypercorn cancels what is left."""
+        return float(self.config.graceful_timeout) / 2
+
+    @property
+    def address(self) -> str | None:
+        """The client's, if it comes from a network."""
+        with suppress(*_SOCKET_IS_GONE):
+            peer = self._socket().getpeername()
+            return peer[0] if isinstance(peer, tuple) else None
+        return None
+
+    @property
+    def has_part_of_a_head(self) -> bool:
+        """Whether a request of HTTP/1 has begun to arrive."""
+        http = getattr(getattr(self, "protocol", None), "protocol", None)
+        return isinstance(http, H11Protocol) and bool(http.connection.trailing_data[0])
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the kernel has not yet taken all that was sent, without anybody waiting for it. Never so on trio."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
+
+    def answer_once_more(self) -> None:
+        """Say in every answer from now on that the connection ends with it; and so do all others. HTTP/1 only."""
+        self.config.keep_alive_max_requests = 1  # with the one that is answered
+
+    def close(self) -> None:
+        """Close the connection in order, once what is in the transport has been sent."""
+        if hasattr(self, "writer"):
+            if self.writer.get_extra_info("ssl_object") is not None:
+                self.abort()  # would wait for the client's part of the farewell
+            else:
+                self.closing_since = self.closing_since or time.monotonic()
+                self.writer.transport.close()
+        else:
+            self._shut_down()
+
+    def abort(self) -> None:
+        """Close the connection now, with what has not been sent yet thrown away."""
+        with suppress(*_SOCKET_IS_GONE):
+            # Lingering for no time at all makes closing a reset: the kernel keeps nothing for a peer that never reads.
+            self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if hasattr(self, "writer"):
+            self.writer.transport.abort()
+        else:
+            self._shut_down()
+
+    def seconds_blocked(self) -> float:
+        """For how long the client has not read what is being sent to it; 0 if nothing is."""
+        return time.monotonic() - self._sending_since if self._num_sending else 0.0
+
+    # --- pieces of streams
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether `write_piece` may be called: no send is waiting, and the client keeps up."""
+        transport = self._transport
+        return (
+            transport is not None
+            and not self._num_sending
+            and not self._client_gone
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() < WRITE_BUFFER
+        )
+
+    def hold(self) -> None:
+        """Keep what is sent from now on until `let_go`. Nothing may be waited for in between. HTTP/1 only."""
+        if self._held is None:
+            self._held = b""
+
+    async def let_go(self) -> None:
+        """Send what was kept, at once."""
+        held, self._held = self._held, None
+        if held:
+            await self.protocol_send(RawData(held))
+
+    def write_piece(self, data: bytes) -> None:
+        """Write a piece of the body of an HTTP/1.1 answer whose head is out and says that it comes in chunks."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _socket(self) -> Any:
+        if hasattr(self, "writer"):
+            return self.writer.get_extra_info("socket")
+        stream: Any = self.stream  # type: ignore[attr-defined]
+        return getattr(stream, "transport_stream", stream).socket
+
+    def _shut_down(self) -> None:
+        with suppress(OSError):
+            self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+
+    async def _refuse(self, error: ApiError) -> None:
+        """Tell a newcomer why it cannot stay, once it has sent something."""
+        body = error.body()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+        head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        head += [f"{name}: {value}" for name, value in headers.items()]
+        answer = "\r\n".join([*head, "", ""]).encode() + body
+        # Nobody has to hear it. It is read first because closing with something unread would be a reset, which may
+        # overtake the answer.
+        with anyio.move_on_after(REFUSAL_SECONDS), suppress(Exception):
+            if hasattr(self, "writer"):
+                if await self.reader.read(2**16):  # type: ignore[attr-defined]
+                    self.writer.write(answer)
+            elif await self.stream.receive_some(2**16):  # type: ignore[attr-defined]
+                await self.stream.send_all(answer)  # type: ignore[attr-defined]
+        self.close()
+
+    async def _close(self) -> None:
+        self.closing_since = self.closing_since or time.monotonic()
+        if self.guard is not None:
+            self.guard.closing(self)
+        try:
+            # Hypercorn tells its protocols only on trio, and afterwards: whoever waits to read would wait on.
+            if (protocol := getattr(self, "protocol", None)) is not None:
+                await protocol.handle(Closed())
+        finally:
+            if hasattr(self, "writer"):
+                await super()._close()  # type: ignore[misc]
+            else:
+                # Not by send_eof(): it takes a turn of the loop, and who sends meanwhile gets an error nobody expects.
+                with suppress(OSError, AttributeError):  # the latter is of TLS
+                    self.stream.socket.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
+                await self.stream.aclose()  # type: ignore[attr-defined]
+
+    async def _read_data(self) -> None:
+        await super()._read_data()  # type: ignore[misc]  # returns at the end of the client's bytes
+        self._client_gone = True
+        if self._num_sending:
+            self.abort()
+
+    async def protocol_send(self, event: Event) -> None:
+        if self._held is not None:
+            if isinstance(event, RawData):
+                self._held += event.data
+                return
+            await self.let_go()
+        if isinstance(event, RawData):
+            if self._transport is not None and self._transport.is_closing():
+                await self.protocol.handle(Closed())  # type: ignore[attr-defined]
+                return
+            if self._num_sending == 0:
+                self._sending_since = time.monotonic()
+            self._num_sending += 1
+            try:
+                await super().protocol_send(event)  # type: ignore[misc]
+            finally:
+                self._num_sending -= 1
+                self._sending_since = time.monotonic()
+        elif not isinstance(event, Updated):
+            await super().protocol_send(event)  # type: ignore[misc]
+        elif self.guard is not None:
+            (self.guard.idle if event.idle else self.guard.busy)(self)
+
+
+# ---------------------------------------------------------------------------------------------------- hypercorn streams
+# Patches of how Hypercorn 0.18 carries the messages of a request over HTTP/1.1.
+#
+# `app.http.hypercorn` applies them with everything else. What they promise, and why Hypercorn does not:
+#
+# 1. An upload that was refused before it had arrived does not block its connection. An application that answers and
+#    ends without reading leaves a queue of ten messages that nobody reads; the eleventh part of the body waits for room
+#    in it for ever, and with it the connection and its end. A client needs no key to be refused, so anybody could fill
+#    the server with such connections.
+# 2. A connection that is lost lets go of a request that waits for the answer before it. Otherwise the process would
+#    wait for that request.
+# 3. An answer that ends before its head, because its client was cut, ends its connection. Hypercorn would send another
+#    head.
+# 4. An answer that comes before its request has arrived says that the connection will be closed. Hypercorn closes it
+#    without a word, and the client sends its next request into it.
+# 5. Bytes that are no HTTP/1.1 are refused in the words of all other errors, and so is the preface of HTTP/2, which
+#    only a TLS connection may negotiate. Hypercorn's own answer has no body.
+# 6. An offer of another protocol (WebSocket, h2c) is declined by not taking it up: nothing here speaks them. Hypercorn
+#    would answer a failed handshake and leave the connection open for ever; and a proxy that lets an upgrade through
+#    does not see the requests that follow it.
+# 7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task that waits for the
+#    message beside each request is a tenth of what a short one costs, and only the garbage collector finds what its
+#    cancellation leaves behind.
+# 8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
+
+
+CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
+
+
+def patch_streams() -> None:
+    """For every connection that is opened from now on. Idempotent."""
+    modules: Any = hypercorn.protocol
+    modules.H11Protocol = _Http1
+    modules.h11.HTTPStream = _Stream
+
+
+class _Stream(HTTPStream):
+    """Point 1: messages for an application that has ended are not waited for. And point 3: Hypercorn notes that an
+    answer has begun when its head has been sent. And points 7 and 8."""
+
+    _app_has_ended = False
+    _answer_has_begun = False
+    _on_disconnect: Callable[[], None] | None = None
+    _changed: anyio.Event | None = None  # of who waits for a message, or for room for one
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._messages: list[Any] = []
+        self._tasks: Any = self.task_group
+        self.task_group: Any = self  # until the application runs
+
+    async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
+        """Point 8: in the place of Hypercorn's task groups. Returns what gives the application a message."""
+        self.task_group = self._tasks
+        scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
+        run_app = sys.modules[type(self._tasks).__module__]._handle
+        self._tasks.spawn(run_app, app, config, scope, self._receive, send, None, None)
+        return self._put
+
+    def _call_on_disconnect(self, function: Callable[[], None]) -> None:
+        self._on_disconnect = function
+        if self.closed:
+            function()
+
+    async def app_send(self, message: Any) -> None:
+        if message is None:
+            self._app_has_ended = True
+            self.app_put, self._on_disconnect = _ignore, None  # nor does the stream hold itself any more
+            if self._answer_has_begun and self.state is ASGIHTTPState.REQUEST:
+                self.state = ASGIHTTPState.RESPONSE
+            self._tell()
+        elif message["type"] == "http.response.start":
+            self._answer_has_begun = True
+        await super().app_send(message)
+
+    async def _put(self, message: Any) -> None:
+        # The application itself brings about the last message, by its last byte; it must not wait for itself to read.
+        if message["type"] != "http.disconnect":
+            while len(self._messages) >= self.config.max_app_queue_size and not self._app_has_ended:
+                await self._wait()
+        elif self._on_disconnect is not None:
+            self._on_disconnect()
+            return
+        self._messages.append(message)
+        self._tell()
+
+    async def _receive(self) -> Any:
+        while not self._messages:
+            await self._wait()
+        message = self._messages.pop(0)
+        self._tell()
+        return message
+
+    async def _wait(self) -> None:
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def _tell(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+
+async def _ignore(message: Any) -> None:
+    pass
+
+
+class _Http1(H11Protocol):
+    """Points 2 and 4 to 6."""
+
+    connection: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.connection = _Http1Connection(h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_size)
+
+    async def handle(self, event: Event) -> None:
+        await super().handle(event)
+        if isinstance(event, Closed):
+            self.connection.is_lost = True
+            await self.can_read.set()
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        """Leave the protocol as it is: point 6."""
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        if any(name == b"upgrade" for name, _ in request.headers):
+            headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+            request = h11.Request(
+                method=request.method, target=request.target, headers=headers, http_version=request.http_version
+            )
+        await super()._create_stream(request)
+
+    async def stream_send(self, event: StreamEvent) -> None:
+        if isinstance(event, Response) and self.connection.their_state is h11.SEND_BODY:
+            event = replace(event, headers=[*event.headers, (b"connection", b"close")])
+        await super().stream_send(event)
+
+    async def _send_error_response(self, status_code: int) -> None:
+        messages = {
+            431: "The head of the request is larger than this server takes; send fewer or shorter headers.",
+            505: "This server does not speak HTTP/2. Use HTTP/1.1, or a proxy in front that speaks HTTP/2.",
+        }
+        error = ApiError(status_code, messages.get(status_code, "This is not valid HTTP/1.1."))
+        body = error.body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            *self.config.response_headers("h11"),
+        ]
+        await self._send_h11_event(h11.Response(status_code=status_code, headers=headers))
+        await self._send_h11_event(h11.Data(data=body))
+        await self._send_h11_event(h11.EndOfMessage())
+
+
+class _Http1Connection(h11.Connection):
+    """Points 2 and 5: nothing more comes from a connection that is lost, whatever has arrived. Nor is there
+    anything to say about what follows the last request, be it a line break too many. To Hypercorn "head" is HEAD, which
+    has no body; so it is here, where the body of any other method would be missed."""
+
+    is_lost = False
+    _request_method: bytes | None
+
+    def next_event(self) -> Any:
+        if self.is_lost:
+            return h11.ConnectionClosed()
+        if self.their_state is h11.MUST_CLOSE:
+            return h11.NEED_DATA
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            if (event.method, event.target, event.http_version) == (b"PRI", b"*", b"2.0"):
+                raise h11.RemoteProtocolError("the preface of HTTP/2", error_status_hint=505)
+            self._request_method = event.method.upper()
+        return event
+
+    def receive_data(self, data: bytes) -> None:
+        if self.their_state is not h11.MUST_CLOSE:
+            super().receive_data(data)

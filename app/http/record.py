@@ -1,0 +1,105 @@
+"""The record of a request: its phases, figures and transcript."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+
+import orjson
+
+from engine.messages import SPECIAL_MARK, RequestOutput
+
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+
+
+OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+
+
+class Phase(StrEnum):
+    """What a request does. Those of its choices in the engine, from `QUEUE` to `DECODE`, rise to its answer."""
+
+    RECEIVE = "receive"  # its body
+    PARSE = "parse"
+    TOKENIZE = "tokenize"  # chat template and tokens
+    CHECK = "check"  # against the model
+    COMPILE_GRAMMAR = "compile_grammar"
+    ENDED = "ended"
+    QUEUE = "queue"
+    PREEMPTED = "preempted"  # waits again
+    WAIT_FOR_GRAMMAR = "wait_for_grammar"
+    LOAD_KV = "load_kv"  # from a tier
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DELIVER = "deliver"  # until the client has everything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """Times are `time.monotonic()`; what is None was not reached, or the request generates nothing.
+
+    `route` is the path's template. `error` is a type or code, not a message that may quote the prompt, and `param` the
+    path of the field at fault, up to the first name that a client may have made up.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    route: str
+    model: str
+    status: int  # what the client was sent, or 499 if it left before the first byte
+    arrival_time: float
+    ended_time: float
+    error: str | None = None
+    param: str | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_reason: str | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+# ----------------------------------------------------------------------------------------------------------- transcript
+# The messages of a request, for its trace, where `trace_messages` asks for them. Never more than some of each.
+
+
+T = TypeVar("T")
+MAX_MESSAGES: Final = 32  # the last of a conversation, and the first choices
+MAX_CHARACTERS: Final = 4096  # of one message
+
+
+class Transcript:
+    """Takes the messages that a request brought, each as role and text, and listens to what it is answered."""
+
+    def __init__(self, messages: Iterable[tuple[str, str]]) -> None:
+        self._asked = [(role, text[:MAX_CHARACTERS]) for role, text in list(messages)[-MAX_MESSAGES:]]
+        self._answers: dict[int, str] = defaultdict(str)
+
+    def before(self, write: Callable[[RequestOutput], T]) -> Callable[[RequestOutput], T]:
+        """The writer's function, listened to."""
+
+        def note_and_write(output: RequestOutput) -> T:
+            if output.index < MAX_MESSAGES and (room := MAX_CHARACTERS - len(self._answers[output.index])) > 0:
+                self._answers[output.index] += output.text.replace(SPECIAL_MARK, "")[:room]
+            return write(output)
+
+        return note_and_write
+
+    def attributes(self) -> dict[str, str]:
+        """JSON as the conventions have it."""
+        answers = (("assistant", text) for _, text in sorted(self._answers.items()))
+        return {INPUT_MESSAGES: _as_json(self._asked), OUTPUT_MESSAGES: _as_json(answers)}
+
+
+def _as_json(messages: Iterable[tuple[str, str]]) -> str:
+    told: list[dict[str, Any]] = [
+        {"role": role, "parts": [{"type": "text", "content": text}]} for role, text in messages
+    ]
+    return orjson.dumps(told).decode()

@@ -1,0 +1,543 @@
+"""A request as a scope: from the first byte of its body to the last byte of its answer.
+
+A `RequestScope` is the one owner of ASGI's `receive()`. Hypercorn delivers `http.disconnect` exactly once, and its
+`send()` never fails after the client has gone, so whoever else listened would swallow the only sign there is. The scope
+reads the body, then watches for the disconnect, and runs the handler in a cancel scope that the disconnect cancels.
+Whatever the handler holds open (an engine stream above all) is left on the way out.
+
+Handlers are plain functions of the scope and answer through it:
+
+    async def handler(request: RequestScope) -> None:
+        async with llm.stream(...) as outputs:
+            ...
+            await request.send_json(200, body)
+
+What a handler raises becomes the answer: the JSON error envelope while nothing has been sent, afterwards an error
+frame if the answer is an event stream. So does what ends it from outside: a deadline, a drain. A stream never ends
+without either its last event or an error frame, unless its client does not read.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qs
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
+from starlette.types import Receive, Scope, Send
+
+from app.admission.tenants import ANONYMOUS, Tenant
+from app.config.settings import Settings
+from app.http.hypercorn import CALL_ON_DISCONNECT, Connection, current_connection
+from app.http.record import Phase, RequestRecord, Transcript
+from app.observability.logs import request_logger
+from engine.errors import HeadraceError
+from engine.frontend.request_stream import RequestStream
+from engine.messages import FinishReason
+from protocol.errors import ApiError, to_api_error
+from protocol.operations import Dialect
+from protocol.registry import dialect_of
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+Handler = Callable[["RequestScope"], Awaitable[None]]
+RawHeaders = list[tuple[bytes, bytes]]
+
+MAX_PIECE = 2**15  # bytes of an answer that are handed to the server at once, and read within `send_timeout`
+MAX_QUERY_FIELDS = 64
+BLOCKED_SECONDS = 0.01  # in one call to send, from which it counts as one that had to wait for the client
+MAX_BLOCKED = 64
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+class RequestScope:
+    """One HTTP request and its answer.
+
+    `body` is complete when the handler runs. `tenant` is whose request it is, by the API key. `outputs` is the
+    engine's stream, if the handler has opened one; the request's log line, trace and timeline tell its figures.
+    `blocked_seconds` is how long sending had to wait for the client to read, and `blocked` when that was: the first of
+    the longer waits, from when until when. `warning` goes into the answer's header.
+    `follows_another` says that its stream ends with another request's.
+    """
+
+    # More attributes than instances of a class can share their keys for: without this each carries a dictionary.
+    __slots__ = (
+        *("_answered", "_asgi_send", "_body_timeout", "_ended_by", "_error_frame", "_handler", "_keep_alive"),
+        *("_bodies", "_last_sent", "_num_sending", "_receive", "_send_timeout", "_sending_since"),
+        *("_shield", "_task_group", "answer_id", "arrival_time", "blocked", "body", "client_gone"),
+        *("blocked_seconds", "error_status", "marks", "span", "transcript"),
+        *("connection", "error_code", "error_param", "headers", "http_version", "method", "outputs", "path"),
+        *("asgi_scope", "follows_another", "query_string", "received_time", "request_id", "status", "tenant"),
+        *("path_params", "warning"),
+    )
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings, bodies: Bodies) -> None:
+        self.asgi_scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.http_version: str = scope["http_version"]
+        self.query_string: bytes = scope["query_string"]
+        self.path_params: Mapping[str, str] = scope.get("path_params", {})
+        self.headers = decode_headers(scope["headers"])
+        self.tenant: Tenant = scope.get("headrace.tenant", ANONYMOUS)
+        self.request_id = self._choose_request_id()
+        self.arrival_time = time.monotonic()
+        self.received_time: float | None = None  # when the body was complete
+        self.marks = [(Phase.RECEIVE, self.arrival_time)]  # when it began to do what, until it is the engine's
+        self.span: Span | None = None  # where requests are traced
+        self.transcript: Transcript | None = None
+        self.body = b""
+        self.status: int | None = None
+        self.client_gone = False
+        self.error_code: str | None = None
+        self.error_param: str | None = None  # the field at fault
+        self.error_status: int | None = None  # of the error, which may have come too late to be the answer's
+        self.answer_id: str | None = None  # what the answer calls itself, as in "chatcmpl-..."
+        self.outputs: RequestStream | None = None
+        self.blocked_seconds = 0.0
+        self.blocked: list[tuple[float, float]] = []
+        self.warning: str | None = None
+        self.follows_another = False
+        self._keep_alive: tuple[float, bytes] | None = None  # of a stream: seconds, and what to send
+        self._last_sent = self.arrival_time
+        self._receive = receive
+        self._asgi_send = send
+        self._num_sending = 0
+        self._sending_since: float | None = None  # since when the client has not read any of what is being sent
+        self._bodies = bodies
+        self._body_timeout = settings.body_timeout
+        self._send_timeout = settings.send_timeout
+        self._task_group: TaskGroup | None = None
+        self._handler = anyio.CancelScope()
+        self._error_frame: Callable[[ApiError], Awaitable[bytes]] | None = None
+        self._answered = False  # the last byte is out, or on its way
+        self._ended_by: ApiError | None = None
+        self.connection: Connection | None = current_connection()
+        self._shield: anyio.CancelScope | None = None
+
+    # --- what handlers use
+
+    @property
+    def dialect(self) -> Dialect:
+        """The dialect that its client speaks."""
+        return dialect_of(self.path, self.headers)
+
+    def query(self) -> dict[str, list[str]]:
+        """The fields of the query, each with all of its values. Raises ApiError 400 if there are very many."""
+        try:
+            return parse_qs(self.query_string.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS)
+        except ValueError:
+            raise ApiError(400, f"The query takes at most {MAX_QUERY_FIELDS} fields.") from None
+
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a companion of the handler inside this scope; it is cancelled when the handler has finished."""
+        assert self._task_group is not None
+        self._task_group.start_soon(function)
+
+    def mark(self, phase: Phase) -> None:
+        """It does something else from now on."""
+        self.marks.append((phase, time.monotonic()))
+
+    @property
+    def progress(self) -> str:
+        """How far its answer is, in the words of the Responses API."""
+        return "in_progress"
+
+    def attend(self, outputs: RequestStream) -> None:
+        """The engine's stream is open: the request has a place in the engine's queue."""
+        self.outputs = outputs
+
+    async def send_json(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """The whole answer at once. `body` is JSON already."""
+        await self.send_body(status, body, "application/json", headers)
+
+    async def send_body(
+        self, status: int, body: bytes, content_type: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """The whole answer at once, of any type."""
+        self._answered = True
+        extra = [(b"content-length", str(len(body)).encode())]
+        # Half an answer would be worse than a late one.
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:
+            await self._start_response(status, content_type, extra, headers, more_follows=True)
+            await self._send_pieces(body, more_body=False)
+
+    async def start_stream(
+        self,
+        content_type: str,
+        *,
+        error_frame: Callable[[ApiError], Awaitable[bytes]],
+        keep_alive: tuple[float, bytes],
+        more_follows: bool = False,
+    ) -> None:
+        """Begin an answer that is sent piece by piece. `error_frame` says how it ends if something goes wrong.
+
+        `keep_alive` is sent whenever nothing else was for so many seconds, so that no proxy cuts the connection. With
+        `more_follows` the head waits for the first piece, which must come without waiting for anything.
+        """
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold events back
+        self._error_frame = error_frame
+        await self._start_response(200, content_type, (), headers, more_follows=more_follows)
+        if self.method == "HEAD":  # nothing follows: a byte of a body would be read as the next answer's head
+            await self.end_stream(b"")
+            self._handler.cancel()
+            await anyio.lowlevel.checkpoint()
+        self._keep_alive = keep_alive
+
+    async def send_chunk(self, data: bytes) -> None:
+        """One piece of a stream. Waits while the client's socket is full."""
+        if len(data) <= MAX_PIECE:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            return
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:  # half an event would be none
+            await self._send_pieces(data, more_body=True)
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether `send_chunk_now` may be called: the stream has begun, and its connection can take a piece at once."""
+        return (
+            self._error_frame is not None
+            and not self._answered
+            and self.connection is not None
+            and self.http_version == "1.1"
+            and self.connection.takes_more
+        )
+
+    def send_chunk_now(self, data: bytes) -> None:
+        """One piece of a stream, without waiting and past all layers between."""
+        assert self.connection is not None
+        self._last_sent = time.monotonic()
+        self.connection.write_piece(data)
+
+    async def end_stream(self, data: bytes) -> None:
+        """The last piece of a stream."""
+        self._answered = True
+        # The disconnect that follows every answer would otherwise interrupt what Hypercorn still does after the last
+        # byte: on trio, starting the connection's keep-alive timer.
+        with anyio.CancelScope(shield=not self.client_gone) as self._shield:
+            await self._send_pieces(data, more_body=False)
+
+    def end_at(self, when: float, error: ApiError) -> None:
+        """Give the request until `when` (`time.monotonic()`), then answer with `error`."""
+
+        async def end() -> None:
+            # A loop, because an event loop's timer may come a millisecond early.
+            while (left := when - time.monotonic()) > 0:  # noqa: ASYNC110 - nothing but the clock tells
+                await anyio.sleep(left)
+            self.end(error, FinishReason.TIMEOUT)
+
+        self.start_soon(end)
+
+    def end(self, error: ApiError, reason: FinishReason) -> bool:
+        """Stop the handler now and answer with `error`, unless the answer is complete. `reason` is for the metrics.
+
+        Returns False if the answer is complete, or something else has ended it before.
+        """
+        if self._answered or self._ended_by is not None:
+            return False
+        self._ended_by = error
+        if self.outputs is not None:
+            self.outputs.leave_reason = reason
+        self._handler.cancel()
+        return True
+
+    @property
+    def stalled_since(self) -> float | None:
+        """Since when the request has been waiting for its client, who has to send its body or to read; None if it is
+        not."""
+        if self._sending_since is not None:
+            return self._sending_since
+        return self.arrival_time if self.received_time is None else None
+
+    def cut(self) -> None:
+        """Give up a client that does not read: end its connection, or its stream of HTTP/2, and leave the scope."""
+        self.error_code = "client_stalled"
+        if self._task_group is not None:
+            self._leave()
+        if self._shield is not None:
+            self._shield.cancel()
+        # A connection of HTTP/2 may carry streams that are well, unless it is stuck itself.
+        if self.connection is not None and (
+            self.http_version.startswith("1") or self.connection.seconds_blocked() >= self._send_timeout
+        ):
+            self.connection.abort()
+
+    def tick(self, now: float) -> None:
+        """Called every so often with the time, while the request lives: a task of its own would cost every request more
+        than it is worth to the few that need it."""
+        if self._sending_since is not None:  # it is not the stream that is silent but the client that does not read
+            if now - self._sending_since >= self._send_timeout:
+                self.cut()
+        elif self._keep_alive is not None and not self._answered and now - self._last_sent >= self._keep_alive[0]:
+            comment = self._keep_alive[1]
+            if self.takes_more:
+                self.send_chunk_now(comment)
+            else:
+                self._last_sent = now
+                self.start_soon(lambda: self._send_comment(comment))
+
+    async def _send_comment(self, comment: bytes) -> None:
+        if not self._num_sending and not self._answered:  # nor may it come between the pieces of an event
+            await self.send_chunk(comment)
+
+    # --- the scope itself
+
+    async def run(self, handler: Handler) -> None:
+        """Read the body, run the handler while the client is there, and turn what it raises into the answer."""
+        with self._bodies.held() as take:
+            await self._run(handler, take)
+
+    async def _run(self, handler: Handler, take: Callable[[int], None]) -> None:
+        try:
+            self.body = await read_body(self._receive, self.headers, self._bodies.max_bytes, self._body_timeout, take)
+            self.received_time = time.monotonic()
+            self.marks.append((Phase.PARSE, self.received_time))
+            async with anyio.create_task_group() as self._task_group:
+                self._watch_for_disconnect()
+                with self._handler:
+                    try:
+                        await handler(self)
+                    except Exception as error:
+                        await self._answer_with(error)
+                    finally:
+                        self._keep_alive = None  # it may start companions, which a closing group would refuse
+                if self._ended_by is not None and not self._answered:
+                    await self._answer_with(self._ended_by)
+                self._task_group.cancel_scope.cancel()
+        except ClientGone:
+            self.client_gone = True
+        except ApiError as error:
+            await self._answer_with(error)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Answer without reading the body."""
+        await self._answer_with(error)
+
+    def _watch_for_disconnect(self) -> None:
+        call_on_disconnect = self.asgi_scope.get("extensions", {}).pop(CALL_ON_DISCONNECT, None)
+        if call_on_disconnect is None:
+            self.start_soon(self._wait_for_disconnect)
+        else:
+            call_on_disconnect(self._on_disconnect)
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._on_disconnect()
+
+    def _on_disconnect(self) -> None:
+        if not self._answered:  # one follows every answer
+            self._leave()
+
+    def _leave(self) -> None:
+        assert self._task_group is not None
+        self.client_gone = True
+        self._keep_alive = None
+        self._task_group.cancel_scope.cancel()
+
+    async def _answer_with(self, error: Exception) -> None:
+        api_error = to_api_error(error)
+        if not isinstance(error, HeadraceError | ApiError):  # nobody foresaw it: a bug, and this is its only trace
+            request_logger.error("request failed", request_id=self.request_id, path=self.path, exc_info=error)
+        self.error_code, self.error_status = api_error.code or api_error.type, api_error.status
+        self.error_param = api_error.param
+        await self._send_error(api_error)
+
+    async def _send_error(self, error: ApiError) -> None:
+        if self.status is None:
+            await self.send_json(error.status, self.dialect.error_body(error, self.request_id), error.headers)
+        elif self._error_frame is not None and not self._answered:
+            await self.end_stream(await self._error_frame(error))
+
+    async def _send_pieces(self, data: bytes, *, more_body: bool) -> None:
+        # Every layer below copies what it gets, and a client that reads slowly is told from one that does not by
+        # whether a piece gets through: so what is long goes out in pieces.
+        for begin in range(0, len(data) - MAX_PIECE, MAX_PIECE):
+            await self._send({"type": "http.response.body", "body": data[begin : begin + MAX_PIECE], "more_body": True})
+        rest = data[(len(data) - 1) // MAX_PIECE * MAX_PIECE :] if len(data) > MAX_PIECE else data
+        await self._send({"type": "http.response.body", "body": rest, "more_body": more_body})
+
+    async def _send(self, message: dict[str, Any], *, more_follows: bool = False) -> None:
+        connection = self.connection if self.http_version.startswith("1") else None
+        started = time.monotonic()
+        self._num_sending += 1
+        if self._sending_since is None:
+            self._sending_since = started
+        try:
+            if connection is not None:
+                connection.hold()
+            await self._asgi_send(message)
+            if connection is not None and not more_follows:
+                await connection.let_go()
+        finally:
+            ended = time.monotonic()
+            self._num_sending -= 1
+            self._sending_since = ended if self._num_sending else None  # the handler and a keep-alive may overlap
+            self._last_sent = ended
+            self.blocked_seconds += ended - started
+            if ended - started >= BLOCKED_SECONDS and len(self.blocked) < MAX_BLOCKED:
+                self.blocked.append((started, ended))
+
+    async def _start_response(
+        self,
+        status: int,
+        content_type: str,
+        extra: Iterable[tuple[bytes, bytes]],
+        headers: Mapping[str, str] | None,
+        *,
+        more_follows: bool,
+    ) -> None:
+        raw: RawHeaders = [
+            (b"content-type", content_type.encode()),
+            (b"x-request-id", self.request_id.encode()),
+            *extra,
+            *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+        ]
+        if (header := self.dialect.request_id_header) is not None:
+            raw.append((header, self.request_id.encode()))
+        if self.warning is not None:
+            raw.append((b"x-headrace-warning", self.warning.encode("ascii")))
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": raw}, more_follows=more_follows)
+
+    def _choose_request_id(self) -> str:
+        given = self.headers.get("x-request-id", "")
+        return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+# --------------------------------------------------------------------------------------------------------- request body
+# The headers of a request, and its body, whole and in time, or why not. For `app.http.scope`, which owns `receive()`.
+
+
+BYTES_BESIDE_PROMPT: Final = 4 * 2**20  # tools, schemas, parts of the conversation that are cut, several prompts
+BYTES_PER_TOKEN: Final = 64  # of the context: several times what a token's text takes as JSON
+MAX_BYTES_IN_ALL: Final = 256 * 2**20  # or four of the largest bodies
+
+
+def decode_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """By lower-case name; of a header that comes twice, the first."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+    return headers
+
+
+class Bodies:
+    """The limits of one request's body and of all bodies in memory together. A server has one instance.
+
+    `max_bytes` is the limit of one body. Unless `given` sets it, it follows from the model's context, once that is
+    known: a longer body would be refused anyway, but only after it was read and decoded.
+    """
+
+    def __init__(self, given: int | None) -> None:
+        self._given = given
+        self.max_bytes = given or MAX_BYTES_IN_ALL // 4
+        self.num_held = 0  # bytes
+
+    def follow_context(self, max_model_len: int) -> None:
+        """Set the limit of one body by the longest prompt, in tokens."""
+        if self._given is None:
+            self.max_bytes = BYTES_BESIDE_PROMPT + BYTES_PER_TOKEN * max_model_len
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Count the body of one request until the block is left. Yields a function that counts further bytes, and
+        raises ApiError 503 if all bodies together exceed their limit."""
+        mine = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal mine
+            if self.num_held + num_bytes > max(MAX_BYTES_IN_ALL, 4 * self.max_bytes):
+                raise ApiError(
+                    503,
+                    "The bodies of all requests that are being read or answered take too much memory. Send the request "
+                    "again later.",
+                    code="too_many_bodies",
+                    headers={"retry-after": "2"},
+                )
+            mine += num_bytes
+            self.num_held += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.num_held -= mine
+
+
+class ClientGone(Exception):
+    """The client left before its request had arrived whole."""
+
+
+async def read_body(
+    receive: Receive, headers: Mapping[str, str], max_bytes: int, seconds: float, take: Callable[[int], None]
+) -> bytes:
+    """Return the whole body. `take` is called with the number of bytes of each piece.
+
+    Raises ClientGone, ApiError 408 after `seconds`, 413 for more than `max_bytes`, 415 if compressed, and what `take`
+    raises.
+    """
+    with anyio.move_on_after(seconds):
+        return await _read(receive, headers, max_bytes, take)
+    raise ApiError(408, f"The request body did not arrive within {seconds:g} s.", code="body_timeout")
+
+
+async def _read(receive: Receive, headers: Mapping[str, str], max_bytes: int, take: Callable[[int], None]) -> bytes:
+    if headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "Compressed request bodies are not supported; send plain JSON.")
+    too_large = f"The request body is larger than the limit of {max_bytes} bytes."
+    announced = headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > max_bytes:
+        raise ApiError(413, too_large)
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > max_bytes:
+            raise ApiError(413, too_large)
+        take(len(chunks[-1]))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+_PATH = re.compile(r"[a-z_]{1,40}(\.([a-z_]{1,40}|[0-9]{1,6})(?![^.]))*")
+
+
+_OF_OUTPUTS = (
+    *("first_scheduled_time", "first_token_time", "finish_reason"),
+    *("num_prompt_tokens", "num_cached_tokens", "num_output_tokens"),
+)
+
+
+def _known(param: str | None) -> str | None:
+    head = None if param is None or param.startswith("metadata.") else _PATH.match(param)
+    return param and (head[0] if head else param.partition(".")[0])
+
+
+def record_of(request: RequestScope, *, route: str, model: str, status: int) -> RequestRecord:
+    """The record of a request that has ended just now."""
+    of_outputs = {} if request.outputs is None else {n: getattr(request.outputs, n) for n in _OF_OUTPUTS}
+    return RequestRecord(
+        request_id=request.request_id,
+        method=request.method,
+        path=request.path,
+        route=route,
+        model=model,
+        status=status,
+        arrival_time=request.arrival_time,
+        ended_time=time.monotonic(),
+        error=request.error_code,
+        param=_known(request.error_param),
+        **of_outputs,
+    )

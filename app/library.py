@@ -1,0 +1,130 @@
+"""`LLM`: a model by its name, without a server.
+
+from headrace import LLM, SamplingParams
+
+llm = LLM()  # the embedded model; or LLM("path/to/model.gguf", max_model_len=2048)
+for result in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=16)):
+    print(result.choices[0].text)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+import engine.frontend.llm
+from app.config.settings import Settings, SettingsError
+from app.config.sources import load_settings
+from app.serving.loading import core_factory, default_sampling, open_files
+from engine.frontend.llm import Generation
+from engine.frontend.shared_engine import OnStep
+from engine.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from gpu.checkpoint import Progress
+
+
+_NAMES = list(Settings.model_fields)
+SERVER_SETTINGS = frozenset(_NAMES[_NAMES.index("host") :]) | {
+    *("engine", "served_model_name", "check_model_name", "tool_parser", "reasoning_parser"),
+}
+"""Settings that only a server reads."""
+
+
+class LLM(engine.frontend.llm.LLM):
+    """A loaded model. Threads may share it: calls of `generate` that overlap run together, as one batch."""
+
+    def __init__(self, model: str | None = None, *, progress: bool = True, **settings: Any) -> None:
+        """Fetch the model where it is missing, and load it. `settings` are those of the server, by name; what is not
+        given comes from the environment and the settings file, as for the server.
+
+        Raises SettingsError naming the setting, and ModelError for files that cannot be run.
+        """
+        if useless := [name for name in settings if name in SERVER_SETTINGS]:
+            raise SettingsError(f"{useless[0]}: only a server reads this setting, and an LLM has none; leave it out")
+        given = settings if model is None else settings | {"model": model}
+        self._open(load_settings(given, spelled=str), progress)
+
+    @classmethod
+    def of(cls, settings: Settings, *, progress: bool = True) -> Self:
+        """Load the model with complete settings: the environment and the settings file are not read again."""
+        llm = cls.__new__(cls)
+        llm._open(settings, progress)
+        return llm
+
+    def _open(self, chosen: Settings, progress: bool) -> None:
+        self._progress = progress
+        if chosen.data_parallel_size > 1:
+            raise SettingsError(f"data_parallel_size: got {chosen.data_parallel_size}; an LLM is one engine. 1 works")
+        with loading() if progress else nullcontext() as report:
+            files = open_files(chosen, report)
+            core = core_factory(chosen, files)()
+            sampling = msgspec.convert(default_sampling(chosen, files), SamplingParams)
+        super().__init__(core, files.tokenizer, seed=chosen.seed, default_sampling=sampling)
+        weakref.finalize(self, self._engine.close)  # garbage collection ends no worker process
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_step: OnStep | None = None,
+        progress: bool | None = None,
+    ) -> list[Generation]:
+        """Generate as the engine's `LLM` does, with a progress bar in the terminal. `on_step` and `progress=False`,
+        here or when the model was loaded, turn the bar off."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        wanted = self._progress if progress is None else progress
+        bar = generating(len(prompts)) if wanted and on_step is None else nullcontext(on_step)
+        with bar as report:
+            return super().generate(prompts, sampling, on_step=report)
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+# What a terminal shows of slow work: fetching and loading a model, generating for a list of prompts.
+
+
+@contextmanager
+def loading() -> Iterator[Progress]:
+    """Shows slow steps as bars in a terminal, and as one line per step elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with Bars(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def report(phase: str, done: int, total: int | None) -> None:
+            if phase not in tasks:
+                tasks[phase] = bars.add_task(phase, total=total)
+                if not console.is_terminal:
+                    print(phase, file=sys.stderr)
+            bars.update(tasks[phase], completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def generating(num_prompts: int) -> Iterator[OnStep]:
+    """A bar of finished prompts, with the speed; the block's value is told after each step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bars(*columns) as bars:
+        task = bars.add_task("prompts", total=num_prompts)
+        started = time.monotonic()
+
+        def report(num_finished: int, num_tokens: int) -> None:
+            speed = num_tokens / (time.monotonic() - started)
+            bars.update(task, completed=num_finished, description=f"{speed:.0f} tok/s")
+
+        yield report

@@ -1,0 +1,201 @@
+"""What the server says about itself while it runs: readable lines in a terminal, JSON elsewhere, on standard error.
+
+`app` configures it once at start-up and routes log one line per request through `log_request`. What libraries log by
+the standard library (Hypercorn's start and error lines) comes out in the same form.
+
+Promises: no prompt, no output text and no key is logged: a `RequestRecord` has no field for them, and tracebacks carry
+no local variables. What a client chose (a path, a model name) cannot forge a line or move the cursor of a terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+# structlog imports rich, where it finds it, for tracebacks that are not wanted here (they print local variables, and
+# those hold prompts): a tenth of the time until the server answers.
+_rich = sys.modules.get("rich")
+sys.modules["rich"] = None  # type: ignore[assignment]  # as if it were not installed
+import structlog  # noqa: E402
+from structlog.typing import EventDict, Processor  # noqa: E402
+
+if _rich is None:
+    del sys.modules["rich"]
+else:
+    sys.modules["rich"] = _rich
+
+if TYPE_CHECKING:
+    from app.http.record import RequestRecord  # whose scope logs by this module
+    from protocol.errors import ApiError
+
+request_logger = structlog.stdlib.get_logger("headrace.request")
+
+
+class LogSettings(Protocol):
+    """As `app.config.settings` has them."""
+
+    @property
+    def log_level(self) -> str: ...
+
+    @property
+    def log_format(self) -> str: ...
+
+
+def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
+    """Send every log line of this process to `stream` (standard error) in the form that the settings ask for.
+
+    May be called again: the last call counts.
+    """
+    stream = stream if stream is not None else sys.stderr
+    readable = settings.log_format == "console" or (settings.log_format == "auto" and stream.isatty())
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if readable else "iso", utc=not readable),
+    ]
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+            + (_console(stream) if readable else _json()),
+        )
+    )
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h.formatter, structlog.stdlib.ProcessorFormatter)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    set_level(settings.log_level)
+    logging.getLogger("hpack").setLevel(logging.INFO)  # of HTTP/2: it would log every header, keys as well
+    _adopt(logging.getLogger("hypercorn.error"), handler)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+    )
+
+
+def set_level(level: str) -> None:
+    """Log from this severity on: ``"debug"``."""
+    logging.getLogger().setLevel(level.upper())
+
+
+def change_level(level: str) -> None:
+    """As `set_level`, and leave a line that tells so."""
+    root = logging.getLogger()
+    before = root.level
+    set_level(level)
+    after = root.level
+    root.setLevel(min(before, after))
+    logging.getLogger(__name__).warning("The log level is %s from now on", level)
+    root.setLevel(after)
+
+
+def bind(**fields: object) -> None:
+    """Every line of this task, and of those that it starts, has these fields from now on."""
+    structlog.contextvars.bind_contextvars(**fields)
+
+
+def bound() -> dict[str, Any]:
+    """What was bound here."""
+    return structlog.contextvars.get_contextvars()
+
+
+def log_request(record: RequestRecord) -> None:
+    """Log one request that has ended, however it ended. What did not happen is left out."""
+    to_first_token = record.seconds_to_first_token
+    fields: dict[str, Any] = {
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "seconds": round(record.ended_time - record.arrival_time, 3),
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "ttft_seconds": None if to_first_token is None else round(to_first_token, 3),
+        "error": record.error,
+        "param": record.param,
+        "request_id": record.request_id,
+    }
+    # The level says whose fault it was: 5xx is ours.
+    request_logger.log(
+        logging.ERROR if record.status >= 500 else logging.INFO,
+        _REQUEST,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+
+
+def log_refusal(scope: Mapping[str, Any], error: ApiError) -> None:
+    """Log a request without a valid key, with the address of its client."""
+    client = scope.get("client")
+    request_logger.info(
+        _REQUEST,
+        method=scope["method"],
+        path=scope["path"][:_MOST_OF_A_PATH],
+        status=error.status,
+        error=error.code,
+        client=None if client is None else client[0],
+    )
+
+
+_REQUEST = "request"
+_MOST_OF_A_PATH = 200  # characters; any client chooses them
+
+
+def _console(stream: TextIO) -> list[Processor]:
+    return [
+        _title_requests,
+        _escape_control_characters,  # JSON escapes them by itself
+        structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(),
+            sort_keys=False,
+            pad_event_to=28,
+            pad_level=False,
+            exception_formatter=structlog.dev.plain_traceback,
+        ),
+    ]
+
+
+def _json() -> list[Processor]:
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(sort_keys=False)]
+
+
+def _title_requests(_: Any, __: str, event: EventDict) -> EventDict:
+    """For people, what was asked is the line's title; for machines it stays in two fields."""
+    if event["event"] == _REQUEST:
+        event["event"] = f"{event.pop('method')} {event.pop('path')}"
+        event.pop("logger", None)
+    return event
+
+
+def _escape_control_characters(_: Any, __: str, event: EventDict) -> EventDict:
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    return event
+
+
+def _adopt(logger: logging.Logger, handler: logging.Handler) -> None:
+    """Route a logger's records to `handler` alone, whatever handlers it is given later.
+
+    Hypercorn installs its own handler when it first logs, after the application was loaded, and leaves propagation on:
+    every line would come twice, once in its own form. A filter of the logger runs before any of its handlers.
+    """
+
+    def route(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.getLogger().level:
+            handler.handle(record)
+        return False
+
+    for old in list(logger.filters):
+        logger.removeFilter(old)
+    logger.addFilter(route)

@@ -1,0 +1,474 @@
+"""The metrics of /metrics, under vLLM's names.
+
+There is one `Metrics` per server. The front end calls its `on_*` methods on the event loop; `on_step` and
+`on_inter_token` are the hot ones. Children of labelled metrics are bound once: looking one up costs more than counting.
+
+Accounting: a request that was accepted is counted exactly once in `request_success_total`, with the reason that ended
+it, aborts and errors included; its tokens are in the per-request histograms whatever the reason. `prompt_tokens_total`
+and `generation_tokens_total` are the sum of the usage of all accepted requests, those included: a prompt counts once,
+cached or not, with the first token or, where there never was one, with the end; generated tokens count as they come.
+What was computed for prompts, and computed again after a preemption, is `prompt_tokens_by_source_total`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from app.admission.admission import Limit
+from app.admission.tenants import shown_name
+from app.runtime import LONG_HOLD, warn_of_hold
+from engine.frontend.request_stream import FinishedRequest
+from engine.messages import FinishReason, RoutingStats, SchedulerStats, TierStats
+from protocol.answer_check import OUTCOMES, Outcome
+from protocol.tools.unsupported import FAMILIES, family
+
+CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+
+# vLLM's buckets: a dashboard's quantiles stay comparable between the two.
+TTFT_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+TOKEN_BUCKETS: Final = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+LOOP_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+WAIT_ERROR_BUCKETS: Final = (
+    *(-60.0, -30.0, -20.0, -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1),
+    *(0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0),
+)
+STEP_TOKEN_BUCKETS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+K = TypeVar("K", bound=str)
+Loss = Literal["queue_full", "export_failed"]
+
+ANONYMOUS: Final = "anonymous"  # the tenant of a server without keys
+TIERS: Final = ("disk", "ram")
+
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+
+class Metrics:
+    """The counters of one server, an `Observer`. Not thread-safe: call it from the event loop.
+
+    No series is made for what a client has made up: each label's values are known here, but for `handler`, a route's
+    template, and `tenant`, one of `tenants`. docs/metrics.md has them all.
+    """
+
+    def __init__(self, model_name: str, *, prefix: str = "vllm:", tenants: Iterable[str] = ("",)) -> None:
+        disable_created_metrics()  # a second series per counter that nobody asked for
+        self._registry = CollectorRegistry()
+        self._recent_first_tokens: deque[float] = deque(maxlen=1024)
+        self._recent_rejections: Tally[str] = Tally()
+
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+        labels = ("model_name", "engine")
+        values = (model_name, "0")
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(prefix + name, text, labels, registry=self._registry).labels(*values)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(prefix + name, text, labels, registry=self._registry).labels(*values)
+
+        def by(label: str, name: str, text: str, kinds: Iterable[K]) -> dict[K, Counter]:
+            counters = Counter(prefix + name, text, (*labels, label), registry=self._registry)
+            # All exist from the start, so that a rate over them has a zero to begin from.
+            return {kind: counters.labels(*values, str(kind)) for kind in kinds}
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(prefix + name, text, labels, registry=self._registry, buckets=buckets).labels(*values)
+
+        self._running = gauge("num_requests_running", "Requests that are being computed.")
+        self._waiting = gauge("num_requests_waiting", "Requests that wait for their first or next turn.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks that requests own, 0 to 1.")
+        self._preemptions = counter("num_preemptions", "Times a request was put back to make room.")
+        self._cache_config = partial(
+            CacheConfigCollector, prefix + "cache_config_info", dict(zip(labels, values, strict=True))
+        )
+        # Gateways that route by adapter look for it; no adapters are served here.
+        text = "LoRA adapters that requests run with or wait for, told by the labels; the value is a Unix time."
+        adapters = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        lora = Gauge(prefix + "lora_requests_info", text, adapters, registry=self._registry)
+        lora.labels("0", "", "").set_to_current_time()
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self._generation_tokens = counter("generation_tokens", "Tokens that were generated for accepted requests.")
+        self._cache_queries = counter(
+            "prefix_cache_queries", "Tokens of starting and resumed requests looked up in the prefix cache."
+        )
+        self._cache_hits = counter(
+            "prefix_cache_hits", "Tokens of starting and resumed requests that the prefix cache provided."
+        )
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens of ended requests that were not computed.")
+
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self._itl = WeightedHistogram(
+            prefix + "inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            dict(zip(labels, values, strict=True)),
+            self._registry,
+            ITL_BUCKETS,
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS)
+        self._queue_time = histogram("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BUCKETS)
+        text = "First schedule to first token, of requests that got one."
+        self._prefill_time = histogram("request_prefill_time_seconds", text, REQUEST_BUCKETS)
+        self._decode_time = histogram("request_decode_time_seconds", "First token to last.", REQUEST_BUCKETS)
+        self._inference_time = histogram("request_inference_time_seconds", "First schedule to end.", REQUEST_BUCKETS)
+        text = "Mean time between the tokens of a request's longest choice."
+        self._mean_itl = histogram("request_time_per_output_token_seconds", text, ITL_BUCKETS)
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self._request_output = histogram("request_generation_tokens", "Output tokens of a request.", TOKEN_BUCKETS)
+        text = "Output tokens of the longest choice of a request."
+        self._request_longest = histogram("request_max_num_generation_tokens", text, TOKEN_BUCKETS)
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKEN_BUCKETS)
+
+        self._finished = by("finished_reason", "request_success", "Requests that ended, by reason.", FinishReason)
+        text = "Tokens of choices that started or resumed, by where their keys and values came from."
+        by_source = by("source", "prompt_tokens_by_source", text, ("local_compute", "local_cache_hit"))
+        self._computed_tokens, self._reused_tokens = by_source.values()
+        text = "Requests that were refused with 429, by the limit that refused them."
+        self._rejections = by("reason", "admission_rejections", text, Limit)
+        text = "JSON of which a grammar could enforce a part only, by what the check of the answer has found."
+        checks = Counter("headrace:structured_output_checks", text, ("outcome",), registry=self._registry)
+        self._checks = {outcome: checks.labels(outcome) for outcome in OUTCOMES}
+        # Not vLLM's, so they have a name of their own whatever the prefix is.
+        text = "How late the event loop woke a task that slept for 50 ms."
+        self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        text = "Processor time for which a request, or what a step has brought, kept the event loop at a stretch."
+        self._loop_hold = WeightedHistogram("headrace:event_loop_hold_seconds", text, {}, self._registry, LOOP_BUCKETS)
+        text = "Until all who wait now have their first token, as far as is known."
+        self._queued_seconds = Gauge("headrace:queued_seconds", text, registry=self._registry)
+        text = "How long the engine has had work and made no step."
+        self._stalled_seconds = Gauge("headrace:engine_stalled_seconds", text, registry=self._registry)
+        text = "1 for what the server is doing: starting, ready, leaving, stopping or failed."
+        self._phase = Gauge("headrace:phase", text, ("phase",), registry=self._registry)
+        text = "How much longer than expected a request waited for its first token; negative: how much less."
+        error = partial(WeightedHistogram, buckets=WAIT_ERROR_BUCKETS)
+        self._wait_error = error("headrace:queue_wait_error_seconds", text, {}, self._registry)
+        text = "Prompts of 512 tokens or more that repeat others but for their first 256, of which fewer were found."
+        self._changed_prefixes = Counter("headrace:prompts_with_changing_beginning", text, registry=self._registry)
+        self._by_tenant = CollectorRegistry()
+        text = "Requests of a tenant that were answered, by status class; 429 (refused) has one of its own."
+        self._tenant_requests = Counter(
+            "headrace:tenant_requests", text, ("tenant", "status"), registry=self._by_tenant
+        )
+        text = "Tokens of a tenant's requests that ended."
+        self._tenant_tokens = Counter("headrace:tenant_tokens", text, ("tenant", "kind"), registry=self._by_tenant)
+        self._tenants: dict[str, tuple[dict[str, Counter], Counter, Counter]] = {}
+        self._waiting_of: Callable[[str], int] = lambda tenant: 0
+        text = "Choices of a tenant that wait for their first token."
+        self._tenant_waiting = Gauge("headrace:tenant_waiting", text, ("tenant",), registry=self._by_tenant)
+        self.set_tenants(tenants)
+        by_tier: Any = partial(Counter, labelnames=("tier",), registry=self._registry)
+        self._tiers = {
+            "hit_tokens": by_tier("headrace:kv_tier_hit_tokens", "Tokens that were loaded into the prefix cache."),
+            "failed_loads": by_tier("headrace:kv_tier_failed_loads", "Pieces that were torn, foreign or gone."),
+            "loaded_bytes": by_tier("headrace:kv_tier_loaded_bytes", "Bytes that were loaded."),
+            "load_seconds": by_tier("headrace:kv_tier_load_seconds", "Seconds of reading, checking and copying."),
+            "stored_bytes": by_tier("headrace:kv_tier_stored_bytes", "Bytes that were stored."),
+            "store_seconds": by_tier("headrace:kv_tier_store_seconds", "Seconds of writing, beside the steps."),
+        }
+        text = "Bytes in a tier of the KV cache, as this server last looked."
+        self._tier_bytes = Gauge("headrace:kv_tier_bytes", text, ("tier",), registry=self._registry)
+        for tier in TIERS:
+            self._on_tier(TierStats(tier=tier))
+        text = "Tokens that went to experts, each as often as it went to one, by layers with experts."
+        self._expert_tokens = Counter("headrace:expert_tokens", text, ("layer",), registry=self._registry)
+        text = "Tokens of a layer's most loaded expert in terms of the mean of all, lately."
+        self._expert_imbalance = Gauge("headrace:expert_imbalance", text, ("layer",), registry=self._registry)
+        text = "Tools that clients offered and nobody serves here, by the requests that did so."
+        tools = Counter("headrace:tools_left_out", text, ("type",), registry=self._registry)
+        self._left_out = {kind: tools.labels(kind) for kind in FAMILIES}
+        text = "Sampled traces that did not reach the collector, by what they were lost to."
+        lost = Counter("headrace:lost_traces", text, ("reason",), registry=self._registry)
+        self._lost_traces = {reason: lost.labels(reason) for reason in get_args(Loss)}
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests by route, method and status class.",
+            ("handler", "method", "status"),
+            registry=self._registry,
+        )
+
+    def on_step(self, stats: SchedulerStats, generated_tokens: int) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_cache_usage)
+        if stats.prompt_tokens:
+            self._computed_tokens.inc(stats.prompt_tokens)
+        if generated_tokens:
+            self._generation_tokens.inc(generated_tokens)
+        if stats.prefix_cache_queries:
+            self._cache_queries.inc(stats.prefix_cache_queries)
+            self._cache_hits.inc(stats.prefix_cache_hits)
+            self._reused_tokens.inc(stats.prefix_cache_hits)
+        if stats.num_changed_prefixes:
+            self._changed_prefixes.inc(stats.num_changed_prefixes)
+        if stats.num_preemptions:
+            self._preemptions.inc(stats.num_preemptions)
+        self.on_expert_load(stats.expert_load or ())
+        for tier in stats.tiers or ():
+            self._on_tier(tier)
+        if stats.computed_tokens:
+            self._step_tokens.observe(stats.computed_tokens)
+
+    def on_expert_load(self, layers: Iterable[tuple[int, float]]) -> None:
+        """Of each layer with experts: their tokens, and how many times the mean of them the most loaded one had."""
+        for layer, (tokens, imbalance) in enumerate(layers):
+            self._expert_tokens.labels(layer).inc(tokens)
+            self._expert_imbalance.labels(layer).set(imbalance)
+
+    def _on_tier(self, stats: TierStats) -> None:
+        for field, counter in self._tiers.items():
+            counter.labels(stats.tier).inc(getattr(stats, field))
+        self._tier_bytes.labels(stats.tier).set(stats.num_bytes)
+
+    def on_prompt(self, tokens: int) -> None:
+        self._prompt_tokens.inc(tokens)
+
+    def on_rejection(self, limit: Limit) -> None:
+        """A request was refused because a queue is full. It was never accepted and is in no other metric."""
+        self._rejections[limit].inc()
+        self._recent_rejections[limit] += 1
+
+    def on_waited(self, waited: float, expected: float) -> None:
+        """A request got its first token after so many seconds, and had been expected to wait so many."""
+        self._wait_error.observe(waited - expected)
+
+    def show(
+        self,
+        queued_seconds: Callable[[], float],
+        stalled_seconds: Callable[[], float],
+        waiting: Callable[[str], int],
+        phases: Iterable[str],
+        is_in: Callable[[str], bool],
+        routing: Callable[[], RoutingStats | None] = lambda: None,
+        cache_config: Callable[[], Mapping[str, str] | None] = lambda: None,
+    ) -> None:
+        """What tells the levels, whenever somebody asks: how long the queue is, how long the engine has made no step,
+        how many choices of a tenant wait, whether the server is in one of its phases, how several engines share the
+        requests, and how the KV cache is divided, once a model is loaded."""
+        self._registry.register(RoutingCollector(routing))
+        self._registry.register(self._cache_config(cache_config))
+        self._queued_seconds.set_function(queued_seconds)
+        self._stalled_seconds.set_function(stalled_seconds)
+        self._waiting_of = waiting
+        for phase in phases:
+            self._phase.labels(phase).set_function(partial(is_in, phase))
+
+    def on_first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+        self._recent_first_tokens.append(seconds)
+
+    def take_recent(self) -> tuple[list[float], dict[str, int]]:
+        """What has happened since this was asked before: seconds to first tokens, of the latest 1,024, and how many
+        requests each limit has refused."""
+        recent = list(self._recent_first_tokens), dict(self._recent_rejections)
+        self._recent_first_tokens.clear()
+        self._recent_rejections.clear()
+        return recent
+
+    def on_inter_token(self, seconds: float, count: int = 1) -> None:
+        """`count` further tokens came, each `seconds` after the one before it in its choice."""
+        self._itl.observe(seconds, count)
+
+    def on_request_finished(self, finished: FinishedRequest) -> None:
+        self._finished[finished.reason].inc()
+        self._request_prompt.observe(finished.prompt_tokens)
+        self._request_output.observe(finished.output_tokens)
+        self._request_longest.observe(finished.longest_output)
+        self._e2e.observe(finished.e2e_seconds)
+        if finished.cached_tokens:
+            self._cached_tokens.inc(finished.cached_tokens)
+        if finished.queue_seconds is not None:
+            self._queue_time.observe(finished.queue_seconds)
+        if finished.prefill_seconds is not None and finished.decode_seconds is not None:
+            self._prefill_time.observe(finished.prefill_seconds)
+            self._decode_time.observe(finished.decode_seconds)
+            self._inference_time.observe(finished.prefill_seconds + finished.decode_seconds)
+            if finished.longest_output > 1:
+                self._mean_itl.observe(finished.decode_seconds / (finished.longest_output - 1))
+
+    def set_tenants(self, names: Iterable[str], busy: Collection[str] = ()) -> None:
+        """Count what these do, and drop what others did, unless they are `busy`: those stay until the next time."""
+        names = set(names)
+        for name in self._tenants.keys() - names - set(busy):
+            label = shown_name(name) or ANONYMOUS
+            for status in self._tenants.pop(name)[0]:
+                self._tenant_requests.remove(label, status)
+            for kind in ("prompt", "generation"):
+                self._tenant_tokens.remove(label, kind)
+            self._tenant_waiting.remove(label)
+        for name in names - self._tenants.keys():
+            label = shown_name(name) or ANONYMOUS
+            requests = {status: self._tenant_requests.labels(label, status) for status in ("2xx", "4xx", "429", "5xx")}
+            tokens = partial(self._tenant_tokens.labels, label)
+            self._tenants[name] = (requests, tokens("prompt"), tokens("generation"))
+            self._tenant_waiting.labels(label).set_function(partial(self._num_waiting, name))
+
+    def _num_waiting(self, tenant: str) -> int:
+        return self._waiting_of(tenant)
+
+    def on_tenant(self, tenant: str, status: int, prompt_tokens: int, output_tokens: int) -> None:
+        """A request was answered with `status`. One of an administrator is no tenant's."""
+        if tenant not in self._tenants:
+            return
+        requests, prompt, output = self._tenants[tenant]
+        if (counter := requests.get(str(status)) or requests.get(f"{status // 100}xx")) is not None:
+            counter.inc()
+        prompt.inc(prompt_tokens)
+        output.inc(output_tokens)
+
+    def on_tools_left_out(self, types: Iterable[str]) -> None:
+        """A request offered tools of these types, of which the model is not told."""
+        for kind in {family(each) for each in types}:
+            self._left_out[kind].inc()
+
+    def on_checks(self, outcomes: Mapping[Outcome, int]) -> None:
+        """JSON was checked of which a grammar could enforce a part only."""
+        for outcome, count in outcomes.items():
+            self._checks[outcome].inc(count)
+
+    def on_lost_traces(self, reason: Loss, count: int) -> None:
+        """So many traces were lost. May be called by any thread."""
+        self._lost_traces[reason].inc(count)
+
+    def on_http_request(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request was answered. `handler` is the route's template, never a path that a client made up."""
+        self._http.labels(handler, method if method in _METHODS else "OTHER", f"{status // 100}xx").inc()
+
+    def on_loop_lag(self, seconds: float) -> None:
+        """The event loop woke a sleeping task this late."""
+        self._loop_lag.observe(seconds)
+
+    def on_loop_hold(self, seconds: float, by: str, request_id: str | None = None) -> None:
+        """The event loop had nothing else to do with this processor time. `by` is a route, or what else it was."""
+        self._loop_hold.observe(seconds)
+        if seconds >= LONG_HOLD:
+            warn_of_hold(seconds, by, request_id)
+
+    def on_delivery(self, seconds: float) -> None:
+        self.on_loop_hold(seconds, "a delivery of outputs")
+
+    def render(self, *, by_tenant: bool = True) -> bytes:
+        """The text that `/metrics` answers with, of type `CONTENT_TYPE`; what each tenant does, only if so wanted."""
+        return generate_latest(self._registry) + (generate_latest(self._by_tenant) if by_tenant else b"")
+
+
+# ------------------------------------------------------------------------------------------------------ routing metrics
+# What `/metrics` says of how several engines share the requests, and of what they hold together.
+
+
+class RoutingCollector(Collector):
+    """How several engines share the requests, read when it is asked for. Zeros where there is one engine."""
+
+    def __init__(self, read: Callable[[], RoutingStats | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read() or RoutingStats()
+        load = GaugeMetricFamily(
+            "headrace:engine_load_seconds", "Work that waits or runs in an engine.", None, ["engine"]
+        )
+        for engine, seconds in enumerate(stats.loads or (0.0,)):
+            load.add_metric([str(engine)], seconds)
+        yield load
+        routed = CounterMetricFamily(
+            "headrace:routed_prompts", "Prompts given to one of several engines, by what for.", None, ["reason"]
+        )
+        routed.add_metric(["prefix"], stats.num_by_prefix)
+        routed.add_metric(["load"], stats.num_by_load)
+        yield routed
+        text = "Requests given to another engine because theirs had died while they waited."
+        yield CounterMetricFamily("headrace:requests_placed_again", text, stats.num_placed_again)
+        yield GaugeMetricFamily("headrace:engines", "Engines that run.", stats.num_engines)
+        text = "Times that an engine has died; it is started again."
+        yield CounterMetricFamily("headrace:engine_deaths", text, stats.num_deaths)
+        text = "Engines that do not publish what their prefix cache holds, so that it is guessed."
+        yield GaugeMetricFamily("headrace:engines_with_guessed_cache", text, stats.num_guessed)
+        yield CounterMetricFamily(
+            "headrace:kv_event_gaps", "Times that KV events of an engine were lost.", stats.num_gaps
+        )
+        text = "Memory that knowing the engines' prefix caches takes, about."
+        yield GaugeMetricFamily("headrace:routing_bytes", text, stats.num_bytes)
+
+
+class CacheConfigCollector(Collector):
+    """How the KV cache is divided, read when it is asked for: engines come and go. Nothing before there is one."""
+
+    def __init__(self, name: str, labels: Mapping[str, str], read: Callable[[], Mapping[str, str] | None]) -> None:
+        self._name, self._labels, self._read = name, labels, read
+
+    def collect(self) -> Iterator[Metric]:
+        text = "How the KV cache is divided, told by the labels; 1 once the model is loaded."
+        found = self._read()
+        labels = {} if found is None else {**self._labels, **found}
+        family = GaugeMetricFamily(self._name, text, None, list(labels))
+        if labels:
+            family.add_metric(list(labels.values()), 1)
+        yield family
+
+
+# ------------------------------------------------------------------------------------------------------------ histogram
+# A histogram that takes many equal values at once.
+#
+# prometheus-client's own takes one value a call, at about two microseconds; the inter-token latency has one value for
+# every token, but the tokens of one step mostly share theirs. Used by `app.observability.metrics`, on the event loop
+# alone.
+
+
+class WeightedHistogram(Collector):
+    """One series with constant labels. `buckets` are upper bounds in ascending order, infinity not among them."""
+
+    def __init__(
+        self, name: str, text: str, labels: dict[str, str], registry: CollectorRegistry, buckets: Sequence[float]
+    ) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` times the same value. A bucket holds what is less than or equal to its bound."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        cumulative, buckets = 0, []
+        for bound, count in zip([*self._bounds, float("inf")], self._counts, strict=True):
+            cumulative += count
+            buckets.append((floatToGoString(bound), float(cumulative)))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family

@@ -1,0 +1,191 @@
+"""The choice of a tracer, and the timelines of the last requests.
+
+Optional: unless `otlp_endpoint` or OpenTelemetry's own environment variables name a collector, nothing of OpenTelemetry
+is imported and `open_tracer` gives a tracer that does nothing. A request's span begins with its trace context and the
+decision whether it is sampled; all else is made of timestamps when it has ended, however it ended. So tracing costs
+nothing while tokens flow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import orjson
+
+from app.config.settings import Settings, SettingsError
+from app.http.record import RequestRecord
+from app.http.scope import RequestScope
+from app.observability.metrics import Loss
+
+logger = logging.getLogger(__name__)
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+class Tracer(Protocol):
+    """Traces requests. Never blocks and never raises; exporting happens on a thread of its own."""
+
+    def begin(self, request: RequestScope, route: str) -> None:
+        """A request has come. From now on its log lines have the ids of its trace and span."""
+        ...
+
+    def end(self, request: RequestScope, record: RequestRecord) -> None:
+        """It has ended."""
+        ...
+
+    def close(self) -> None:
+        """Export what is left. Blocks for up to some seconds: call it in a worker thread."""
+        ...
+
+
+class NoTracer:
+    """Traces nothing."""
+
+    def begin(self, request: RequestScope, route: str) -> None:
+        pass
+
+    def end(self, request: RequestScope, record: RequestRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_tracer(settings: Settings, on_lost: Callable[[Loss, int], None]) -> Tracer:
+    """The tracer that settings and environment ask for. `on_lost` is told how many traces were lost and why, by any
+    thread. Raises `SettingsError` if `otlp_endpoint` is set and its packages are not installed, and if a tracing
+    setting is set without a collector."""
+    environment = os.environ
+    is_off = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    is_off |= environment.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none"
+    if is_off:
+        return NoTracer()
+    if settings.otlp_endpoint is None and not any(map(environment.get, _ENDPOINTS)):
+        _refuse_settings_without_effect(settings)
+        return NoTracer()
+    try:
+        from app.observability.spans import SpanTracer
+    except ImportError as error:
+        missing = f"{error.name} is not installed. Install it (pip install '.[otel]' in a clone of Headrace)"
+        if settings.otlp_endpoint is not None:
+            raise SettingsError(f"otlp_endpoint is set, but {missing} or leave otlp_endpoint unset.") from error
+        # The environment may be meant for everything in a cluster.
+        logger.warning("The environment names a collector of traces, but %s; nothing is traced", missing)
+        return NoTracer()
+    try:
+        return SpanTracer(settings, on_lost)
+    except ValueError as error:
+        raise SettingsError(f"OpenTelemetry cannot be set up as its environment variables say: {error}") from error
+
+
+def _refuse_settings_without_effect(settings: Settings) -> None:
+    fields = type(settings).model_fields
+    for name in ("trace_messages", "trace_sample_ratio"):
+        if getattr(settings, name) != fields[name].default:
+            raise SettingsError(
+                f"{name} has no effect without a collector of traces. What works: otlp_endpoint = "
+                f"http://127.0.0.1:4318, or {name} left out"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------------ timelines
+# What happened to each of the last requests, and how long it took: the answer to "why was this one slow?".
+#
+# The segments follow each other without a gap, so they add up to the request's time: `receive` (body), `tokenize`
+# (validation, template, tokens), `queue`, `prefill`, `decode`, `deliver` (until the client has everything). Events are
+# what the engine did in between. Timelines of the last `timeline_size` requests are kept in memory, fewer if they
+# have many events. A tenant sees only its own, and a tenant with many requests displaces its own timelines first.
+
+
+BYTES_PER_TIMELINE: Final = 8 * 1024  # on average; most have some 1,500
+LEAST_BYTES: Final = 2**20  # for all of them
+
+
+class Timelines:
+    """Timelines of ended requests, as JSON. The oldest of the tenant that has the most is forgotten first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._num_kept = 0
+        self._max_bytes = max(LEAST_BYTES, BYTES_PER_TIMELINE * size)
+        self._num_bytes: Counter[str] = Counter()  # by tenant
+        self._bytes_in_all = 0
+        self._kept: dict[str, OrderedDict[str, bytes]] = {}  # by tenant and request id
+
+    def keep(self, request: RequestScope, status: int, end: float) -> None:
+        """Remember a generation request that has ended at `end`."""
+        if not self._size:
+            return
+        tenant, story = request.tenant.name, orjson.dumps(timeline(request, status, end))
+        own = self._kept.setdefault(tenant, OrderedDict())
+        self._count(tenant, own.pop(request.request_id, None), -1)
+        own[request.request_id] = story
+        self._count(tenant, story, 1)
+        while self._num_kept > 1 and (self._num_kept > self._size or self._bytes_in_all > self._max_bytes):
+            self._forget_one(tenant)
+
+    def _count(self, tenant: str, story: bytes | None, change: int) -> None:
+        if story is not None:
+            self._num_kept += change
+            self._num_bytes[tenant] += change * len(story)
+            self._bytes_in_all += change * len(story)
+
+    def _forget_one(self, latest: str) -> None:
+        limit, size_of = self._max_bytes, self._num_bytes_of
+        if self._num_kept > self._size:
+            limit, size_of = self._size, self._num_kept_of
+        tenant = latest
+        if self._num_kept_of(latest) == 1 or size_of(latest) * len(self._kept) <= limit:  # else it has the most
+            tenant = max(self._kept, key=size_of)
+        self._count(tenant, self._kept[tenant].popitem(last=False)[1], -1)
+        if not self._kept[tenant]:
+            del self._kept[tenant], self._num_bytes[tenant]
+
+    def _num_kept_of(self, tenant: str) -> int:
+        return len(self._kept[tenant])
+
+    def _num_bytes_of(self, tenant: str) -> int:
+        return self._num_bytes[tenant]
+
+    def find(self, request_id: str, tenant: str) -> bytes | None:
+        """A tenant's own request as JSON, if it is still remembered."""
+        own = self._kept.get(tenant)
+        return None if own is None else own.get(request_id)
+
+
+def timeline(request: RequestScope, status: int, end: float) -> dict[str, Any]:
+    """The story of a request that has ended at `end`. Times are seconds since its arrival."""
+    start = request.arrival_time
+    outputs = request.outputs
+    begins = [("receive", start), ("tokenize", request.received_time)]
+    if outputs is not None:
+        begins += [
+            ("queue", outputs.opened_time),
+            ("prefill", outputs.first_scheduled_time),
+            ("decode", outputs.first_token_time),
+            ("deliver", outputs.finished_time),
+        ]
+    reached = [(name, begin) for name, begin in begins if begin is not None]
+    ends = [*(begin for _, begin in reached[1:]), end]
+    return {
+        "id": request.request_id,
+        "status": status,
+        "finish_reason": outputs and outputs.finish_reason,
+        "error": request.error_code,
+        "prompt_tokens": outputs and outputs.num_prompt_tokens,
+        "cached_tokens": outputs and outputs.num_cached_tokens,
+        "output_tokens": outputs and outputs.num_output_tokens,
+        "seconds": end - start,
+        "segments": [
+            {"name": name, "seconds": until - since} for (name, since), until in zip(reached, ends, strict=True)
+        ],
+        "blocked_on_client_seconds": request.blocked_seconds,
+        "events": [
+            {"at": event.time - start, "choice": choice, "event": event.kind, "tokens": event.tokens}
+            for choice, event in (outputs.events if outputs else ())
+        ],
+    }

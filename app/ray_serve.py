@@ -1,0 +1,168 @@
+"""The application on Ray Serve, with its routing and scaling policies.
+
+Imported where Serve decides, in its proxies and its controller, so it brings neither the web server nor the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from asyncio import Future
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.applications import Starlette
+
+from app.application import create_app
+from app.config.sources import Given, check_settings, load_settings
+from app.serving.server import Server
+from engine.child_main import end_when_stopped
+from engine.costs.table import StepCostTable
+from engine.routing.router import MAX_QUEUED_SECONDS, Router, wanted_engines
+
+# A proxy hands on a request's head before it has its body. So a prompt is as long as this, in tokens, and begins like
+# those of its session.
+PROMPT_TOKENS = 512
+
+
+class QueuedSeconds:
+    """As many replicas as it takes for nobody to wait for longer than `max_queued_seconds`, by what replicas expect."""
+
+    def __init__(self, max_queued_seconds: float = MAX_QUEUED_SECONDS) -> None:
+        self._max_queued_seconds = max_queued_seconds
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        told = context.aggregated_metrics or {}
+        queued, running = (sum(told.get(name, {}).values()) for name in ("queued_seconds", "running_share"))
+        return wanted_engines(queued, running, self._max_queued_seconds), {}
+
+
+class HeadraceRouter(RequestRouter):
+    """Requests of one session go where its beginnings are cached, unless there is much to do; all others where least is
+    to do, in seconds by each replica's own costs. Every proxy counts what it has sent itself."""
+
+    def initialize_state(self, max_num_seqs: int = 64, max_replicas: int = 1024) -> None:
+        """`max_num_seqs`: running slots of a replica."""
+        self._policy = Router(max_replicas, max_num_seqs, first=secrets.randbelow(max_replicas))
+        self._numbers: dict[ReplicaID, int] = {}
+        self._unused = list(range(max_replicas))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called with all there are whenever one comes, goes, or says something new of itself."""
+        super().update_replicas(replicas)
+        for replica in replicas:
+            if replica.replica_id not in self._numbers:
+                self._numbers[replica.replica_id] = self._unused.pop(0)
+            if costs := replica.routing_stats.get("step_costs"):
+                self._policy.set_costs(self._numbers[replica.replica_id], StepCostTable.from_json(costs.encode()))
+        for gone in self._numbers.keys() - {replica.replica_id for replica in replicas}:
+            self._forget(gone)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._forget(replica_id)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The best one, then all others: where it cannot be reached, any will do."""
+        by_number = {
+            self._numbers[each.replica_id]: each for each in candidate_replicas if each.replica_id in self._numbers
+        }
+        if pending_request is None or not by_number:
+            return [candidate_replicas]
+        request_id, session_id = pending_request.metadata.internal_request_id, pending_request.metadata.session_id
+        self._policy.ended(request_id, by_itself=False)  # it was sent to one that has refused it
+        pending_request.future.add_done_callback(partial(self._forget_cancelled, request_id))
+        prompt = hashlib.sha256((session_id or request_id).encode()).digest() * (PROMPT_TOKENS // 32)
+        best = by_number[self._policy.choose([request_id], prompt, list(by_number))]
+        return [[best], [each for each in candidate_replicas if each is not best]]
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._policy.ended(internal_request_id, by_itself=True)
+
+    def _forget_cancelled(self, request_id: str, placed: Future[RunningReplica]) -> None:
+        """Of a client that has left before a replica was found, Serve says nothing more."""
+        if placed.cancelled():
+            self._policy.ended(request_id, by_itself=False)
+
+    def _forget(self, replica_id: ReplicaID) -> None:
+        number = self._numbers.pop(replica_id, None)
+        if number is not None:
+            self._policy.forget(number)
+            self._unused.append(number)
+
+
+# --------------------------------------------------------------------------------------------------------- serve on ray
+# Headrace as an application of Ray Serve: a replica is a whole server without a port, behind Serve's proxies.
+#
+# `deploy/ray/serve.yaml` names `build`. Serve checks a replica's health by what `/livez` says, and sends it nothing
+# before its model is loaded; `app.ray_serve` has who gets a request, and how many replicas there are. Needs the extra
+# `ray`.
+
+
+DRAIN_MARGIN = 5.0  # seconds beyond `drain_timeout` until Serve kills a replica that it has told to end
+NO_LIMIT = 100_000  # of Serve's own: `max_queued_requests` refuses, with a Retry-After
+
+
+@serve.ingress()
+class Replica:
+    """One server, made of settings as a TOML file has them. The environment has the others: keys belong there."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        end_when_stopped()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        application = create_app(load_settings(self._settings, spelled=_spelled))
+        self._server: Server = application.state.server
+        return application
+
+    async def check_health(self) -> None:
+        """Raises if `/livez` would say 503. Serve asks a first time before it sends requests."""
+        await self._server.loaded.wait()
+        if not self._server.is_alive:
+            raise RuntimeError("the engine makes no progress")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `QueuedSeconds`."""
+        return {"queued_seconds": self._server.admission.queued_seconds, "running_share": self._server.running_share}
+
+    def record_routing_stats(self) -> dict[str, str]:
+        """For `HeadraceRouter`."""
+        costs = self._server.admission.wait.costs
+        return {} if costs is None else {"step_costs": costs.to_json().decode()}
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """What Serve runs. `arguments` are Headrace's settings; what Serve itself is told of deployments goes before the
+    defaults here. Raises `SettingsError`."""
+    settings = check_settings({name: Given(value, _spelled(name)) for name, value in arguments.items()})
+    deployment = serve.deployment(
+        name="headrace",
+        max_ongoing_requests=NO_LIMIT,
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=settings.drain_timeout + DRAIN_MARGIN,
+        health_check_period_s=2.0,
+        health_check_timeout_s=settings.stall_limit,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=1,
+            max_replicas=8,
+            look_back_period_s=15.0,
+            upscale_delay_s=5.0,
+            downscale_delay_s=300.0,
+            policy=AutoscalingPolicy(policy_function="app.ray_serve:QueuedSeconds"),
+        ),
+        request_router_config=RequestRouterConfig(
+            request_router_class="app.ray_serve:HeadraceRouter",
+            request_router_kwargs={"max_num_seqs": settings.max_num_seqs},
+        ),
+    )(Replica)
+    return deployment.bind(arguments)
+
+
+def _spelled(setting: str) -> str:
+    return f"args.{setting}"

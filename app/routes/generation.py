@@ -1,0 +1,178 @@
+"""Generation, embeddings and tokens: handlers made from the dialects' records.
+
+A dialect whose answers depend on more than their request brings handlers of its own, in `app.routes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import orjson
+from anyio import to_thread
+
+from app.http.scope import RequestScope
+from app.serving.generation import (
+    GenerationTask,
+    count_tokens,
+    encode_conversation,
+    encode_prompts,
+    generate,
+    new_head,
+    parse,
+    tell_left_out,
+)
+from app.serving.server import Server, ServerHandler
+from engine.messages import Pooling
+from protocol.body import parse_body
+from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.completions import CompletionRequest
+from protocol.openai.embeddings import EmbeddingBodyWriter, EmbeddingRequest
+from protocol.openai.generation import GenerationRequest
+from protocol.operations import CountingRoute, GenerationRoute
+from protocol.registry import DIALECTS, DetokenizeRequest, TokenizeChatRequest, parse_tokenize
+from protocol.request_fields import RequestFields
+from protocol.tools.unsupported import LeftOut
+
+
+def dialect_handlers() -> Iterator[tuple[str, ServerHandler]]:
+    """Paths and the handlers of POST."""
+    for dialect in DIALECTS:
+        for generation in dialect.generation:
+            yield generation.path, partial(_answer, generation)
+        for counting in dialect.counting:
+            yield counting.path, partial(_count, counting)
+
+
+async def _answer(route: GenerationRoute[Any], server: Server, request: RequestScope) -> None:
+    given, body = await _translated(server, request, route.request)
+    body.check_template_kwargs(server.settings.template_kwargs)
+    head = new_head(server, request, route.id_prefix, given.model, body.request_id)
+    num_prompts = 1
+    if isinstance(body, CompletionRequest):
+        vocab_size = server.model.engine_info.vocab_size
+        prompts = await server.workload.read(request, lambda: body.prompts(vocab_size))
+        num_prompts = len(prompts)
+        tokenize = encode_prompts(prompts, body, add_special_tokens=body.add_special_tokens)
+    else:
+        assert isinstance(body, ChatCompletionRequest)
+        tokenize = encode_conversation(body)
+    task = GenerationTask(
+        head=head,
+        body=body,
+        num_prompts=num_prompts,
+        num_characters=len(request.body),
+        tokenize=tokenize,
+        stream_writer=partial(route.stream_writer, given),
+        body_writer=partial(route.body_writer, given),
+    )
+    await generate(server, request, task)
+
+
+async def _count(route: CountingRoute, server: Server, request: RequestScope) -> None:
+    given, body = await _translated(server, request, route.request)
+    server.check_model_name(given.model)
+    assert isinstance(body, ChatCompletionRequest)
+    await request.send_json(200, orjson.dumps({"input_tokens": await count_tokens(server, body)}))
+
+
+async def _translated(
+    server: Server, request: RequestScope, model: type[RequestFields]
+) -> tuple[RequestFields, GenerationRequest]:
+    defaults = server.model.default_sampling  # before anything is read for nothing
+
+    def read() -> tuple[RequestFields, GenerationRequest, LeftOut]:
+        given = parse_body(model, request.body)
+        given.fill_in(defaults)
+        body = cast(GenerationRequest, given.translate())  # `RequestFields` cannot import the class that it promises
+        body.fill_in(defaults)
+        return given, body, given.left_out
+
+    given, body, left_out = await server.workload.read(request, read)
+    tell_left_out(server, request, left_out, body)
+    return given, body
+
+
+# --------------------------------------------------------------------------------------------------------------- tokens
+# /tokenize, /detokenize, the same under /v1, and /tokenizer_info. They need the tokenizer and no engine.
+
+
+async def tokenize(server: Server, request: RequestScope) -> None:
+    """POST /tokenize: the ids of a text, or of a conversation as the chat template writes it."""
+    body = await server.workload.read(request, lambda: parse_tokenize(request.body))
+    tell_left_out(server, request, body.left_out, body)
+    server.check_model_name(body.model)
+    model = server.model
+    longest = model.engine_info.max_model_len
+    if isinstance(body, TokenizeChatRequest):
+        body.check_template_kwargs(server.settings.template_kwargs)
+        token_ids = await model.prompts.encode_chat(body, longest)
+    else:
+        special = body.add_special_tokens
+        (token_ids,) = await model.prompts.encode_texts([body.prompt], longest, add_special_tokens=special)
+    token_ids = body.truncated(token_ids, longest)
+
+    def write() -> bytes:
+        strings = model.prompts.token_strings(token_ids) if body.return_token_strs else None
+        answer = {"count": len(token_ids), "max_model_len": longest, "tokens": token_ids, "token_strs": strings}
+        return orjson.dumps(answer)
+
+    await request.send_json(200, await server.workload.write(len(token_ids), write))
+
+
+async def tokenizer_info(server: Server, request: RequestScope) -> None:
+    """GET /tokenizer_info, where the operator wants it."""
+    info = server.model.tokenizer_info
+    await request.send_json(200, await to_thread.run_sync(orjson.dumps, info))  # it may list very many tokens
+
+
+async def detokenize(server: Server, request: RequestScope) -> None:
+    """POST /detokenize."""
+    body = await server.workload.read(request, lambda: parse_body(DetokenizeRequest, request.body))
+    server.check_model_name(body.model)
+    model = server.model
+
+    def write() -> bytes:
+        body.check(model.engine_info.vocab_size)
+        return orjson.dumps({"prompt": model.prompts.decode(body.tokens)})
+
+    await request.send_json(200, await server.workload.write(len(body.tokens), write))
+
+
+# ----------------------------------------------------------------------------------------------------------- embeddings
+# POST /v1/embeddings.
+
+
+async def embeddings(server: Server, request: RequestScope) -> None:
+    """POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
+    body = await parse(server, EmbeddingRequest, request)
+    tell_left_out(server, request, body.left_out)
+    model = server.model
+    embedder = model.embedder
+    conversation = await server.workload.read(request, body.conversation)
+    if conversation is None:
+        inputs = await server.workload.read(
+            request, lambda: body.inputs(model.engine_info.vocab_size, embedder.prompts, embedder.default_prompt)
+        )
+    else:
+        inputs = []
+        conversation.check_template_kwargs(server.settings.template_kwargs)
+        tell_left_out(server, request, conversation.left_out._replace(fields=body.without_effect))
+    body.check_dimensions(model.embedding_size)
+    prefill = await server.workload.read(request, body.to_prefill)
+    head = new_head(server, request, "embd-", body.model, body.request_id)
+    task = GenerationTask(
+        head=head,
+        body=prefill,
+        pooling=Pooling(body.pooling or server.settings.embedding_pooling or embedder.pooling or "mean"),
+        num_prompts=1 if conversation else len(inputs),
+        num_characters=len(request.body),
+        tokenize=(
+            encode_conversation(conversation)
+            if conversation
+            else encode_prompts(inputs, prefill, add_special_tokens=body.add_special_tokens)
+        ),
+        body_writer=partial(EmbeddingBodyWriter, body),
+    )
+    await generate(server, request, task)

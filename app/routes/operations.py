@@ -1,0 +1,227 @@
+"""Probes, models, timelines and administration.
+
+Without such keys these routes do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from importlib import metadata
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+import orjson
+
+from app.admission.tenants import ANONYMOUS
+from app.config.engine import describe
+from app.http.scope import RequestScope
+from app.observability.logs import change_level
+from app.observability.metrics import CONTENT_TYPE
+from app.serving.generation import parse
+from app.serving.server import Phase, Server
+from engine.commands import GetSnapshot, Profile, ResetPrefixCache, SetLogLevel, StartProfile, StopProfile
+from protocol.anthropic.dialect import ANTHROPIC, model_info, model_page
+from protocol.errors import ApiError
+from protocol.openai.dialect import model_card, model_list, unknown_model
+from protocol.registry import AbortRequest, ConfigureLogging
+
+T = TypeVar("T")
+
+PROFILED_STEPS, MOST_PROFILED_STEPS = 100, 1000
+ANSWER_SECONDS = 10.0  # that an engine in the middle of a step has to end it and tell what it looks like
+
+
+async def server_info(server: Server, request: RequestScope) -> None:
+    """GET /server_info: version, model, engine info, settings, load."""
+    model = server.model
+    info = {
+        "version": VERSION,
+        **describe(model.engine_info, server.settings),
+        "vocab_size": model.engine_info.vocab_size,
+        "is_batch_invariant": model.engine_info.is_batch_invariant,
+        "embedding_size": model.embedding_size,
+        "default_sampling_params": model.default_sampling,
+        "requests_in_flight": server.num_open_requests,
+        "queued_seconds": server.admission.queued_seconds,
+    }
+    if server.admission.wait.costs is not None:
+        info["step_cost"] = msgspec.to_builtins(server.admission.wait.costs)
+    await request.send_json(200, orjson.dumps(info))
+
+
+async def engine_state(server: Server, request: RequestScope) -> None:
+    """GET /engine_state: what each engine has to do, holds and has done lately."""
+    engines = await _in_time(server.model.llm.query(GetSnapshot()))
+    await request.send_json(200, msgspec.json.encode({"engines": engines}))
+
+
+async def _in_time(answers: Awaitable[T]) -> T:
+    with anyio.move_on_after(ANSWER_SECONDS):
+        return await answers
+    raise ApiError(503, f"The engine has not ended its step in {ANSWER_SECONDS:.0f} s.")
+
+
+async def reset_prefix_cache(server: Server, request: RequestScope) -> None:
+    """POST /reset_prefix_cache, for measurements that must begin cold. Raises ApiError 400 where more is asked for."""
+    if request.query().get("reset_external", ["false"])[-1].lower() not in ("false", "0"):
+        raise ApiError(
+            400,
+            "reset_external: what kv_cache_dir and kv_cache_ram keep cannot be forgotten by request; leave it out, or "
+            "start with an empty kv_cache_dir.",
+            param="reset_external",
+        )
+    server.model.llm.send(ResetPrefixCache())
+    await request.send_json(200, orjson.dumps({"success": True}))
+
+
+async def abort_requests(server: Server, request: RequestScope) -> None:
+    """POST /abort_requests: requests of any tenant, by their ids. Unknown ids are passed over."""
+    body = await parse(server, AbortRequest, request)
+    aborted = server.abort(frozenset(body.request_ids), but=request)
+    await request.send_json(200, orjson.dumps({"aborted": aborted}))
+
+
+async def start_profile(server: Server, request: RequestScope) -> None:
+    """POST /start_profile?num_steps=100: record what each engine does in its next steps. Whatever body comes is passed
+    over: benchmarks of other servers send their first prompt. Raises ApiError 400 for another number of steps."""
+    given = request.query().get("num_steps", [str(PROFILED_STEPS)])[-1]
+    num_steps = int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else 0
+    if not 1 <= num_steps <= MOST_PROFILED_STEPS:
+        raise ApiError(
+            400,
+            f"num_steps: got {given[:32]!r}; allowed: 1 to {MOST_PROFILED_STEPS}, or leave it out",
+            param="num_steps",
+        )
+    await _in_time(server.model.llm.query(StartProfile(num_steps)))
+    await request.send_json(200, orjson.dumps({"success": True}))
+
+
+async def stop_profile(server: Server, request: RequestScope) -> None:
+    """POST /stop_profile: what was recorded since, as a Chrome trace. Raises ApiError 409 if that is nothing or too
+    much."""
+    profiles = await _in_time(server.model.llm.query(StopProfile()))
+    if not any(profile.num_steps for profile in profiles.values()):
+        raise ApiError(409, "No step was recorded: POST /start_profile, let the server work, and stop then.")
+    if any(profile.is_too_large for profile in profiles.values()):
+        raise ApiError(409, "What was recorded is too much for an answer, and dropped: record fewer steps.")
+    await request.send_json(200, await anyio.to_thread.run_sync(_as_trace, profiles))
+
+
+def _as_trace(profiles: Mapping[int, Profile]) -> bytes:
+    """One trace of all engines, each a process of its own."""
+    events: list[dict[str, Any]] = []
+    for engine, profile in profiles.items():
+        events += (event | {"pid": engine} for event in orjson.loads(profile.events))
+        events.append({"name": "process_name", "ph": "M", "pid": engine, "args": {"name": f"engine {engine}"}})
+    return orjson.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+async def configure_logging(server: Server, request: RequestScope) -> None:
+    """POST /configure_logging: the server logs from another severity on, until it ends."""
+    body = await parse(server, ConfigureLogging, request)
+    change_level(body.log_level)
+    if server.phase is Phase.READY:
+        server.model.llm.send(SetLogLevel(body.log_level))
+    await request.send_json(200, orjson.dumps({"log_level": body.log_level}))
+
+
+# --------------------------------------------------------------------------------------------------------------- probes
+# /livez, /readyz, /startupz, /health, /ping, /load, /version and /metrics. They cost no token and touch nothing but
+# memory.
+#
+# /livez     is the process worth keeping?   503 once the engine has failed, and while no engine runs
+# /readyz    should it get traffic?          200 while tokens can be made; ?exclude=queue_full: with a full queue, too
+# /startupz  is it still starting?           200 once the model is loaded; the body says how far it is
+# /health    vLLM's name for /readyz, with an empty body; /ping is SageMaker's, with GET and POST
+# /load      how many requests are being answered
+
+
+VERSION = metadata.version("headrace")
+
+
+async def livez(server: Server, request: RequestScope) -> None:
+    alive = server.is_alive and server.has_engine
+    await request.send_json(200 if alive else 503, orjson.dumps({"alive": alive}))
+
+
+async def readyz(server: Server, request: RequestScope) -> None:
+    excluded = request.query().get("exclude", [])
+    if unknown := set(excluded) - {"queue_full"}:
+        raise ApiError(400, f"exclude: got {min(unknown)[:32]!r}; allowed: queue_full", param="exclude")
+    ready = server.is_serving if excluded else server.is_ready
+    await request.send_json(200 if ready else 503, orjson.dumps(server.status()))
+
+
+async def startupz(server: Server, request: RequestScope) -> None:
+    started = server.phase not in (Phase.STARTING, Phase.FAILED)
+    await request.send_json(200 if started else 503, orjson.dumps(server.status()))
+
+
+async def health(server: Server, request: RequestScope) -> None:
+    await request.send_body(200 if server.is_ready else 503, b"", "text/plain")
+
+
+async def load(server: Server, request: RequestScope) -> None:
+    await request.send_json(200, orjson.dumps({"server_load": server.num_open_requests}))
+
+
+async def show_version(server: Server, request: RequestScope) -> None:
+    await request.send_json(200, orjson.dumps({"version": VERSION}))
+
+
+async def metrics(server: Server, request: RequestScope) -> None:
+    by_tenant = request.tenant is ANONYMOUS or not server.tenants.administered  # else it is a client who asks
+    await request.send_body(200, server.metrics.render(by_tenant=by_tenant), CONTENT_TYPE)
+
+
+# ------------------------------------------------------------------------------------------------------------ catalogue
+# GET /v1/models and /v1/models/{id}: what is served here, in the words of whoever asks.
+
+
+async def list_models(server: Server, request: RequestScope) -> None:
+    """GET /v1/models."""
+    cards = [_card(server, request, name) for name in server.settings.model_names]
+    body = model_page(cards, request.query()) if request.dialect is ANTHROPIC else model_list(cards)
+    await request.send_json(200, body)
+
+
+async def show_model(server: Server, request: RequestScope) -> None:
+    """GET /v1/models/{id}; ids may contain slashes."""
+    name = request.path_params["id"]
+    if name not in server.settings.model_names:
+        raise unknown_model(name, server.settings.model_names)
+    await request.send_json(200, orjson.dumps(_card(server, request, name)))
+
+
+def _card(server: Server, request: RequestScope, name: str) -> dict[str, Any]:
+    model = server.model
+    longest = model.engine_info.max_model_len
+    if request.dialect is ANTHROPIC:
+        return model_info(name, created=server.created, max_model_len=longest)
+    return model_card(
+        name,
+        root=model.root,
+        created=server.created,
+        max_model_len=longest,
+        default_parameters=model.default_sampling,
+        chat_parameters=model.chat_parameters,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+# GET /v1/requests/{id}/timeline: what happened to one of the last requests.
+
+
+async def timeline(server: Server, request: RequestScope) -> None:
+    """GET /v1/requests/{id}/timeline. The id is the one in the x-request-id header of the answer."""
+    found = server.timelines.find(request.path_params["id"], request.tenant.name)
+    if found is None:
+        raise ApiError(
+            404,
+            f"There is no timeline of this request: it is unknown, still runs, or is not among the last "
+            f"{server.settings.timeline_size}. The id is that of the header x-request-id in its answer.",
+            param="id",
+            code="request_not_found",
+        )
+    await request.send_json(200, found)

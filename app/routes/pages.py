@@ -1,0 +1,182 @@
+"""The dashboard, /docs and /openapi.json.
+
+They are read once, when the first is asked for. A browser asks whether a file has changed (`ETag`), so that the files
+of two versions are never mixed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+from anyio import to_thread
+
+from app.dashboard.feed import Feed
+from app.dashboard.simulator import Simulator
+from app.http.middleware import wants_page
+from app.http.scope import RequestScope
+from app.routes.operations import VERSION
+from app.serving.server import Server
+from protocol.errors import ApiError
+from protocol.openapi import document
+from protocol.registry import ADMINISTRATION, OPERATIONS, TOKENIZER_INFO
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+SAME_ORIGIN = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+class _File(NamedTuple):
+    content: bytes
+    compressed: bytes
+    content_type: str
+    digest: str
+
+
+class PageFiles:
+    """`read` gives the page's files by name; they are called on a thread, once."""
+
+    def __init__(self, read: Callable[[], Mapping[str, bytes]], policy: str = SAME_ORIGIN) -> None:
+        self._read = read
+        self._files: dict[str, _File] | None = None
+        self._headers = {
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+            "vary": "accept-encoding",
+        }
+
+    async def send(self, request: RequestScope, name: str) -> None:
+        """Answer with a file, or 304 where the browser has it. Raises ApiError 404."""
+        if self._files is None:
+            self._files = await to_thread.run_sync(self._load)
+        if (file := self._files.get(name)) is None:
+            raise ApiError(404, f"There is nothing at {request.path[:200]!r}.")
+        headers = self._headers | {"etag": file.digest}
+        if request.headers.get("if-none-match") == file.digest:
+            await request.send_body(304, b"", file.content_type, headers)
+        elif "gzip" in request.headers.get("accept-encoding", ""):
+            await request.send_body(200, file.compressed, file.content_type, headers | {"content-encoding": "gzip"})
+        else:
+            await request.send_body(200, file.content, file.content_type, headers)
+
+    def _load(self) -> dict[str, _File]:
+        return {
+            name: _File(
+                content,
+                gzip.compress(content, mtime=0),
+                TYPES[Path(name).suffix],
+                f'"{hashlib.sha256(content).hexdigest()[:32]}"',
+            )
+            for name, content in self._read().items()
+        }
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """The files that a page is made of."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in TYPES}
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+# /openapi.json and /docs: what can be asked here, for programs and for people. Made when they are first asked for.
+
+
+_OF_SWAGGER_UI = ("swagger-ui-bundle.js", "swagger-ui.css")
+
+
+def _files() -> dict[str, bytes]:
+    """The page's own files, and Swagger UI's out of its package, of which no Python is run."""
+    package = find_spec("swagger_ui")
+    assert package is not None
+    assert package.origin is not None
+    static = Path(package.origin).parent / "static"
+    return read_folder(Path(__file__).parents[1] / "dashboard" / "docs") | {
+        name: (static / name).read_bytes() for name in _OF_SWAGGER_UI
+    }
+
+
+_PAGE = PageFiles(_files, SAME_ORIGIN)
+
+
+async def openapi(server: Server, request: RequestScope) -> None:
+    """GET /openapi.json."""
+    sampling: dict[str, float | None] = {}
+    with suppress(ApiError):  # while the model is loaded, it is not known yet what its authors recommend
+        sampling |= server.model.default_sampling
+    sampling.pop("max_tokens", None)  # for which some APIs have a default of their own
+    given = (server.settings.enable_tokenizer_info_endpoint, server.tenants.administered, *sampling.items())
+    await request.send_json(200, await to_thread.run_sync(_description, *given))
+
+
+async def docs(server: Server, request: RequestScope) -> None:
+    """GET /docs: Swagger UI, with nothing from elsewhere."""
+    await _PAGE.send(request, "index.html")
+
+
+async def docs_file(server: Server, request: RequestScope) -> None:
+    """GET /docs/files/{name}: its scripts and styles."""
+    await _PAGE.send(request, request.path_params["name"])
+
+
+@cache
+def _description(tokenizer_info: bool, administered: bool, *sampling: tuple[str, float | None]) -> bytes:
+    extra = (TOKENIZER_INFO if tokenizer_info else ()) + (ADMINISTRATION if administered else ())
+    return orjson.dumps(document(VERSION, OPERATIONS + extra, dict(sampling)))
+
+
+# ------------------------------------------------------------------------------------------------------------ dashboard
+# /dashboard and what it shows, and / for whoever opens the server's address in a browser.
+
+
+_FILES = PageFiles(lambda: read_folder(Path(__file__).parents[1] / "dashboard" / "page"))
+KEEP_ALIVE = (15.0, b": nothing new\n\n")
+
+
+async def home(server: Server, request: RequestScope) -> None:
+    """GET /: a person arrives at the dashboard; programs are told what they always were."""
+    if not wants_page(request.asgi_scope):
+        raise ApiError(404, "There is nothing at '/'.")
+    await request.send_body(303, b"", "text/plain", {"location": "dashboard", "vary": "accept"})
+
+
+async def page(server: Server, request: RequestScope) -> None:
+    """GET /dashboard: the page itself, which holds nothing."""
+    await _FILES.send(request, "index.html")
+
+
+async def file(server: Server, request: RequestScope) -> None:
+    """GET /dashboard/files/{name}: its scripts and styles."""
+    await _FILES.send(request, request.path_params["name"])
+
+
+async def frames(feed: Feed, server: Server, request: RequestScope) -> None:
+    """GET /dashboard/frames: server-sent events, as long as somebody looks."""
+    with feed.page() as events:
+
+        async def last_event(error: ApiError) -> bytes:
+            return b"event: end\ndata: {}\n\n"
+
+        await request.start_stream("text/event-stream", error_frame=last_event, keep_alive=KEEP_ALIVE)
+        async for event in events:
+            await request.send_chunk(event)
+        await request.end_stream(b"event: end\ndata: {}\n\n")
+
+
+async def simulation(simulator: Simulator, server: Server, request: RequestScope) -> None:
+    """POST /dashboard/simulation: a piece of a simulation."""
+    await request.send_json(200, await simulator.answer(request.body))

@@ -1,0 +1,16 @@
+"""The running server: from settings to an engine, from a prompt to an answer, from SIGTERM to the end.
+
+In reading order:
+
+loading         Settings to an engine: the only module that imports both the device side and the engine side.
+prompts         Prompts to token ids, on the event loop or on a thread.
+server          The state of a running server: phase, model, engine, requests, drain.
+endpoint        Handlers as ASGI applications: a request scope, accounting, background requests.
+generation      A parsed body to a generated answer, for every dialect.
+step_cost_file  The file of step costs in the cache folder.
+response_store  Kept responses and their event logs, in bounded memory for each tenant.
+process         The process of `headrace serve`: workers, Hypercorn, SIGHUP, shutdown.
+engine_main     The main module of an engine's process.
+rank_main       The main module of a rank's process.
+engine_on_ray   The main of an engine in a Ray actor.
+"""

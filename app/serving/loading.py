@@ -1,0 +1,323 @@
+"""From settings to an engine: the only place that knows both the gpu room and the engine room.
+
+Numpy and, where it computes, torch are imported by `make_executor`, on the engine's thread or in its process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from app.config.engine import describe, engine_config
+from app.config.settings import Settings, is_secret
+from app.config.sources import env_name
+from app.observability.logs import bound
+from app.runtime import frozen_imports
+from app.serving.step_cost_file import StepCostFile
+from engine.core.core import EngineCore
+from engine.detokenizer import Vocabulary
+from engine.errors import ConfigError
+from engine.messages import SamplingParams
+from engine.structured.compiler import GrammarCompiler
+from engine.transport.client import EngineClient, ThreadClient
+from engine.transport.data_parallel import DataParallelClient
+from gpu.checkpoint import (
+    EMBEDDED_CHAT,
+    EMBEDDED_MODEL,
+    SAMPLING_FIELDS,
+    ModelError,
+    ModelFiles,
+    Progress,
+    model_digest,
+    open_model,
+)
+from gpu.host import cuda_devices, usable_cores
+from protocol.syntax.formats import END_TOKENS
+
+if TYPE_CHECKING:
+    from engine.transport.process_client import ProcessClient
+    from gpu.executor import UniProcExecutor
+    from gpu.parallel.multiproc import MultiprocExecutor
+
+logger = logging.getLogger(__name__)
+
+LAYOUT_SETTINGS = ("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel")
+ENGINE_MODULE = "app.serving.engine_main"  # tests put one with faults in its place
+
+
+def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
+    """Find or fetch the model and read all but its weights. Blocks; raises ModelError, and ConfigError for more ranks
+    than it can be cut for, before any process of them is started."""
+    files = open_model(
+        settings.model,
+        cache_dir=settings.cache_dir,
+        load_format=settings.load_format,
+        seed=settings.seed,
+        progress=progress,
+    )
+    if settings.num_ranks > 1:
+        _check_layout(settings, files)
+    return files
+
+
+def _check_layout(settings: Settings, files: ModelFiles) -> None:
+    from gpu.checkpoint.families.table import spec_of
+    from gpu.model_loader import WorkerOptions, library_for
+    from gpu.sharding import Layout, check_cuts
+
+    computes_here = settings.executor != "ray"  # who computes on machines of Ray, its ranks find out
+    device = "cuda" if settings.device != "cpu" and cuda_devices() else "cpu"
+    library = library_for(files.config, WorkerOptions(dtype=settings.dtype), device) if computes_here else None
+    layout = Layout(**{name: getattr(settings, name) for name in LAYOUT_SETTINGS})
+    check_cuts(spec_of(files.config), layout, gathers=library is not None)
+
+
+def default_sampling(settings: Settings, files: ModelFiles) -> dict[str, float | None]:
+    """What a request gets that leaves its sampling open: every field that a model may recommend."""
+    neutral = SamplingParams()
+    sampling = {name: getattr(neutral, name) for name in SAMPLING_FIELDS}
+    if settings.sampling_defaults == "model" and files.sampling:
+        sampling |= files.sampling
+        told = ", ".join(f"{name} {value}" for name, value in files.sampling.items())
+        logger.info("Sampling that requests leave open is what the model's authors recommend: %s", told)
+    return sampling
+
+
+def chat_parameters(settings: Settings) -> dict[str, float]:
+    """What chats with a person add to their requests, as `/v1/models` tells them; a request without it is as the
+    authors recommend."""
+    is_embedded = settings.model == EMBEDDED_MODEL and settings.sampling_defaults == "model"
+    return dict(EMBEDDED_CHAT) if is_embedded else {}
+
+
+def fingerprint(files: ModelFiles, compute_form: str) -> str:
+    """`system_fingerprint`: the same as long as the same request with the same seed has the same answer, more or less.
+    Reads some of the weights' files."""
+    given = (model_digest(files).hex(), compute_form, version("headrace"))
+    return f"fp_{hashlib.sha256(repr(given).encode()).hexdigest()[:10]}"
+
+
+def tokenizer_info(files: ModelFiles) -> dict[str, Any]:
+    """What clients may know of the tokenizer: its configuration, without the names of files and folders."""
+    shown = {
+        key: value
+        for key, value in files.tokenizer_config.items()
+        if not key.endswith(("_file", "_files", "_path", "_dir")) and not key.startswith("_")
+    }
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **files.special_tokens, **shown} | {
+        "chat_template": files.chat_template
+    }
+
+
+def end_token_ids(files: ModelFiles) -> tuple[int, ...]:
+    """Return the tokens that end an answer: the EOS tokens of the model's files, and the end tokens of the tool-call
+    syntaxes that the vocabulary has as special tokens.
+
+    Files often name only one of them, and a model that is not stopped goes on after its call.
+    """
+    added = files.tokenizer.get_added_tokens_decoder()
+    special = {token.content: token_id for token_id, token in added.items() if token.special}
+    ends = (special.get(token, files.config.vocab_size) for token in END_TOKENS)
+    named = files.config.eos_token_ids
+    return tuple(dict.fromkeys([*named, *(token_id for token_id in ends if token_id < files.config.vocab_size)]))
+
+
+def make_grammar_compiler(files: ModelFiles) -> GrammarCompiler:
+    """What compiles grammars for a model, at the front door and in the engine. Raises ModelError if none can be."""
+    if not files.config.eos_token_ids:
+        raise ModelError(
+            f"{files.name} names no EOS token, so no answer would end: eos_token_id (in a GGUF file "
+            f"tokenizer.ggml.eos_token_id) must be an id below {files.config.vocab_size}."
+        )
+    return GrammarCompiler(
+        Vocabulary(files.tokenizer), vocab_size=files.config.vocab_size, eos_token_ids=end_token_ids(files)
+    )
+
+
+def make_client(
+    settings: Settings, files: ModelFiles, progress: Progress, grammars: GrammarCompiler | None = None
+) -> EngineClient:
+    """The engine, or the engines, that the settings ask for, not yet started. Raises ConfigError.
+
+    An engine in this process shares the front door's `grammars`; one in a process of its own compiles for itself.
+    Where `executor` is ray, `join_ray` goes before.
+    """
+    if not settings.has_engine_processes:
+        return ThreadClient(core_factory(settings, files, grammars=grammars))
+    if not settings.engines_start_again:
+        return make_process_client(Share(settings), progress)
+    if settings.executor == "ray":
+        from app.serving.engine_on_ray import make_ray_client
+
+        most = settings.max_data_parallel_size or settings.data_parallel_size
+
+        def place(index: int) -> ProcessClient:
+            return make_ray_client(settings, index if most > 1 else None, progress)
+
+        size, slots = settings.data_parallel_size, settings.max_num_seqs
+        return DataParallelClient(place, size, slots, most, stall_limit=settings.stall_limit)
+    shares = divide(settings)  # where an engine may lose a process of its own, even one is started again
+
+    def make(index: int) -> ProcessClient:
+        return make_process_client(shares[index], progress, index if len(shares) > 1 else None)
+
+    return DataParallelClient(make, len(shares), settings.max_num_seqs, stall_limit=settings.stall_limit)
+
+
+def join_ray() -> None:
+    """Let this process be in the Ray cluster that RAY_ADDRESS names, or that its machine is in. Blocks; raises
+    ConfigError."""
+    if find_spec("ray") is None:
+        hint = "pip install '.[ray]' in a clone of Headrace makes it work, or executor=mp"
+        raise ConfigError("executor", "ray", allowed="Ray is not installed", hint=hint)
+    from gpu.parallel.ray_ranks import join_cluster
+
+    join_cluster()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one engine gets of a machine."""
+
+    settings: Settings
+    kv_cache_share: float = 1.0  # of what one engine alone would take of the host's memory
+    devices: str | None = None  # the only CUDA devices that it sees; None: as this process
+
+
+def divide(settings: Settings) -> list[Share]:
+    """Each engine gets CUDA devices where there are any, and an equal part of cores and memory otherwise.
+
+    Raises ConfigError for more engines than devices.
+    """
+    size, each = settings.data_parallel_size, settings.num_ranks
+    devices = [] if settings.device == "cpu" else cuda_devices()
+    if devices:
+        setting = "tensor_parallel_size" if each > len(devices) else "data_parallel_size"
+        if size * each > len(devices):
+            needed = "a CUDA device of its own" if each == 1 else f"{each} CUDA devices of its own"
+            raise ConfigError(
+                setting,
+                getattr(settings, setting),
+                allowed=f"each engine needs {needed}, and {len(devices)} can be used",
+                hint=f"{setting}={max(1, len(devices) // each)} works, or device=cpu",
+            )
+        return [Share(settings, devices=",".join(devices[i * each : (i + 1) * each])) for i in range(size)]
+    num_threads = settings.num_threads or max(1, usable_cores() // size)
+    return [Share(settings.model_copy(update={"num_threads": num_threads}), 1 / size)] * size
+
+
+def make_process_client(share: Share, progress: Progress, index: int | None = None) -> ProcessClient:
+    """An engine in a process, `app.serving.engine_main`, which opens the files that this process has opened before it.
+
+    `index` tells several engines apart in the log.
+    """
+    from engine.transport.child import Child  # ZMQ: a twentieth of a start that does without
+    from engine.transport.process_client import ProcessClient
+
+    secrets = {env_name(name) for name, field in Settings.model_fields.items() if is_secret(field)}
+    environment = {name: value for name, value in os.environ.items() if name not in secrets}
+    environment["HF_HUB_OFFLINE"] = "1"  # what it needs is in the cache by now
+    if share.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = share.devices
+    command = [sys.executable, "-m", ENGINE_MODULE]
+    return ProcessClient(
+        partial(Child, command, environment, ends_when_stopped=share.settings.engines_start_again),
+        {"settings": share.settings.without_secrets(), "kv_cache_share": share.kv_cache_share, "index": index},
+        on_progress=progress,
+    )
+
+
+def core_factory(
+    settings: Settings,
+    files: ModelFiles,
+    kv_cache_share: float = 1.0,
+    grammars: GrammarCompiler | None = None,
+    *,
+    measures_anew: bool = False,
+) -> Callable[[], EngineCore]:
+    """A function that loads the model and makes the engine's core; to be called on the thread that will run it.
+
+    `measures_anew`: it believes nothing that was measured by those before it.
+    """
+
+    def make_core() -> EngineCore:
+        executor = make_executor(settings, files, kv_cache_share)
+        logger.info("%s", executor.summary)
+        config = engine_config(
+            settings,
+            executor,
+            eos_token_ids=end_token_ids(files),
+            compute_form=executor.compute_form,
+            is_batch_invariant=executor.is_batch_invariant,
+        )
+        description = describe(executor, settings)
+        description["kv_cache"]["num_blocks"] *= settings.data_parallel_size  # all have as many
+        file = StepCostFile.of(settings, files, executor.machine, description)
+        return EngineCore(
+            config,
+            executor,
+            grammars or make_grammar_compiler(files),
+            costs=None if measures_anew else file.read(),
+            keep_costs=file.write,
+        )
+
+    return make_core
+
+
+def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) -> UniProcExecutor | MultiprocExecutor:
+    """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
+    with frozen_imports("gpu.executor"):
+        from gpu.executor import load_executor
+        from gpu.model_loader import WorkerOptions, import_what_computes
+
+    options = WorkerOptions(
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        device=settings.device,
+        num_threads=settings.num_threads,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        block_size=settings.block_size,
+        kv_cache_memory=settings.kv_cache_memory,
+        kv_cache_share=kv_cache_share,
+        kv_cache_dir=settings.kv_cache_dir,
+        kv_cache_dir_size=settings.kv_cache_dir_size,
+        kv_cache_ram=settings.kv_cache_ram,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+    if settings.num_ranks > 1 or settings.executor == "mp":  # one rank on Ray is an engine's own process
+        from app.serving.rank_main import RankLog
+        from gpu.parallel.multiproc import MultiprocExecutor
+        from gpu.sharding import Layout
+
+        opened = {"model": settings.model, "load_format": settings.load_format, "seed": settings.seed}
+        cache_dir = None if settings.cache_dir is None else str(settings.cache_dir)
+        executor: type[MultiprocExecutor] = MultiprocExecutor
+        sizes = {name: getattr(settings, name) for name in LAYOUT_SETTINGS}
+        if settings.executor == "ray":
+            join_ray()
+            from gpu.parallel.ray_ranks import RayExecutor
+
+            executor = RayExecutor
+        log = RankLog(settings.log_level, settings.log_format, bound())
+        return executor(
+            {**opened, "cache_dir": cache_dir},
+            options,
+            Layout(**sizes),
+            files.progress,
+            hidden_size=files.config.hidden_size,
+            module=RankLog.__module__,
+            log=asdict(log),
+        )
+    with frozen_imports("torch"):
+        import_what_computes(files.config, options)
+    return load_executor(files, options)

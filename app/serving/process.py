@@ -1,0 +1,309 @@
+"""The process of `headrace serve`: workers, Hypercorn, SIGHUP, shutdown.
+
+`app.commands.cli` imports it. It promises that a port which cannot be had is known before anything is loaded, and stays
+ours from then on; that one process serves, because it holds one engine; and that asyncio, uvloop and trio behave alike.
+`deploy/hypercorn.toml` holds the same values for those who start Hypercorn themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+from anyio import to_thread
+from hypercorn.config import Config
+from hypercorn.typing import ASGIFramework
+
+from app.admission.tenants import Tenants
+from app.config.settings import Settings, SettingsError
+from app.http.hypercorn import patch_hypercorn
+from app.http.listening import is_open, notify
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from app.serving.server import Server
+
+
+BACKLOG = 1024
+GRACEFUL_TIMEOUT = 3  # seconds, after the application's own drain
+SHUTDOWN_TIMEOUT = 10  # seconds, of the lifespan, after that
+STARTUP_TIMEOUT = 7 * 86400  # seconds: where the port is shared, the application starts when the model is loaded
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The socket that the server will listen on. Raises `SettingsError` when host and port cannot be had.
+
+    It listens already, unless the port is shared: then connections go to those who have it until the model is loaded.
+    """
+    host, port = settings.host, settings.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+    except socket.gaierror as error:
+        raise SettingsError(
+            f"host: got {host!r}, which is no address of this machine ({error.strerror}). A value that works: 127.0.0.1"
+        ) from error
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it: no delayed tokens
+    try:
+        if settings.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        if not settings.reuse_port:
+            # Binding alone does not refuse a second server: two sockets may share an address until one listens.
+            listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(_why_not(host, port, error)) from error
+    return listener
+
+
+def run(
+    app: ASGIApp,
+    settings: Settings,
+    listener: socket.socket,
+    shutdown_trigger: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve until `shutdown_trigger` returns (by default: SIGTERM or Ctrl-C), then drain and return.
+
+    Takes over `listener`. A second Ctrl-C does not wait for the drain.
+    """
+    config = hypercorn_config(settings, listener)
+    trigger = shutdown_trigger or _signalled
+    asgi = cast(ASGIFramework, app)  # Hypercorn spells out every message type, Starlette says mapping
+    if settings.worker_class == "trio":
+        import trio
+        from hypercorn.trio import serve as serve_trio
+
+        patch_hypercorn()
+        trio.run(partial(serve_trio, asgi, config, shutdown_trigger=trigger))
+        return
+
+    from hypercorn.asyncio import serve as serve_asyncio
+
+    patch_hypercorn()
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if settings.worker_class == "uvloop":
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(serve_asyncio(asgi, config, shutdown_trigger=trigger))
+
+
+def hypercorn_config(settings: Settings, listener: socket.socket) -> Config:
+    """Hypercorn's configuration, with the reasons in deploy/hypercorn.toml."""
+    config = Config()
+    config.bind = [f"fd://{listener.detach()}"]
+    config.backlog = BACKLOG
+    config.keep_alive_timeout = 75
+    config.keep_alive_max_requests = 1_000_000
+    config.graceful_timeout = GRACEFUL_TIMEOUT
+    config.shutdown_timeout = SHUTDOWN_TIMEOUT
+    config.startup_timeout = STARTUP_TIMEOUT
+    config.h11_max_incomplete_size = 64 * 1024
+    config.alpn_protocols = ["http/1.1"]
+    config.include_server_header = False
+    config.accesslog = None
+    return config
+
+
+async def _signalled() -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            return
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        free = f"headrace serve --port {port + 1}"
+        return f"Port {port} on {host} is in use. Stop what listens there, or take another: {free}"
+    if error.errno == errno.EACCES:
+        return f"Port {port} needs rights that this user has not. Take one above 1023: headrace serve --port 8000"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"host: got {host!r}, which is no address of this machine. A value that works: 127.0.0.1"
+    return f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. An address that works: 127.0.0.1:8000"
+
+
+# ------------------------------------------------------------------------------------------------------------- shutdown
+# From the sign to stop to the end: drain first, and end at once when asked a second time.
+#
+# The sign is a signal to this process, or what Hypercorn waits for: with `hypercorn app:main` the application runs in
+# a child process, and the parent tells it through an event of its own. Whoever signals the whole group (systemd, a
+# terminal) brings about both, in either order and milliseconds apart: that is one sign, not two.
+
+
+logger = logging.getLogger(__name__)
+
+ONE_SIGN_SECONDS = 1.0  # that the first signal may come after the parent's word and still mean the same
+
+
+class Shutdown:
+    """The end of one application. `drain` is called once and returns when no request is left."""
+
+    def __init__(self, drain: Callable[[], Awaitable[None]], *, has_parent: bool | None = None) -> None:
+        """`has_parent`: whether a process of Hypercorn's gives the word, too; by default, whether there is one."""
+        self._drain = drain
+        self._has_parent = multiprocessing.parent_process() is not None if has_parent is None else has_parent
+        self._asked = anyio.Event()
+        self._asked_since: float | None = None
+        self._signalled = False
+        self._drained = anyio.Event()
+        self._draining = False
+
+    async def wait_asked(self) -> None:
+        """Until the end is asked for."""
+        await self._asked.wait()
+
+    async def listen_for_signals(self) -> None:
+        """Take SIGTERM and SIGINT from now on: the first asks for the end, the second does not wait for it."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # `headrace chat` serves from another thread and ends its server by itself
+        with anyio.open_signal_receiver(*_unignored(signal.SIGTERM, signal.SIGINT)) as signals:
+            async for number in signals:
+                if self._is_second():
+                    logger.warning("%s again: not waiting for the drain", signal.Signals(number).name)
+                    logging.shutdown()
+                    os._exit(128 + number)
+                self._signalled = True
+                self._ask()
+
+    async def wait_and_drain(self, trigger: Callable[[], Awaitable[None]]) -> None:
+        """Wait for `trigger` or a signal, then drain. For `hypercorn_patches.drain_before_shutdown`."""
+        async with anyio.create_task_group() as task_group:
+
+            async def wait_for(sign: Callable[[], Awaitable[None]]) -> None:
+                await sign()
+                task_group.cancel_scope.cancel()
+
+            task_group.start_soon(wait_for, trigger)
+            task_group.start_soon(wait_for, self._asked.wait)
+        self._ask()
+        if not self._draining:
+            self._draining = True
+            await self._drain()
+            self._drained.set()
+        await self._drained.wait()
+
+    def _ask(self) -> None:
+        self._asked_since = self._asked_since or time.monotonic()
+        self._asked.set()
+
+    def _is_second(self) -> bool:
+        """Of a signal that has just come, whether the end had been asked for before."""
+        if self._signalled or self._asked_since is None:
+            return self._signalled
+        # Without a parent only a signal can have asked for the end, although `app.serving.process`'s trigger may have
+        # taken it.
+        return not self._has_parent or time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
+
+
+def _unignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """A worker of Hypercorn ignores SIGINT, because its parent answers Ctrl-C for both."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+# ------------------------------------------------------------------------------------------------------------ reloading
+# What a running server reads again at SIGHUP: the tenants of `api_keys_file`.
+
+
+_STAYS = "api_keys, admin_keys and other settings stay as they were at the start"
+
+
+def ignore_hangup(settings: Settings) -> None:
+    """Until `reload_on_hangup`, and after it: SIGHUP would end the process."""
+    if _takes_hangup(settings):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+async def reload_on_hangup(server: Server) -> None:
+    """Take SIGHUP from now on. Who is gone from the file is refused at once; requests that run keep what they had. Of a
+    file that is wrong nothing is taken."""
+    settings = server.settings
+    if not _takes_hangup(settings):
+        return
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with anyio.open_signal_receiver(signal.SIGHUP) as signals:
+            async for _ in signals:
+                if settings.api_keys_file is None:
+                    logger.warning("Nothing was read again: %s, and there is no api_keys_file", _STAYS)
+                    continue
+                try:
+                    tenants = await to_thread.run_sync(Tenants, settings)
+                except SettingsError as error:
+                    logger.error("Tenants and keys stay what they were. %s", error)
+                else:
+                    server.tenants.replace(tenants)
+                    server.admission.set_tenants(tenants.all)
+                    server.metrics.set_tenants({tenant.name for tenant in tenants.all}, busy=server.busy_tenants)
+                    logger.info("Tenants and keys were read again, tenants: %d; %s", len(tenants.all), _STAYS)
+    finally:
+        signal.signal(signal.SIGHUP, before)  # asyncio leaves the default
+
+
+def _takes_hangup(settings: Settings) -> bool:
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return settings.api_keys_file is not None or not os.isatty(0)  # in a terminal it means that this is gone
+
+
+# -------------------------------------------------------------------------------------------------------------- workers
+# Refuses `hypercorn --workers 2 app:main`, which would be two servers that take turns at answering.
+#
+# Each worker would load its own model and keep its own responses, places in the queue and prefix cache: half of the
+# responses would not be found, and no limit would hold. Hypercorn tells an application nothing about its workers, but a
+# worker is a process that was handed Hypercorn's configuration.
+
+
+_TIMEOUT = 10.0  # seconds for all workers to have started
+
+
+def check_workers() -> None:
+    """Raise `SettingsError` if Hypercorn has been told to start more than one worker."""
+    process: Any = multiprocessing.current_process()
+    parent = multiprocessing.parent_process()
+    config = getattr(process, "_kwargs", {}).get("config")
+    workers = getattr(config, "workers", 1)
+    if parent is None or workers <= 1:
+        return
+    # The last one says it, because a worker that is still starting when its parent ends would have a traceback as the
+    # log's last words. The others end with their parent.
+    if process._identity[-1] < workers:
+        parent.join(_TIMEOUT)
+        if not parent.is_alive():
+            os._exit(1)
+    raise SettingsError(
+        f"workers: got {workers}, but one process serves one model: each worker would load the model again, and know "
+        "nothing of the others' responses and limits. A value that works: hypercorn --workers 1 app:main. For more "
+        "engines in one server, set data_parallel_size"
+    )
+
+
+async def keep_informed(server: Server) -> None:
+    """READY=1 once the port is open and tokens can be made, then WATCHDOG=1 for as long as /livez would say 200."""
+    if "NOTIFY_SOCKET" not in os.environ:
+        return
+    await server.loaded.wait()
+    await is_open.wait()
+    notify("READY=1")
+    interval = float(os.environ.get("WATCHDOG_USEC", math.inf)) / 2e6
+    while interval < math.inf:
+        if server.is_alive:
+            notify("WATCHDOG=1")
+        await anyio.sleep(interval)

@@ -1,0 +1,239 @@
+"""What a client wrote, as token ids. Short prompts on the event loop, long ones on a worker thread, and so is every
+prompt if the tokenizer's regexes are a stranger's: they may take seconds for a short text.
+
+A chat template that Headrace does not know is rendered in a process of its own, for two callers at a time, by threads
+of their own, so that tokenizing need not wait for it. A text that is too long for the model whatever its tokens are is
+refused before anything is done with it: tokenizing all that a body can hold takes many seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import orjson
+from tokenizers import Tokenizer
+
+from app.config.settings import Settings
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.fairness import FairThreads
+from gpu.checkpoint import ModelFiles, is_known_tokenizer
+from protocol.chat_template import CHATML, ChatTemplate, Segment, TemplateProcesses, encode_segments, is_known
+from protocol.jinja_sandbox import CompiledTemplate
+from protocol.openai.chat import ChatCompletionRequest
+from protocol.syntax.message_syntax import MessageSyntax, ReasoningParser, ToolParser, content_text
+
+T = TypeVar("T")
+
+# Rendering and tokenizing 8,192 characters takes 1 to 3 ms, about what a hop to another thread and back may cost under
+# load; anything longer would be felt by other streams.
+INLINE_CHARACTERS = 8192
+TOKENIZER_THREADS = 2
+RENDERING_PROCESSES = 2
+# What rendering a message costs, in characters.
+CHARACTERS_PER_MESSAGE = 64
+TOOL_AS_MESSAGES = 8  # before it is known how long its schema is
+
+
+def open_prompts(settings: Settings, files: ModelFiles) -> PromptEncoder:
+    """As the settings say. Raises ChatTemplateError for a template that no conversation can be rendered with."""
+    return PromptEncoder(
+        files,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        template_timeout=settings.template_timeout,
+    )
+
+
+class PromptEncoder:
+    """Tokenizer and chat template of the served model. Made on a worker thread, used on the event loop.
+
+    `template_timeout` bounds, in seconds, one rendering by a template that has a process. `close` ends its processes.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        *,
+        tool_parser: ToolParser = "auto",
+        reasoning_parser: ReasoningParser = "auto",
+        template_timeout: float = 10.0,
+    ) -> None:
+        self._tokenizer = files.tokenizer
+        added = files.tokenizer.get_added_tokens_decoder()
+        special = {token.content: token_id for token_id, token in added.items() if token.special}
+        source = files.chat_template or CHATML
+        self._processes: TemplateProcesses | None = None
+
+        def make_renderer(source: str) -> CompiledTemplate | TemplateProcesses:
+            if is_known(source):
+                return CompiledTemplate(source)
+            self._processes = TemplateProcesses(source, template_timeout)
+            return self._processes
+
+        self._template = ChatTemplate(source, files.special_tokens, special, make_renderer)
+        try:
+            self._template.find_content_form(files.name)
+        except BaseException:
+            self.close()
+            raise
+        self.syntax = MessageSyntax(
+            source,
+            special,
+            knows_tools=self._template.knows_tools,
+            variables=self._template.variables,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+        )
+        self._longest_token = max(map(len, files.tokenizer.get_vocab()))
+        self._tokenizer_is_known = is_known_tokenizer(files.tokenizer)
+        self._tokenizing = FairThreads(TOKENIZER_THREADS)
+        self._rendering = FairThreads(RENDERING_PROCESSES)
+
+    def close(self) -> None:
+        """End what runs outside of this process. Conversations cannot be encoded any more."""
+        if self._processes is not None:
+            self._processes.close()
+
+    async def encode_chat(self, body: ChatCompletionRequest, max_model_len: int) -> list[int]:
+        """Render the conversation and tokenize it. Raises InvalidRequest, param "messages"."""
+        num_parts = sum(len(each.content) if isinstance(each.content, list) else 1 for each in body.messages)
+        rough_size = CHARACTERS_PER_MESSAGE * (num_parts + TOOL_AS_MESSAGES * len(body.tools))
+        messages, tools, num_characters, num_beside = await self._run(
+            lambda: self._conversation(body), rough_size, tokenizes=False
+        )
+        size = num_characters + num_beside + CHARACTERS_PER_MESSAGE * len(messages)
+        if body.documents:
+            size = INLINE_CHARACTERS + 1  # what a template makes of them is not known
+        self._check_length(max(self._fewest_tokens(num_characters), len(messages)), max_model_len, "messages")
+
+        def render() -> list[Segment]:
+            segments = self._template.render(
+                messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=body.continue_final_message,
+                tools=tools,
+                documents=body.documents,
+                variables=self.syntax.thinking_variables(body.template_variables()),
+            )
+            # What a template adds to the messages is its own affair.
+            num_rendered = sum(len(text) for text, _ in segments)
+            self._check_length(self._fewest_tokens(num_rendered), max_model_len, "messages")
+            return segments
+
+        def encode(segments: list[Segment]) -> list[int]:
+            token_ids = encode_segments(segments, self._encode_template, self._encode_plain)
+            if body.add_special_tokens:
+                before, after = self._special_tokens_around
+                return [*before, *token_ids, *after]
+            return token_ids
+
+        if self._processes is None:
+            return await self._run(lambda: encode(render()), size)
+        segments = await self._rendering.run(render)
+        return await self._run(lambda: encode(segments), sum(len(text) for text, _ in segments))
+
+    def _conversation(
+        self, body: ChatCompletionRequest
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, int, int]:
+        """The messages and the tools that the template gets, how many characters the messages have, and how many there
+        are beside."""
+        given = body.messages_for_template(as_parts=self._template.takes_parts)
+        messages, tools = self.syntax.for_template(given, body.tool_use)
+        num_characters = sum(len(content_text(message["content"])) for message in messages)
+        # What a template makes of tools and their calls is longer than their JSON.
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        return messages, tools, num_characters, len(orjson.dumps([tools, calls])) if tools or calls else 0
+
+    async def encode_texts(
+        self,
+        prompts: Sequence[str | list[int]],
+        max_model_len: int,
+        *,
+        param: str = "prompt",
+        add_special_tokens: bool = True,
+    ) -> list[list[int]]:
+        """Tokenize texts, with the BOS token if the model wants one; what is token ids already stays as it is.
+
+        Raises InvalidRequest.
+        """
+        size = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_length(self._fewest_tokens(len(prompt)), max_model_len, param)
+                size += len(prompt) + CHARACTERS_PER_MESSAGE
+
+        def encode() -> list[list[int]]:
+            return [
+                tokenize(self._tokenizer, each, param=param, add_special_tokens=add_special_tokens)
+                if isinstance(each, str)
+                else each
+                for each in prompts
+            ]
+
+        return await self._run(encode, size)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of a prompt, its special tokens included. An id without a token has none."""
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)  # see _encode
+        return text
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    @cached_property
+    def _special_tokens_around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before a text and after it."""
+        probe = self._tokenizer.encode("a")
+        inside = [place for place, special in enumerate(probe.special_tokens_mask) if not special]
+        return probe.ids[: inside[0]], probe.ids[inside[-1] + 1 :]
+
+    def _fewest_tokens(self, num_characters: int) -> int:
+        """A lower bound: no token stands for more characters than its entry in the vocabulary has."""
+        return num_characters // self._longest_token
+
+    @staticmethod
+    def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
+        if num_tokens >= max_model_len:
+            raise PromptTooLong(num_tokens, max_model_len, param=param, is_exact=False)
+
+    def _encode_template(self, text: str) -> list[int]:
+        return tokenize(self._tokenizer, text, param="messages")
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return tokenize(self._plain_tokenizer, text, param="messages")
+
+    def prepare(self) -> None:
+        """Build the plain tokenizer, which takes tenths of a second. Otherwise the first request that needs it would
+        build it on the event loop."""
+        _ = self._plain_tokenizer
+
+    @cached_property
+    def _plain_tokenizer(self) -> Tokenizer:
+        """The same tokenizer, which encodes the text of special tokens as ordinary text."""
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    async def _run(self, function: Callable[[], T], size: int, *, tokenizes: bool = True) -> T:
+        if size <= INLINE_CHARACTERS and (self._tokenizer_is_known or not tokenizes):
+            return function()
+        return await self._tokenizing.run(function)
+
+
+def tokenize(tokenizer: Tokenizer, text: str, *, param: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text. Raises `InvalidRequest` where the tokenizer gives up.
+
+    A batch of one: `encode` keeps the interpreter's lock to its end, which stops the event loop from any thread; and
+    offsets, which nobody here asks for, are half of its cost.
+    """
+    try:
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        # A regex of tokenizer.json that goes astray on a text is a panic in Rust, which no `except Exception` catches.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(f"The tokenizer of this model cannot read {param}.", param=param) from error
+    return encoding.ids

@@ -1,0 +1,400 @@
+"""Kept responses and their event logs, in bounded memory for each tenant.
+
+What is made in the background counts from its beginning, with its conversation and its events.
+
+A response is kept with the whole conversation that led to it, so it can be continued after those before it are gone.
+The oldest are dropped when there are too many, when they take too much memory, and when their time is over. Nothing is
+written to disk, and a restart forgets everything. Used on the event loop; `keep`, of long responses, on worker threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import orjson
+
+from app.config.settings import Settings
+from app.http.scope import RequestScope
+from protocol.errors import ApiError
+from protocol.responses.output import ResponseStreamWriter
+
+# ------------------------------------------------------------------------------------------------------------ event log
+# The events of a response that is made in the background, for readers who come and go.
+#
+# What the stream's writer makes is appended as it comes; whoever reads has a place of its own, and asks for what is
+# behind it. Nobody waits for a reader: one that lags too far behind finds its events gone. Belongs to the event loop,
+# but for `forget`, which any thread may call.
+
+
+READ_AT_ONCE = 2**15  # bytes, about: of a long log, a reader takes one piece after the other
+_END = b"\n\n"  # of an event; JSON has no raw line breaks
+_EVENT_LOG_OVERHEAD = 150  # bytes of a piece beside its events
+
+
+class EventLog:
+    """Events, numbered from 0 in the order of their `sequence_number`.
+
+    `on_growth` is told by how many bytes it has grown; `num_bytes` is theirs who do the accounting.
+    """
+
+    def __init__(self) -> None:
+        self.on_growth: Callable[[int], None] = lambda num_bytes: None
+        self.abandoned = anyio.Event()  # whoever makes the response shall not go on
+        self.is_over = False  # nothing more will come
+        self.is_forgotten = False
+        self.num_bytes = 0
+        self.next_number = 0
+        self._pieces: list[tuple[int, bytes]] = []  # events as they came, after the number of the first of them
+        self._error: ApiError | None = None
+        self._grown = anyio.Event()
+
+    def append(self, frames: bytes) -> None:
+        """Add the next events."""
+        if not frames:
+            return
+        piece = (self.next_number, frames)
+        self.next_number += frames.count(_END)
+        if self.is_forgotten:
+            self._pieces = [piece]  # for those who follow it still
+        else:
+            self._pieces.append(piece)
+            self.on_growth(len(frames) + _EVENT_LOG_OVERHEAD)
+        self._wake()
+
+    def end(self, error: ApiError | None = None) -> None:
+        """Nothing more will come. `error` is what readers are told who have read everything. Idempotent."""
+        if not self.is_over:
+            self.is_over, self._error = True, error
+            self._wake()
+
+    def abandon(self, error: ApiError) -> None:
+        """Nobody wants the response any more. `error` is what readers are told."""
+        self.end(error)
+        self.abandoned.set()
+
+    def forget(self) -> None:
+        """Free the memory. Who follows gets what is appended from now on."""
+        self.is_forgotten, self._pieces, self.num_bytes = True, [], 0
+
+    def forget_oldest(self, num_bytes: int) -> int:
+        """Free so many bytes at least, if there are as many beside the latest piece. Returns how many it were."""
+        freed = count = 0
+        while freed < num_bytes and count < len(self._pieces) - 1:
+            freed += len(self._pieces[count][1]) + _EVENT_LOG_OVERHEAD
+            count += 1
+        del self._pieces[:count]
+        self.num_bytes -= freed
+        return freed
+
+    def read(self, number: int) -> tuple[bytes, int]:
+        """Events from this number on, and the number behind them; none if there are none yet.
+
+        Raises what the log has ended with when there is nothing more, and ApiError 404 if they are gone.
+        """
+        pieces = self._pieces
+        place = bisect_right(pieces, number, key=lambda piece: piece[0]) - 1
+        if number < self.next_number and place < 0:
+            gone = ApiError(404, f"The events before number {self._first} are not kept any more.", code="not_found")
+            raise self._error or gone
+        found: list[bytes] = []
+        size = 0
+        for at in range(max(place, 0), len(pieces)):
+            first, frames = pieces[at]
+            unread = _without(frames, number - first) if first < number else frames
+            found.append(unread)
+            size += len(unread)
+            number = max(number, pieces[at + 1][0] if at + 1 < len(pieces) else self.next_number)
+            if size >= READ_AT_ONCE:
+                break
+        if not size and self._error is not None:
+            raise self._error
+        return b"".join(found), number
+
+    async def wait(self, number: float) -> None:
+        """Wait until the event of this number is there, or nothing more will come."""
+        while self.next_number <= number and not self.is_over:
+            await self._grown.wait()
+
+    @property
+    def _first(self) -> int:
+        return self._pieces[0][0] if self._pieces else self.next_number
+
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = anyio.Event()
+
+
+def _without(frames: bytes, count: int) -> bytes:
+    """The events behind the first `count` of them."""
+    start = 0
+    for _ in range(count):
+        start = frames.find(_END, start) + len(_END)
+        if start < len(_END):  # there are not so many
+            return b""
+    return frames[start:]
+
+
+# ------------------------------------------------------------------------------------------------------- response store
+
+
+RETRY_AFTER = 5  # seconds; nobody knows when a response will have ended
+_OVERHEAD = 512  # bytes of an entry beside its texts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """The response object and the items before it, as JSON; `context` is empty if they were too large.
+
+    `expires` is in seconds of `time.monotonic()`.
+
+    `log` has its events, if it was made in the background.
+    """
+
+    body: bytes
+    context: bytes
+    expires: float
+    log: EventLog | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.context) + _OVERHEAD
+
+    def output(self) -> list[dict[str, Any]]:
+        """The items of the response."""
+        items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
+        return items
+
+    def context_items(self) -> list[dict[str, Any]]:
+        """The items that the response was made from, instructions not among them."""
+        items: list[dict[str, Any]] = orjson.loads(self.context)
+        return items
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The items that a next response continues: those before this one, and its output."""
+        return self.context_items() + self.output()
+
+
+@dataclass(slots=True)
+class _TenantLRU:
+    """One tenant's responses, the oldest first, and what it has in the background; `num_bytes` is of both."""
+
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+    num_background: int = 0
+
+    def drop(self, response_id: str) -> None:
+        dropped = self.responses.pop(response_id)
+        self.num_bytes -= dropped.num_bytes
+        self.forget(dropped.log)
+
+    def forget(self, log: EventLog | None) -> None:
+        if log is not None:
+            self.num_bytes -= log.num_bytes
+            log.forget()
+
+    @property
+    def undroppable_bytes(self) -> int:
+        """The bytes of responses that are still made in the background."""
+        return self.num_bytes - sum(
+            each.num_bytes + (each.log.num_bytes if each.log else 0) for each in self.responses.values()
+        )
+
+    def fit(self, max_count: int, max_bytes: int) -> None:
+        """Drop the oldest until there is room for the others."""
+        while self.responses and (len(self.responses) + self.num_background > max_count or self.num_bytes > max_bytes):
+            self.drop(next(iter(self.responses)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunningResponse:
+    """A response that is being made: by which request, how far it is, and the items before it, as JSON."""
+
+    request: RequestScope
+    writer: ResponseStreamWriter
+    context: bytes
+    log: EventLog | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds in the background beside its events."""
+        return len(self.context) + len(self.request.body) + _OVERHEAD
+
+    def response(self) -> dict[str, Any]:
+        """The response as far as it is."""
+        return self.writer.response(self.request.progress)
+
+
+class ResponseStore:
+    """The responses of all tenants; nobody finds another's. `on_refused` is told of every 429."""
+
+    def __init__(self, settings: Settings, on_refused: Callable[[], None] = lambda: None) -> None:
+        self._max_count = settings.response_store_size
+        self._max_bytes = settings.response_store_bytes
+        self._max_age = settings.response_store_age
+        self._max_background = min(settings.max_background_responses, self._max_count)
+        self._on_refused = on_refused
+        self._lock = threading.RLock()  # of all that is kept; held for a few lookups, never while anything is made
+        self._by_tenant: dict[str, _TenantLRU] = {}
+        self._running: dict[tuple[str, str], RunningResponse] = {}
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever kept."""
+        return self._max_count == 0
+
+    def keep(
+        self,
+        tenant: str,
+        response_id: str,
+        body: bytes,
+        context: bytes,
+        log: EventLog | None = None,
+        too_large: bytes = b"",
+    ) -> None:
+        """Keep a response, and drop the tenant's oldest ones to make room for it.
+
+        A response that is larger than all the room is not kept, and no other one is dropped for it; if it was made in
+        the background (it has a `log`), `too_large` is kept instead, without its context. A background response that
+        was deleted meanwhile is not kept either.
+        """
+        response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
+        with self._lock:
+            kept = self._by_tenant.setdefault(tenant, _TenantLRU())
+            if log is not None:
+                running = self._running.get((tenant, response_id))
+                if running is None or running.log is not log:
+                    return
+                self._forget_running(response_id, running)
+            if response_id in kept.responses:
+                kept.drop(response_id)
+            room = self._max_bytes - kept.undroppable_bytes
+            if response.num_bytes > room and log is not None:
+                kept.num_bytes -= (freed := log.forget_oldest(response.num_bytes - room))
+                room += freed
+                if response.num_bytes > room:
+                    response = StoredResponse(too_large, b"", response.expires, log)
+            if response.num_bytes > room or kept.num_background >= self._max_count:
+                kept.forget(log)
+                return
+            kept.responses[response_id] = response
+            kept.num_bytes += response.num_bytes
+            kept.fit(self._max_count, self._max_bytes)
+
+    def find(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """A response of this tenant's, unless it is gone."""
+        with self._lock:
+            self.expire(time.monotonic())
+            kept = self._by_tenant.get(tenant)
+            return kept.responses.get(response_id) if kept is not None else None
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Forget a response. Returns whether there was one."""
+        with self._lock:
+            if self.find(tenant, response_id) is None:
+                return False
+            self._by_tenant[tenant].drop(response_id)
+            return True
+
+    @contextmanager
+    def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
+        """Lets a response be found while it is made. Raises ApiError 409 if one in the background has this id."""
+        self._begin(response_id, response)
+        try:
+            yield
+        finally:
+            self.end(response_id, response)
+
+    def begin(self, response_id: str, response: RunningResponse, log: EventLog) -> None:
+        """Lets a response be found that is made in the background, until `end` or until it is kept.
+
+        Raises ApiError 429 if its tenant has too much there, 409 if one of them has this id.
+        """
+        tenant = response.request.tenant.name
+        with self._lock:
+            own = self._by_tenant.setdefault(tenant, _TenantLRU())
+            if own.num_background >= self._max_background:
+                raise self._refusal(f"{own.num_background} of {self._max_background} responses")
+            size = response.num_bytes
+            taken = own.undroppable_bytes
+            if size > self._max_bytes:
+                raise ApiError(
+                    400, f"background takes a conversation of at most {self._max_bytes} bytes here.", param="background"
+                )
+            if taken + size > self._max_bytes:
+                raise self._refusal(f"{taken} of {self._max_bytes} bytes are taken, {size} more")
+            self._begin(response_id, response)
+            if response_id in own.responses:
+                own.drop(response_id)
+            own.num_background += 1
+            own.num_bytes += size
+            own.fit(self._max_count, self._max_bytes)
+        log.on_growth = lambda num_bytes: self._on_growth(tenant, log, num_bytes)
+
+    def end(self, response_id: str, response: RunningResponse) -> None:
+        """It is not made any more. In the background, what was not kept is forgotten. Idempotent."""
+        with self._lock:
+            if self._running.get((response.request.tenant.name, response_id)) is response:
+                own = self._by_tenant.get(response.request.tenant.name)
+                self._forget_running(response_id, response)
+                if own is not None:
+                    own.forget(response.log)
+
+    def _begin(self, response_id: str, response: RunningResponse) -> None:
+        key = (response.request.tenant.name, response_id)
+        if (other := self._running.get(key)) is not None and other.log is not None:
+            raise ApiError(
+                409,
+                "A response of this id is being made in the background.",
+                code="response_running",
+                headers={"x-should-retry": "false"},
+            )
+        self._running[key] = response
+
+    def _forget_running(self, response_id: str, response: RunningResponse) -> None:
+        tenant = response.request.tenant.name
+        del self._running[tenant, response_id]
+        if response.log is not None:
+            own = self._by_tenant[tenant]
+            own.num_background -= 1
+            own.num_bytes -= response.num_bytes
+
+    def _on_growth(self, tenant: str, log: EventLog, num_bytes: int) -> None:
+        with self._lock:
+            if log.is_forgotten:
+                return
+            own = self._by_tenant[tenant]
+            log.num_bytes += num_bytes
+            own.num_bytes += num_bytes
+            own.fit(self._max_count, self._max_bytes)
+            if own.num_bytes > self._max_bytes:  # nothing is left but what is being made
+                own.num_bytes -= log.forget_oldest(own.num_bytes - self._max_bytes + log.num_bytes // 8)
+
+    def _refusal(self, full: str) -> ApiError:
+        self._on_refused()
+        return ApiError(
+            429,
+            f"You have too much in the background: {full}. Please try again later.",
+            code="queue_full",
+            headers={"retry-after": str(RETRY_AFTER)},
+        )
+
+    def find_running(self, tenant: str, response_id: str) -> RunningResponse | None:
+        """A response of this tenant's that is being made."""
+        return self._running.get((tenant, response_id))
+
+    def expire(self, now: float) -> None:
+        """Drop what is too old. Called every so often, so that the memory of a tenant who is gone comes back."""
+        with self._lock:
+            for tenant, kept in list(self._by_tenant.items()):
+                while kept.responses and next(iter(kept.responses.values())).expires <= now:
+                    kept.drop(next(iter(kept.responses)))
+                if not kept.responses and not kept.num_background:
+                    del self._by_tenant[tenant]

@@ -1,0 +1,48 @@
+"""The engine's configuration and the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and tokens that hold for the whole life of an engine.
+
+    KV geometry (block size and count) and the vocabulary are not here: the executor knows them.
+    """
+
+    max_model_len: int  # prompt and output tokens of one request, at most
+    max_num_seqs: int = 64  # requests that run at the same time, at most
+    max_num_batched_tokens: int = 512  # token budget of one step
+    max_sampled_tokens: int = 1  # of one request in one step; more than one where the executor verifies drafts
+    target_inter_token_latency: float = 0.08  # seconds; prefill beside running streams is cut to keep it
+    enable_prefix_caching: bool = True
+    prompt_form_differs: bool = False  # prompts get other bits of keys and values than the same tokens generated
+    kv_windows: tuple[int | None, ...] = (None,)  # of each KV group (`engine.plan`)
+    # Steps on their way at once. At 2 the device finds the next one waiting when one ends, so more would gain nothing.
+    pipeline_depth: int = 1
+    # Parts of the device that work one after the other, each on another plan: a request is in one plan at a time, and
+    # those that run are divided among as many plans.
+    num_stages: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    compute_form: str = ""  # device and form of the weights, in words: with other ones, logits differ
+    is_batch_invariant: bool = False  # a token's bits depend only on its request
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pipeline_depth <= max(2, self.num_stages):
+            raise ValueError(f"pipeline_depth must be 1 to {max(2, self.num_stages)}, got {self.pipeline_depth}.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request decodes one token a step."
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------- clock
+# What time it is. Whoever needs to know is handed a clock, so that a simulation can hand in its own.
+
+
+# Seconds that only grow. What is compared across processes needs `time.monotonic`, one for all of a machine on Linux.
+Clock = Callable[[], float]

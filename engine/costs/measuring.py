@@ -1,0 +1,363 @@
+"""Measurement of step costs while the engine is idle, and their update by real steps.
+
+Each call makes one step, so a request that arrives waits for one step at most. All steps together take `MAX_SECONDS`:
+the most informative shapes come first, three times each. Once three measures allow an estimate, a shape that is
+likely to take more than the remaining time is left out. A step during which the thread lost its processor, or that
+took more than three times its estimate, is not believed and is repeated, for which `MAX_SECONDS` more are allowed.
+The result is a `StepCostTable`; rows and blocks are given back after every step. Owned by the EngineCore.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+from engine.config import Clock, EngineConfig
+from engine.costs.lost_time import LostTime
+from engine.costs.table import KEYS_PER_TOKEN, SETTLED, Curve, StepCostTable, StepLoad, chunk_keys
+from engine.executor import Executor
+from engine.messages import SamplingParams
+from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.block_pool import BlockPool
+
+MADE_UP = "calibration-"  # begins the ids of requests that nobody made
+MAX_SECONDS = 2.0
+SHORT, LONG = 16, 512  # tokens of context
+_PROBED = 128  # tokens of the chunk by which keys and prompts are told apart
+_SAMPLING = SamplingParams(temperature=0.7, seed=0)
+
+
+class Shape(NamedTuple):
+    """A made-up step: streams, of so much context each, and prompts, of which so many tokens are computed from
+    `start` on."""
+
+    decodes: int = 0
+    context: int = SHORT
+    prompts: int = 0
+    tokens: int = 0
+    start: int = 0
+
+    @property
+    def load(self) -> StepLoad:
+        keys = self.prompts * chunk_keys(self.start, self.tokens)
+        return StepLoad(self.decodes, self.decodes * self.context, self.prompts, self.prompts * self.tokens, keys)
+
+
+class Calibration:
+    """The steps that are still to be made. `seconds` is what those that were made have taken."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        pool: BlockPool,
+        tracker: StepCostTracker,
+        lost_time: LostTime,
+        clock: Clock,
+    ) -> None:
+        self.seconds = 0.0
+        self._executor = executor
+        self._pool = pool
+        self._tracker = tracker
+        self._lost_time = lost_time
+        self._lost = 0.0  # seconds of steps that are repeated
+        self._again: Counter[Shape] = Counter()
+        self._clock = clock
+        self._num_groups = len(config.kv_windows)
+        self._length = min(LONG, config.max_model_len - 1)
+        self._samples: dict[Shape, list[float]] = {}
+        self._took: dict[Shape, float] = {}  # the least of SETTLED samples, by shape
+        self._rows = min(8, config.max_num_seqs)
+        self._chunk = min(_PROBED, config.max_num_batched_tokens // 2, self._length // 2)
+        self._left = deque(self._shapes(config))
+        self._first = self._left[0]
+
+    def _shapes(self, config: EngineConfig) -> list[Shape]:
+        rows, most = config.max_num_seqs, min(config.max_num_batched_tokens, self._length)
+        first = [Shape(1), Shape(prompts=1, tokens=min(64, most)), Shape(rows), Shape(prompts=1, tokens=most)]
+        first += [Shape(self._rows), Shape(self._rows, prompts=1, tokens=self._chunk), Shape(prompts=1, tokens=16)]
+        first += [Shape(prompts=1, tokens=self._chunk), self._with_keys, self._with_more_keys, self._with_prompts]
+        sizes = [2**power for power in range(1, 20)]
+        others = [Shape(size) for size in sizes if size < rows]
+        others += [Shape(prompts=1, tokens=size) for size in sizes if 16 < size < most]
+        others += [Shape(1, prompts=1, tokens=size) for size in sizes if 16 <= size < most]
+        shapes = [each for each in dict.fromkeys(first + others) if self._fits(each, config)]
+        # The first two shapes give the estimates of the others, so they are measured SETTLED times before any other. No
+        # shape is measured three times in a row: if other work delays a step, it may delay the next one, too.
+        groups = [shapes[:2], shapes[2:8], *(shapes[first : first + 8] for first in range(8, len(shapes), 8))]
+        return [shape for group in groups for shape in SETTLED * group]
+
+    @staticmethod
+    def _fits(shape: Shape, config: EngineConfig) -> bool:
+        num_tokens = shape.decodes + shape.prompts * shape.tokens
+        return (
+            0 < num_tokens <= config.max_num_batched_tokens
+            and shape.decodes + shape.prompts <= config.max_num_seqs
+            and max(shape.context, shape.start + shape.tokens) < config.max_model_len
+        )
+
+    @property
+    def _with_keys(self) -> Shape:
+        return Shape(self._rows, context=self._length)
+
+    @property
+    def _with_more_keys(self) -> Shape:
+        return Shape(prompts=1, tokens=self._chunk, start=self._length - self._chunk)
+
+    @property
+    def _with_prompts(self) -> Shape:
+        return Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
+
+    def step(self) -> bool:
+        """Make one step. Returns whether there are more. Raises what the executor raises."""
+        while self._left:
+            shape = self._left.popleft()
+            expected = self._estimate(shape)
+            if shape != self._first and self.seconds - self._lost + expected > MAX_SECONDS:
+                continue
+            self._lost_time.begin()
+            took = self._measure(shape)
+            self.seconds += took
+            was_held_up = self._lost_time.was_held_up(took)
+            is_odd = was_held_up or 0.0 < 3 * expected < took
+            if is_odd and self._lost < MAX_SECONDS and self._again[shape] < SETTLED:
+                self._lost += took
+                self._again[shape] += 1
+                self._left.appendleft(shape)
+            else:
+                self._note(shape, took)
+            return True
+        self._set_rates()
+        return False
+
+    def _note(self, shape: Shape, took: float) -> None:
+        samples = self._samples.setdefault(shape, [])
+        samples.append(took)
+        if len(samples) == SETTLED:
+            self._took[shape] = least = min(samples)
+            if shape.start == 0 and shape.prompts < 2 and shape.context == SHORT:
+                for _ in samples:
+                    self._tracker.observe(shape.load, least)
+
+    def _estimate(self, shape: Shape) -> float:
+        """Return the expected seconds of a step, 0 while there are too few measures to say."""
+        table = self._tracker.table
+        is_settled = table.prefill.is_settled if shape.prompts else table.decode.is_settled
+        return table.cost(shape.load) if is_settled else 0.0
+
+    def _measure(self, shape: Shape) -> float:
+        requests, names = [], []
+        prompt = shape.start + shape.tokens
+        longest = max(shape.context if shape.decodes else 0, prompt)
+        count = min(-(-longest // self._executor.block_size) * self._num_groups, self._pool.num_free)
+        scratch = self._pool.allocate(count)
+        try:
+            for number in range(shape.decodes + shape.prompts):
+                is_decode = number < shape.decodes
+                length, computed = (shape.context, shape.context - 1) if is_decode else (prompt, shape.start)
+                names.append(f"{MADE_UP}{number}")
+                requests.append(self._request(names[-1], length, computed, is_decode, scratch))
+            tokens = [1] * shape.decodes + [shape.tokens] * shape.prompts
+            plan = SchedulerOutput.made_up([], requests, names, tokens, [1] * len(names))
+            began = self._clock()
+            try:
+                self._executor.submit(plan).result()
+                return self._clock() - began
+            finally:
+                self._executor.submit(SchedulerOutput.made_up(names, [], [], [], [])).result()
+        finally:
+            self._pool.release(scratch)
+
+    def _request(self, name: str, length: int, computed: int, is_decode: bool, scratch: list[int]) -> NewRequestData:
+        places = -(-length // self._executor.block_size) * self._num_groups
+        return NewRequestData(
+            request_id=name,
+            token_ids=[(7919 * position + 1) % self._executor.vocab_size for position in range(length)],
+            num_prompt_tokens=computed if is_decode else length,
+            num_computed_tokens=computed,
+            block_ids=[scratch[place % len(scratch)] for place in range(places)],
+            sampling=_SAMPLING,
+            stop_token_ids=[],
+        )
+
+    def _set_rates(self) -> None:
+        """What keys and prompts cost, from steps that differ in nothing else."""
+        table, length, chunk = self._tracker.table, self._length, self._chunk
+        plain = Shape(prompts=1, tokens=chunk)
+        for more, less, number, rate in (
+            (self._with_keys, Shape(self._rows), self._rows * (length - SHORT), "decode_key"),
+            (self._with_more_keys, plain, chunk * (length - chunk), "prefill_key"),
+            (self._with_prompts, plain, self._rows - 1, "prefill_row"),
+        ):
+            if more in self._took and less in self._took and number > 0:
+                least = self._took[less] / 1000  # so that it can still be corrected
+                setattr(table, rate, max(self._took[more] - self._took[less], least) / number)
+
+
+# --------------------------------------------------------------------------------------------------------- cost tracker
+# Keeps a `StepCostTable` true, by the steps that are made.
+#
+# One step says little: it may have been held up by whatever else the machine does. So what is told of a size moves only
+# when its three latest steps were all slower than told, or all quicker, and by the smallest difference. A single step
+# that took a hundred times as long moves nothing; a machine that has become slower is followed within some steps; and
+# where steps vary, the table tells the middle of them. A size that was measured fewer than three times, in all or
+# since this tracker was made, follows one quicker step at once: other work on the machine can only make a step slower.
+#
+# The cost of a size that was not measured lately follows its neighbours, because it may come from another process or
+# from a time when the machine was busy. If one of two sizes was measured just now, the larger one costs at most its
+# share of the smaller one (`Curve.share_out`); otherwise pacing would never try it again.
+#
+# A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost
+# is known from the steps without prefill; those with both only lower it, where it is more than they take.
+#
+# Owned by the EngineCore.
+
+
+_LATELY = 64  # measures of a curve
+_LEAST_SECONDS = 1e-9  # of any step
+_MOST = 7.0  # of a natural logarithm: a thousandfold at once
+_LEAST = 0.005  # of the same: half a percent is not worth its own cost
+# Tokens are seen in every step, many keys only in some: so of what has grown with both, keys get this much more.
+_KEYS_BLAME = 4
+
+Part = tuple[float, float, Callable[[float], None]]  # seconds, blame, and what multiplies them by e to some power
+Rate = Literal["decode_key", "prefill_key", "prefill_row"]
+
+
+@dataclass(slots=True)
+class _Size:
+    """The latest measures of one size of a curve: the logarithms of measured by stated seconds for the last two, their
+    count, and the number of the latest one among the curve's measures."""
+
+    older: float = 0.0
+    old: float = 0.0
+    count: int = 0
+    latest: int = 0
+
+
+class _Measures:
+    """The measures of a curve since this process began."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.sizes: dict[int, _Size] = {}  # by index
+
+    def count(self, index: int) -> _Size:
+        """Count one more measure of the size at this index, and return its latest measures."""
+        self.number += 1
+        size = self.sizes.setdefault(index, _Size())
+        size.latest = self.number
+        return size
+
+    @property
+    def lately(self) -> list[int]:
+        """The indices of the sizes that were measured lately."""
+        return [index for index, size in self.sizes.items() if self.number - size.latest < _LATELY]
+
+
+class StepCostTracker:
+    """The keeper of `table`. `changes` is the sum of the logarithms by which the table has changed."""
+
+    def __init__(self, table: StepCostTable) -> None:
+        self.table = table
+        for curve in (table.decode, table.prefill, table.mixed):
+            curve.lift(_LEAST_SECONDS)
+        self.changes = 0.0
+        self._measures = {id(curve): _Measures() for curve in (table.decode, table.prefill, table.mixed)}
+        rates: tuple[Rate, ...] = ("decode_key", "prefill_key", "prefill_row")
+        self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """A step of this load took so long, from its beginning to that of the next."""
+        table, seconds = self.table, max(seconds, _LEAST_SECONDS)
+        decodes, decode_keys, prefills, tokens, keys = load
+        if not tokens:
+            if decodes:
+                self._learn(table.decode, decodes, seconds, "decode_key", decode_keys)
+            return
+        prompts = max(prefills - 1, 0)
+        if not decodes:
+            self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
+            return
+        if table.prefill.is_known and seconds < table.prefill.at(tokens):
+            self._learn(table.prefill, tokens, seconds, "prefill_key", keys, prompts)
+        alone = table.cost(StepLoad(decodes, decode_keys))
+        if seconds > alone or not table.mixed.is_known:
+            added = max(seconds - alone, 0.1 * seconds)
+            self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, decode_seconds=alone)
+        else:  # quicker than the decodes are held to be without it, so it is this belief that is out of date
+            of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
+            self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, decode_seconds=alone)
+
+    def _learn(
+        self,
+        curve: Curve,
+        size: int,
+        seconds: float,
+        rate: Rate,
+        keys: int,
+        prompts: int = 0,
+        others: Sequence[Part] = (),
+        decode_seconds: float = 0.0,
+    ) -> None:
+        """Learn that this part of a step took `seconds` with `others`. The step took `decode_seconds` besides."""
+        if not curve.is_known:
+            curve.begin(size, seconds)
+            self._measures[id(curve)].count(curve.nearest(size)).count = 1
+            if not getattr(self.table, rate):
+                self._set_rate(rate, seconds / size / KEYS_PER_TOKEN)
+            return
+        table = self.table
+        told = curve.at(size) + getattr(table, rate) * keys + table.prefill_row * prompts
+        for part, *_ in others:
+            told += part
+        log_ratio = max(-_MOST, min(math.log(seconds / told), _MOST))
+        if change := self._change(curve, curve.nearest(size), log_ratio):
+            parts = [*self._parts(curve, size, rate, keys, prompts), *others]
+            share = change * told / sum(part * blame for part, blame, _ in parts)
+            for _, blame, scale in parts:
+                if blame:
+                    scale(share * blame)
+        if log_ratio <= change:  # the step took no longer than the table says now
+            curve.share_out(size, decode_seconds)
+
+    def _parts(self, curve: Curve, size: int, rate: Rate, keys: int, prompts: int = 0) -> list[Part]:
+        table = self.table
+        own, of_keys = curve.at(size), getattr(table, rate) * keys
+        parts: list[Part] = [
+            (own, own, partial(self._scale_curve, curve, size)),
+            (of_keys, _KEYS_BLAME * of_keys, self._scale[rate]),
+        ]
+        if prompts:
+            of_prompts = table.prefill_row * prompts
+            parts.append((of_prompts, of_prompts, self._scale["prefill_row"]))
+        return parts
+
+    def _scale_curve(self, curve: Curve, size: int, log_factor: float) -> None:
+        curve.scale(size, log_factor, self._measures[id(curve)].lately)
+
+    def _scale_rate(self, rate: Rate, log_factor: float) -> None:
+        self._set_rate(rate, getattr(self.table, rate) * math.exp(log_factor))
+
+    def _set_rate(self, rate: Rate, seconds: float) -> None:
+        setattr(self.table, rate, seconds)
+
+    def _change(self, curve: Curve, index: int, log_ratio: float) -> float:
+        """By which logarithm what is told is to change."""
+        measures, count = self._measures[id(curve)].count(index), curve.counts[index]
+        curve.counts[index] = count + 1
+        measures.count += 1
+        least = min(measures.older, measures.old, log_ratio)
+        most = max(measures.older, measures.old, log_ratio)
+        change = max(least, 0.0) + min(most, 0.0)
+        if not count or (min(count, measures.count - 1) < SETTLED and log_ratio < 0.0):
+            change = log_ratio
+        elif -_LEAST <= change <= _LEAST:
+            change = 0.0
+        measures.older, measures.old = measures.old - change, log_ratio - change
+        self.changes += abs(change)
+        return change

@@ -1,0 +1,363 @@
+"""The table of step costs, and the work and budgets that follow from it.
+
+A step is told by its `StepLoad`. Its cost is one of three curves over numbers of tokens, each piecewise linear between
+powers of two, and what attention and sampling add:
+
+    decodes alone    decode(decodes)                 + decode_key * keys
+    prefill alone    prefill(tokens)                 + prefill_key * keys + prefill_row * (prompts - 1)
+    both             the decodes + mixed(tokens)     + prefill_key * keys + prefill_row * (prompts - 1),
+                     and no less than the prefill alone
+
+A curve of its own tells what prefill adds to decodes, because a device that reads its weights once for both pays less
+than the sum, and a processor that has two forms of a product about the sum. Keys count for decodes and prefill apart,
+because a chunk reads them once for many tokens.
+
+All parts are at least 0 and never fall with more tokens, so neither does the sum. They are scaled, never added to: what
+was never measured follows what was.
+
+Who keeps it: the EngineCore, from the steps it makes. Others have copies, as JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+import msgspec
+
+MAX_SIZES = 64  # of a curve
+MAX_TOKENS = 2**31  # of a size
+MAX_SECONDS = 1e9  # that anything is believed to cost: sums of them, and what is computed of these, stay finite
+KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
+_FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
+_TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
+SETTLED = 3  # measures, of which the least is believed: other work on the machine may delay one or two of them
+
+
+class StepLoad(NamedTuple):
+    """What a step computes. A key is one that one token attends to, itself included."""
+
+    num_decodes: int = 0  # tokens at positions that may all yield one: one for each request but where drafts are tried
+    num_decode_keys: int = 0  # of all of them together
+    num_prefills: int = 0  # requests with a chunk of their prompt
+    num_prefill_tokens: int = 0
+    num_prefill_keys: int = 0
+
+
+def chunk_keys(start: int, num_tokens: int) -> int:
+    """The keys of a chunk of so many tokens, the first of which is at position `start`."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+class Curve(msgspec.Struct, forbid_unknown_fields=True):
+    """Seconds over numbers of tokens: ascending `sizes`, as many `seconds`, which never fall, and how often each was
+    measured. Nothing is known of a curve that was never measured; it has a shape all the same."""
+
+    sizes: list[int]
+    seconds: list[float]
+    counts: list[int] = []
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [SETTLED] * len(self.sizes)
+        if not 0 < len(self.sizes) == len(self.seconds) == len(self.counts) <= MAX_SIZES:
+            raise ValueError(f"a curve has 1 to {MAX_SIZES} sizes, and seconds and a count for each")
+        if any(a >= b for a, b in zip([0, *self.sizes], [*self.sizes, MAX_TOKENS + 1], strict=True)):
+            raise ValueError(f"the sizes of a curve ascend, from 1 at least to {MAX_TOKENS} at most")
+        if not all(map(_is_cost, self.seconds)) or self.seconds != sorted(self.seconds) or min(self.counts) < 0:
+            raise ValueError(f"the seconds of a curve are at least 0, at most {MAX_SECONDS:g}, and never fall")
+
+    @classmethod
+    def unknown(cls, largest: int) -> Curve:
+        """Of no measure, up to this size at least."""
+        sizes = [2**power for power in range((max(largest, 1) - 1).bit_length() + 1)]
+        return cls(sizes, [float(_TOKENS_PER_STEP + size) for size in sizes], [0] * len(sizes))
+
+    @property
+    def is_known(self) -> bool:
+        return any(self.counts)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if there are enough measures to believe them."""
+        return sum(self.counts) >= SETTLED
+
+    def at(self, size: int) -> float:
+        """Seconds for so many tokens; 0 for none, and where nothing is known."""
+        return self._at(size) if size > 0 and self.is_known else 0.0
+
+    def _at(self, size: int) -> float:
+        sizes, seconds = self.sizes, self.seconds
+        upper = bisect_left(sizes, size)
+        if upper == len(sizes):
+            return seconds[-1] * size / sizes[-1]
+        if sizes[upper] == size or upper == 0:
+            return seconds[upper]
+        lower = upper - 1
+        share = (size - sizes[lower]) / (sizes[upper] - sizes[lower])
+        return seconds[lower] + share * (seconds[upper] - seconds[lower])
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a token adds, of the whole curve; infinity where nothing but a few tokens was measured."""
+        if len(self.sizes) < 2 or sum(self.counts[bisect_left(self.sizes, _FEW_TOKENS) :]) < SETTLED:
+            return math.inf
+        return (self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
+
+    def nearest(self, size: int) -> int:
+        """The index of the size nearest to this one."""
+        upper = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
+        return upper - (upper > 0 and size - self.sizes[upper - 1] < self.sizes[upper] - size)
+
+    def lift(self, least: float) -> None:
+        """Nothing costs less than this. Of nothing, nothing can be scaled."""
+        self.seconds = [max(each, least) for each in self.seconds]
+
+    def begin(self, size: int, seconds: float) -> None:
+        """The first measure: all that is told is scaled by it."""
+        self.counts[self.nearest(size)] = 1
+        factor = seconds / self._at(size)
+        self.seconds = [each * factor for each in self.seconds]
+
+    def settled(self) -> Curve:
+        """Return a copy that counts only the sizes that were measured often enough to be believed."""
+        return Curve(self.sizes[:], self.seconds[:], [count if count >= SETTLED else 0 for count in self.counts])
+
+    def share_out(self, size: int, decode_seconds: float) -> None:
+        """Let no larger size cost more than its share of this one, which was measured just now, and no smaller less.
+
+        `k` steps of `size` tokens do the work of one step of `k * size` tokens, so that step costs no more than they
+        do, with the `decode_seconds` that each of them takes for its decodes. Without this limit a larger size that
+        was measured while the machine was busy would never be tried again.
+        """
+        step, here = self._at(size) + decode_seconds, bisect_left(self.sizes, size)
+        for index, other in enumerate(self.sizes):
+            limit = min if index >= here else max
+            self.seconds[index] = limit(self.seconds[index], step * other / size - decode_seconds)
+        self.seconds = list(accumulate(self.seconds, max))  # rounding may have broken the rising order
+
+    def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
+        """Multiply the seconds of this size. Sizes whose indices are not in `measured` were not measured lately and
+        follow their neighbours."""
+        sizes, seconds = self.sizes, self.seconds
+        upper = min(bisect_left(sizes, size), len(sizes) - 1)
+        lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
+        above = below = math.exp(log_factor)
+        if lower != upper:
+            share = (size - sizes[lower]) / (sizes[upper] - sizes[lower])
+            norm = share * share + (1 - share) * (1 - share)
+            below = math.exp(log_factor * (1 - share) / norm)
+            above = math.exp(log_factor * share / norm)
+            seconds[upper] *= above
+        seconds[lower] *= below
+        if log_factor < 0.0:
+            seconds[lower] = min(seconds[lower], seconds[upper])
+        else:
+            seconds[upper] = max(seconds[lower], seconds[upper])
+        # What was measured gives way to what was measured now; between the two there are guesses.
+        before = max((index for index in measured if index < lower), default=-1)
+        after = min((index for index in measured if index > upper), default=len(sizes))
+        for index in range(lower):
+            seconds[index] = min(seconds[index] * (below if index > before else 1.0), seconds[lower])
+        most = max(seconds[after], seconds[upper]) if after < len(sizes) else math.inf
+        for index in range(upper + 1, after):
+            seconds[index] = min(seconds[index] * above, most)
+        for index in range(1, len(sizes)):
+            seconds[index] = max(seconds[index], seconds[index - 1])
+
+
+class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The costs of the steps of one engine. What is not known costs nothing."""
+
+    decode: Curve
+    prefill: Curve
+    mixed: Curve
+    decode_key: float = 0.0
+    prefill_key: float = 0.0
+    prefill_row: float = 0.0  # for each prompt after the first
+
+    def __post_init__(self) -> None:
+        if not all(map(_is_cost, (self.decode_key, self.prefill_key, self.prefill_row))):
+            raise ValueError(f"costs are at least 0 and at most {MAX_SECONDS:g}")
+
+    @classmethod
+    def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:
+        """Of an engine that has made no step."""
+        curves = (Curve.unknown(largest) for largest in (max_num_seqs, *(max_num_batched_tokens,) * 2))
+        decode, prefill, mixed = curves
+        return cls(decode=decode, prefill=prefill, mixed=mixed)
+
+    @property
+    def is_known(self) -> bool:
+        """Return True if decode steps were measured often enough to publish the table."""
+        return self.decode.is_settled
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if steps with tokens of prompts were measured often enough, too."""
+        return self.decode.is_settled and (self.prefill.is_settled or self.mixed.is_settled)
+
+    @property
+    def summary(self) -> str:
+        """The steps of the smallest and the largest size, for a line of the log."""
+        decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
+        parts = [f"{size} decoding: {decode.at(size) * 1e3:.3g} ms" for size in (decode.sizes[0], decode.sizes[-1])]
+        size = prefill.sizes[-1]
+        known = f"{size} prefill tokens: {prefill.at(size) * 1e3:,.1f} ms"
+        parts.append(known if prefill.is_known else "prefill: not measured yet")
+        keys = f"{self.decode_key * 1e9:,.0f} ns per key when decoding, {self.prefill_key * 1e9:,.0f} ns in prefill"
+        return f"{', '.join(parts)}; attention: {keys}"
+
+    @property
+    def seconds_per_prefill_token(self) -> float:
+        """What a token of a long prompt takes at least, without what any step costs; 0 where nothing is known.
+
+        For judging what cannot be done in time, so it is no worse than it must be.
+        """
+        slope = min(self.prefill.slope, self.mixed.slope)
+        return 0.0 if slope == math.inf else slope
+
+    @property
+    def seconds_per_prompt_token(self) -> float:
+        """What a token of a long prompt takes, with its part of what the step costs; 0 where nothing is known."""
+        curve = self.prefill if self.prefill.is_known else self.mixed
+        measured = [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]
+        return curve.at(measured[-1]) / measured[-1] if measured else 0.0
+
+    def cost(self, load: StepLoad) -> float:
+        """Seconds of a step."""
+        decodes, decode_keys, prefills, tokens, keys = load
+        seconds = self.decode.at(decodes) + self.decode_key * decode_keys
+        if not tokens:
+            return seconds
+        more = self.prefill_key * keys + self.prefill_row * max(prefills - 1, 0)
+        alone = self.prefill.at(tokens)
+        if not decodes and self.prefill.is_known:
+            return alone + more
+        added = self.mixed.at(tokens) if self.mixed.is_known else alone
+        return max(seconds + added, alone) + more
+
+    def times_of(self, other: StepCostTable) -> float:
+        """Return this table's seconds divided by another's, for the size that differs most among the sizes that both
+        have measured; 1 if there is none."""
+        times = 1.0
+        for name in ("decode", "prefill"):
+            own, others = getattr(self, name), getattr(other, name)
+            for size in _measured(own) & _measured(others):
+                ratio = max(own.at(size), 1e-9) / max(others.at(size), 1e-9)
+                times = max(times, ratio, key=lambda each: abs(math.log(each)))
+        return times
+
+    def settled(self) -> Self:
+        """Return a copy for the disk, without sizes that were measured too few times."""
+        curves = {name: getattr(self, name).settled() for name in ("decode", "prefill", "mixed")}
+        return msgspec.structs.replace(self, **curves)
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Raises ValueError for what is no table."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a table of step costs: {error}") from None
+
+
+def _measured(curve: Curve) -> set[int]:
+    return {size for size, count in zip(curve.sizes, curve.counts, strict=True) if count}
+
+
+def _is_cost(seconds: float) -> bool:
+    return 0.0 <= seconds <= MAX_SECONDS
+
+
+# ---------------------------------------------------------------------------------------------------------- step budget
+# How much prefill a step may take on beside running streams, so that these keep their pace.
+#
+# Where decoding alone takes most of the target, prefill may still double a step: streams slow down by that factor at
+# most, and those who wait get their turn. (With a hard target, 32 users on two cores got half the tokens.)
+#
+# Owned by the EngineCore.
+
+
+MIN_PREFILL_TOKENS = 8  # a prefill always makes progress, whatever the target is
+UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
+_EXPLORED = 16  # one step in so many gets an eighth more tokens, so that chunks above the table's limit are measured
+
+PacePrefill = Callable[[StepLoad, int], int]
+"""`StepBudget.prefill_tokens`."""
+
+
+class StepBudget:
+    """Keeps steps that carry both decodes and prefill near `target_seconds`, by what the table says of them."""
+
+    def __init__(self, table: StepCostTable, max_tokens: int, target_seconds: float) -> None:
+        self._table = table
+        self._max_tokens = max_tokens
+        self._target = target_seconds
+        self._asked = 0
+
+    def prefill_tokens(self, decodes: StepLoad, start: int) -> int:
+        """How many prefill tokens the next step may carry beside these decodes, from position `start` of a prompt."""
+        table = self._table
+        if not (table.mixed.is_known or table.prefill.is_known):
+            return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
+        alone = table.cost(StepLoad(decodes.num_decodes, decodes.num_decode_keys))
+        affordable = max(self._target - alone, alone)
+        fits, too_many = MIN_PREFILL_TOKENS, self._max_tokens + 1
+        while too_many - fits > 1:
+            tokens = (fits + too_many) // 2
+            load = StepLoad(decodes.num_decodes, decodes.num_decode_keys, 1, tokens, chunk_keys(start, tokens))
+            if table.cost(load) - alone <= affordable:
+                fits = tokens
+            else:
+                too_many = tokens
+        self._asked += 1
+        if not self._asked % _EXPLORED:
+            fits += fits // 8
+        return min(fits, self._max_tokens)
+
+
+# -------------------------------------------------------------------------------------------------------- expected work
+# How much work a request is, before anybody knows how long its answer gets: as long as the latest answers were.
+
+
+_ANSWERS = 32  # latest answers that count most
+_CHUNK = 128  # tokens: of prefill beside decodes, by which its price is told
+
+
+class Prices(NamedTuple):
+    """What one engine takes for its requests, in seconds."""
+
+    prompt_token: float  # computed beside the decodes
+    step: float  # of these decodes alone
+
+
+class TypicalRequest:
+    """The means of the latest requests that ended by themselves, in tokens; 0 while none has."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0.0
+        self.num_output_tokens = 0.0
+
+    def learn(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """A request has ended by itself."""
+        part = 1 / _ANSWERS if self.num_output_tokens else 1.0
+        self.num_output_tokens += (max(num_output_tokens, 1) - self.num_output_tokens) * part
+        self.num_prompt_tokens += (num_prompt_tokens - self.num_prompt_tokens) * part
+
+    def part_of_answer(self, max_tokens: int | None) -> float:
+        """How much of a typical answer a choice is taken to get that may get so many tokens."""
+        return 1.0 if max_tokens is None else min(1.0, max_tokens / max(self.num_output_tokens, 1.0))
+
+    def prices(self, costs: StepCostTable, num_rows: int) -> Prices:
+        """By these costs, while so many requests like this one decode."""
+        keys = int(num_rows * (self.num_prompt_tokens + self.num_output_tokens / 2))
+        step = costs.cost(StepLoad(num_rows, keys))
+        chunk_keys = int(_CHUNK * min(self.num_prompt_tokens, _CHUNK) / 2)
+        chunk = costs.cost(StepLoad(num_rows, keys, 1, _CHUNK, chunk_keys)) - step
+        return Prices(chunk / _CHUNK, step)

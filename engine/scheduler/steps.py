@@ -1,0 +1,152 @@
+"""The plan under construction, and plans in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from engine.plan import NewRequestData, SchedulerOutput
+from engine.scheduler.request import Request
+
+
+class PlanDraft:
+    """The budget left and what has been given away."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_tokens: dict[str, int] = {}  # computed
+        # Who prefills, and how many tokens it may sample: 1 with the last chunk. Whoever decodes may sample one at
+        # every position that is computed.
+        self.prefills: dict[str, int] = {}
+        self.new_block_ids: dict[str, list[int]] = {}
+        self.new_requests: list[NewRequestData] = []
+        self.ran_out_of_blocks = False  # so that nobody new should start
+        # How many tokens of prompts fit beside those that decode, the first being at this position. Asked once there
+        # is such a token, because most steps have none.
+        self.pace: Callable[[int], int] | None = None
+
+    def chunk(self, start: int, num_missing: int) -> int:
+        """How many tokens a request may get that lacks so many from `start` on. It gets them by `add_prefill`."""
+        self.set_pace(start)
+        return min(num_missing, self.budget)
+
+    def set_pace(self, start: int) -> None:
+        """Limit the budget once to the prefill tokens that fit into a step with these decodes."""
+        pace, self.pace = self.pace, None
+        if pace is not None:
+            self.budget = min(self.budget, pace(start))
+
+    def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
+        """Give a request that lacks `num_missing` tokens so many of them."""
+        self.num_tokens[request.request_id] = num_tokens
+        self.prefills[request.request_id] = int(num_tokens == num_missing)
+        self.budget -= num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Take back what a request was given, because it is preempted after all."""
+        self.budget += self.num_tokens.pop(request.request_id, 0)
+        self.prefills.pop(request.request_id, None)
+        self.new_block_ids.pop(request.request_id, None)
+
+    def as_plan(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
+        """The plan."""
+        num_tokens = list(self.num_tokens.values())
+        num_sampled = num_tokens
+        if self.prefills:
+            num_sampled = [self.prefills.get(request_id, number) for request_id, number in self.num_tokens.items()]
+        return SchedulerOutput(
+            step=step,
+            removed_request_ids=removed_request_ids,
+            new_requests=self.new_requests,
+            new_block_ids=self.new_block_ids,
+            request_ids=list(self.num_tokens),
+            num_scheduled_tokens=num_tokens,
+            num_sampled_tokens=num_sampled,
+            total_num_scheduled_tokens=sum(num_tokens),
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ in flight
+# What has been planned and not yet accounted for.
+#
+# With `pipeline_depth` 2 the next step is planned while the device still runs the one before it. Then a request's
+# latest token is not known here, but that does not matter: the device has it and feeds it back to itself. So the plan
+# may count it as there (a placeholder), and only what depends on the token's value waits until it is accounted for.
+#
+# What is true of a step in flight, and why nothing is corrupted by planning on top of it:
+#
+# - A request counts as computed (`num_computed_tokens`) what has been accounted for. What is in flight comes on top of
+#   it here.
+# - A step that may sample several tokens of a request is counted as if all of them came: blocks are there for the
+#   longest outcome, and a request that might be at its limit then is not planned until it is known. If fewer come, the
+#   device goes on where they end, because it knows; the plan on top of it says how many tokens are computed, not where.
+#   So nothing of that plan is wrong. When a step is accounted for, `num_computed_tokens` grows by what came and not by
+#   what was planned, which leaves whoever sampled one token behind. Blocks that were meant for more wait in its table.
+# - Blocks are published when they are accounted for, so nothing can be found that a failing step might never have
+#   computed, nor a block whose last tokens are not known yet.
+# - A request can end while a step that has it is in flight: the step computes one token for nobody, and what it says of
+#   that request is void. Its blocks are free at once, although that step may still write to one of them: whoever gets
+#   the block next is in a later plan, and plans are executed in order (on a device, one after the other on one stream),
+#   so the last to write is its new owner. The late write hits nothing that can be found in the prefix cache: it goes to
+#   a position behind everything that was accounted for the request, and so into a block that it had not published.
+# - Where a device has stages (`num_stages`), as many plans as those are on their way, each with other requests: whoever
+#   is about to sample is in no other plan.
+# - A request that is preempted loses what is in flight for it, and samples the same token again when it is resumed.
+#
+# Owned by the Scheduler.
+
+
+_NOTHING = PlanDraft(0)  # never written to
+
+
+class StepsInFlight:
+    """What was given to whom in each step under way, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: deque[PlanDraft] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def latest(self) -> PlanDraft:
+        """What is in flight while a plan is made: one step at most, or of a device with stages all of them together."""
+        if len(self._steps) > 1:
+            together = PlanDraft(0)
+            for step in self._steps:
+                for request_id, num_tokens in step.num_tokens.items():
+                    together.num_tokens[request_id] = together.num_tokens.get(request_id, 0) + num_tokens
+                together.prefills |= step.prefills
+            return together
+        return self._steps[0] if self._steps else _NOTHING
+
+    def blocking(self) -> set[str]:
+        """Of a device with stages: the requests that no further plan may have yet. They are about to sample, or in two
+        plans already; the chunks of a prompt may follow each other through the stages."""
+        busy: set[str] = set()
+        seen: set[str] = set()
+        for step in self._steps:
+            busy.update(each for each in step.num_tokens if each in seen or step.prefills.get(each, 1))
+            seen.update(step.num_tokens)
+        return busy
+
+    def begin(self, plan: PlanDraft) -> None:
+        """A step has been planned."""
+        self._steps.append(plan)
+
+    def end(self) -> dict[str, int]:
+        """The oldest step has ended. Returns what still counts of it: the tokens computed for each request."""
+        return self._steps.popleft().num_tokens
+
+    def retract(self) -> None:
+        """The latest step is not made after all."""
+        self._steps.pop()
+
+    def void(self, request_id: str) -> None:
+        """Whatever the steps in flight say of this request, it has lost its row or its life since."""
+        for plan in self._steps:
+            plan.num_tokens.pop(request_id, None)
+            plan.prefills.pop(request_id, None)
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in plan.num_tokens for plan in self._steps)

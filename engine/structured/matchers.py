@@ -1,0 +1,359 @@
+"""A request's position in its grammar, token rules and the thinking budget.
+
+Owned by the request and moved on by the scheduler, on the engine's thread. Masks are computed on the manager's threads.
+The step that wants a mask waits for it before it samples, but a step that fails may leave one being computed behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from engine.errors import InvalidRequest
+from engine.messages import GRAMMAR_TOO_COMPLEX, Refusal
+from engine.structured.compiler import CompiledGrammar
+
+# Processor time that the masks of one request may take: so much, and so much more for every token. Most masks take
+# microseconds; a grammar made to take long would hold up all requests beside it.
+SECONDS_AT_ONCE = 1.0
+SECONDS_PER_TOKEN = 0.002
+
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance's words; every other end met one of its limits
+_TOO_COMPLEX = Refusal(
+    "structured_output became too complex to follow within the answer. Allow fewer alternatives at a time.",
+    param="structured_output",
+    code=GRAMMAR_TOO_COMPLEX,
+)
+_TOO_SLOW = Refusal(
+    "structured_output takes too long to follow. Allow fewer alternatives at a time.",
+    param="structured_output",
+    code=GRAMMAR_TOO_COMPLEX,
+)
+
+
+class TokenMatcher(Protocol):
+    """What the scheduler and the manager need of whatever says which tokens may follow."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the request cannot go on; None while it can."""
+        ...
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """What the client is told of the `error`, if it is the client's."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether masks can be computed. False for ever if there is an `error`."""
+        ...
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        """What restricts the tokens from now on: itself, for as long as it does; None if nothing does."""
+        ...
+
+    def close(self) -> None:
+        """The request is gone: what is not ready yet is not wanted any more."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a sampled token. Returns whether the output is complete."""
+        ...
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write the mask of the tokens that may come next."""
+        ...
+
+
+class GrammarMatcher:
+    """Follows the tokens of one request through its grammar, which may still be being compiled at first.
+
+    It survives a preemption: the tokens that were generated stay, and so does the place in the grammar. `error` says
+    why the request cannot go on; None while it can; `refusal` is set too where its client can correct it.
+    """
+
+    def __init__(self, compiling: Future[CompiledGrammar]) -> None:
+        self.error: str | None = None
+        self.refusal: Refusal | None = None
+        self._compiling = compiling
+        self._matcher: LLMatcher | None = None
+        self._lock = threading.Lock()  # of the matcher
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the grammar is compiled. False for ever if that failed; then there is an `error`."""
+        if self._matcher is None and self.error is None and self._compiling.done():
+            try:
+                self._matcher = self._compiling.result().matcher()
+            except InvalidRequest as error:
+                self._refuse(Refusal.of(error))
+            except Exception as error:
+                self.error = f"the grammar could not be compiled ({type(error).__name__})"
+        return self._matcher is not None
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        """Move on by a sampled token. Returns whether the output is complete: nothing may follow.
+
+        Sets `error` if it cannot be followed: the grammar turned out to take too much work, or, which would be a fault
+        of ours, the token was not allowed.
+        """
+        assert self._matcher is not None
+        self._num_tokens += 1
+        with self._lock:
+            followed = not self._matcher.is_error() and self._matcher.consume_token(token_id)
+        if not followed:
+            # The compiler's own words cite tokens, and what a model wrote does not belong into logs.
+            if _NOT_ALLOWED in self._matcher.get_error():
+                self.error = "a token was sampled that the grammar does not allow"
+            else:
+                self._refuse(_TOO_COMPLEX)
+            return False
+        if self._seconds > SECONDS_AT_ONCE + SECONDS_PER_TOKEN * self._num_tokens:
+            self._refuse(_TOO_SLOW)
+            return False
+        return self._matcher.is_stopped()
+
+    def close(self) -> None:
+        """Leave the compiler's queue."""
+        self._compiling.cancel()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self.error, self.refusal = refusal.message, refusal
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write the mask of the tokens that may come next: bit `id % 32` of word `id // 32` is set for each of them.
+
+        In an error nothing but the end is allowed, so that the next `accept` finds it.
+        """
+        assert self._matcher is not None
+        with self._lock:
+            started = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._seconds += time.thread_time() - started
+
+
+# ---------------------------------------------------------------------------------------------------------- token rules
+# What a client forbids token by token: everything but `allowed_token_ids`, and what would complete one of `bad_words`.
+#
+# It takes the same way as a grammar: masks beside the step, the tokens read one by one. With a grammar both hold.
+
+
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
+
+
+class TokenRules:
+    """A `TokenMatcher` of one request: a grammar's if there is one, narrowed.
+
+    `allowed` is the mask of `allowed_token_ids` (see `mask_of`), or None; requests may share it.
+    `bad_words` are sequences of token ids, none of them empty. A sequence of one token is never generated; of a longer
+    one the last token is not, where the others have just been.
+    """
+
+    def __init__(
+        self,
+        *,
+        allowed: NDArray[np.uint32] | None,
+        bad_words: Sequence[Sequence[int]],
+        grammar: GrammarMatcher | None = None,
+    ) -> None:
+        self._grammar = grammar
+        self._allowed = allowed
+        self._bad_words = [(tuple(word[:-1]), word[-1]) for word in bad_words]
+        self._left_nothing: Refusal | None = None
+        self._names = [
+            *(["allowed_token_ids"] if allowed is not None else []),
+            *(["bad_words"] if bad_words else []),
+        ]
+        self._recent: deque[int] = deque(maxlen=max((len(word) - 1 for word in bad_words), default=0))
+
+    @property
+    def error(self) -> str | None:
+        if self._left_nothing is not None:
+            return self._left_nothing.message
+        return None if self._grammar is None else self._grammar.error
+
+    @property
+    def refusal(self) -> Refusal | None:
+        if self._left_nothing is not None:
+            return self._left_nothing
+        return None if self._grammar is None else self._grammar.refusal
+
+    def close(self) -> None:
+        if self._grammar is not None:
+            self._grammar.close()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._grammar is None or self._grammar.is_ready
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        return self
+
+    def accept(self, token_id: int) -> bool:
+        if self._left_nothing is not None:
+            return False
+        self._recent.append(token_id)
+        return self._grammar is not None and self._grammar.accept(token_id)
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write the mask of the tokens that may come next. If none may, set `error`, and allow all for the sampler."""
+        if self._grammar is None:
+            mask[:] = ALL_TOKENS
+        else:
+            self._grammar.fill(mask)
+        if self._allowed is not None:
+            words = min(len(mask), len(self._allowed))
+            mask[:words] &= self._allowed[:words]
+            mask[words:] = 0
+        recent = tuple(self._recent)
+        for before, token_id in self._bad_words:
+            if token_id // 32 < len(mask) and recent[len(recent) - len(before) :] == before:
+                mask[token_id // 32] &= ~(np.uint32(1) << np.uint32(token_id % 32))
+        if not mask.any():
+            names = [*self._names, *(["structured_output"] if self._grammar is not None else [])]
+            self._left_nothing = Refusal(
+                f"{' and '.join(names)} leave no token that may come next; allow more tokens or leave one of them out.",
+                param=names[-1],
+            )
+            mask[:] = ALL_TOKENS
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word, as it is at the start of a text and as it is behind a blank; vLLM's rule: the second
+    only where it is as long as the first and begins with another token."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
+        second = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).ids)
+        found += [first] if first else []
+        if second and len(second) == len(first) and second[0] != first[0]:
+            found.append(second)
+    return tuple(dict.fromkeys(found))
+
+
+def mask_of(token_ids: Sequence[int]) -> NDArray[np.uint32]:
+    """Return the mask that allows these tokens, at least one: a bit for each token, in words of 32 bits."""
+    bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+# ------------------------------------------------------------------------------------------------------ thinking budget
+# Closes the reasoning of a request whose budget is used up: the tokens of the closing tag are all that may follow.
+#
+# It takes the same way as a grammar, around one if there is one, and is gone when the reasoning is over.
+
+
+MAX_EXCESS = 3  # bytes of a character behind its first one
+
+
+class ThinkingBudget:
+    """A `TokenMatcher` of one request, around what restricts it beside.
+
+    `tags` are those around the reasoning; "" for the first says that the prompt has opened it. `closing` is the second
+    in tokens, which come on top of the budget. All before them count, the opening tag included: together they are the
+    `reasoning_tokens` of usage. A character that has been begun is ended first, which takes three tokens at most.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        tags: tuple[str, str],
+        closing: Sequence[int],
+        token_bytes: Callable[[int], bytes],
+        inner: TokenMatcher | None = None,
+    ) -> None:
+        self._budget = budget
+        self._opening, self._closing = (tag.encode() for tag in tags)
+        self._closing_ids = tuple(closing)
+        self._token_bytes = token_bytes
+        self._inner = inner
+        self._is_open = not self._opening
+        self._is_over = False
+        self._seen = b""  # before the opening: everything; in the reasoning: what the closing tag may begin in
+        self._num_tokens = 0
+        self._num_forced = 0  # tokens of the closing tag that have come because nothing else might
+
+    @property
+    def error(self) -> str | None:
+        return None if self._inner is None else self._inner.error
+
+    @property
+    def refusal(self) -> Refusal | None:
+        return None if self._inner is None else self._inner.refusal
+
+    @property
+    def is_ready(self) -> bool:
+        return self._inner is None or self._inner.is_ready
+
+    @property
+    def rest(self) -> TokenMatcher | None:
+        return self._inner if self._is_over else self
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def accept(self, token_id: int) -> bool:
+        if self._is_exhausted:
+            self._num_forced += 1
+        self._num_tokens += 1
+        self._read(self._token_bytes(token_id))
+        return self._inner is not None and self._inner.accept(token_id)
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        if self._is_exhausted:
+            token_id = self._closing_ids[self._num_forced]
+            mask[:] = 0
+            mask[token_id // 32] = np.uint32(1) << np.uint32(token_id % 32)
+        elif self._inner is not None:
+            self._inner.fill(mask)
+        else:
+            mask[:] = ALL_TOKENS
+
+    @property
+    def _is_exhausted(self) -> bool:
+        excess = self._num_tokens - self._budget
+        if excess < 0 or self._is_over or not self._is_open:
+            return False
+        return self._num_forced > 0 or excess >= MAX_EXCESS or not _ends_within_character(self._seen)
+
+    def _read(self, text: bytes) -> None:
+        self._seen += text
+        if not self._is_open:
+            start = self._seen.lstrip()
+            if not start.startswith(self._opening):
+                self._is_over = not self._opening.startswith(start)
+                return
+            self._is_open, self._seen = True, start.removeprefix(self._opening)
+        # A tag that was forced is whole with its last token, whatever bytes that stands for.
+        self._is_over = self._closing in self._seen or self._num_forced == len(self._closing_ids)
+        self._seen = self._seen[-len(self._closing) :]
+
+
+def _ends_within_character(text: bytes) -> bool:
+    """Whether UTF-8 that ends so has to go on."""
+    for behind, byte in enumerate(reversed(text[-MAX_EXCESS:]), 1):
+        if byte & 0xC0 != 0x80:  # the first one of a character
+            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return length > behind
+    return False

@@ -1,0 +1,443 @@
+"""Attention over the paged KV cache.
+
+Imported by whoever builds the model. Keys and values are gathered through the block table into contiguous memory and
+handed to torch's own scaled-dot-product attention; queries of one KV head share its keys without repeating them.
+
+What is promised:
+
+- Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, NaN
+  included: masking alone would not do, because 0 * NaN is NaN.
+- A request's result does not depend on the others in the batch, but for the last bits of a float: padding adds exact
+  zeros, yet may change the order of a sum.
+- Memory beyond the cache is bounded by the tokens that one decode group or one chunk can see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from gpu.checkpoint.architecture import Heads
+from gpu.kernels import AttentionWork, list_attention_work, paged_attention, rope_and_cache
+
+# Decodes of unequal length share one call as long as padding adds no more than a quarter to what is gathered, or no
+# more than one call costs by itself: about as much as 256 tokens of a small model on a CPU.
+FREE_PADDING = 256
+PADDING_SHARE = 0.25
+
+# Queries of a chunk per call. A call computes every key that its last query sees, so large tiles waste work above the
+# diagonal and small ones split the product; 256 was best or near it for chunks of 512 at contexts of 512 and 2048.
+TILE = 256
+
+
+class TorchAttention:
+    """A `PlainAttention`. A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim], keys first."""
+
+    def __init__(self, heads: Heads, block_size: int) -> None:
+        self.heads = heads
+        self.block_size = block_size
+        self.group_size = heads.query // heads.kv
+        # What the layers of one step share, and the metadata it was made from (held, so that its id stays its own).
+        self._plan: tuple[AttentionMetadata, _Plan] | None = None
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return _zeros((num_blocks, self.block_size, 2, self.heads.kv, self.heads.dim), dtype, device)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan = self._plan_for(metadata, query.dtype)
+        slots = kv_cache.flatten(0, 1)  # [num_slots, 2, num_kv_heads, head_dim]
+        slots[:, 0].index_copy_(0, metadata.slot_mapping, key)
+        slots[:, 1].index_copy_(0, metadata.slot_mapping, value)
+        output = query.new_empty(query.shape)
+        if sinks is not None:
+            sinks = sinks.view(self.heads.kv, self.group_size, 1)
+        for group in plan.decodes:
+            self._decode(query, slots, group, sinks, output)
+        for chunk in plan.chunks:
+            self._prefill(query, slots, chunk, sinks, output)
+        return output
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        group: _DecodeGroup,
+        sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
+        output: torch.Tensor,
+    ) -> None:
+        """One query each of B requests, padded to L keys. The queries of a KV head are the rows of one product."""
+        batch = group.rows.shape[0]
+        kv = slots.index_select(0, group.slots).unflatten(0, (batch, -1))  # [B, L, 2, kv_heads, head_dim]
+        key, value = kv.transpose(1, 3).unbind(2)  # each [B, kv_heads, L, head_dim]
+        rows = query.index_select(0, group.rows).unflatten(1, (self.heads.kv, self.group_size))
+        attended = self._attend(rows, key, value, group.mask, sinks)
+        output.index_copy_(0, group.rows, attended.flatten(1, 2))
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        chunk: _Chunk,
+        sinks: torch.Tensor | None,  # [kv_heads, group_size, 1]
+        output: torch.Tensor,
+    ) -> None:
+        """All queries of one request, tile by tile. KV heads take the batch dimension, and the queries' heads over one
+        of them read its keys through a stride of zero."""
+        kv = slots.index_select(0, chunk.slots)  # [L, 2, kv_heads, head_dim]
+        key, value = kv.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, self.group_size, -1, -1)
+        heads = (self.heads.kv, self.group_size)
+        for tile in chunk.tiles:
+            attended = self._attend(
+                query[tile.rows].unflatten(1, heads).permute(1, 2, 0, 3),  # [kv_heads, group_size, rows, head_dim]
+                key[:, :, tile.keys],
+                value[:, :, tile.keys],
+                tile.mask,
+                None if sinks is None else sinks.unsqueeze(-1),
+            )
+            output[tile.rows].unflatten(1, heads).copy_(attended.permute(2, 0, 1, 3))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Softmax of the scores, capped if the heads say so, times values; `mask` is added to the scores, and `sinks`
+        are one more column of them."""
+        scale, softcap = self.heads.scale, self.heads.softcap
+        if softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        scores = (query @ key.transpose(-1, -2)).float().mul_(scale / (softcap or 1.0))
+        if softcap is not None:
+            scores = scores.tanh_().mul_(softcap)
+        if mask is not None:
+            scores = scores.add_(mask)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        weights = scores.softmax(-1)[..., : key.shape[-2]]
+        return weights.to(value.dtype) @ value
+
+    def _plan_for(self, metadata: AttentionMetadata, dtype: torch.dtype) -> _Plan:
+        if self._plan is None or self._plan[0] is not metadata:
+            self._plan = metadata, _make_plan(metadata, self.block_size, self.heads.window, dtype)
+        return self._plan[1]
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """B requests of similar length with one query each."""
+
+    rows: torch.Tensor  # int64 [B], which tokens of the step
+    slots: torch.Tensor  # int64 [B * L], each request's keys; padding repeats its last one, which is finite
+    mask: torch.Tensor | None  # [B, 1, 1, L], 0 or -inf; None where nothing is padded
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Some queries of a chunk, and what they see."""
+
+    rows: slice  # of the step's tokens
+    keys: slice  # of the chunk's slots
+    mask: torch.Tensor  # [rows, keys], 0 or -inf
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """The queries of one request."""
+
+    slots: torch.Tensor  # int64 [L], every key that any of them sees
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What to gather and what to mask: the same for all layers of a step."""
+
+    decodes: list[_DecodeGroup]
+    chunks: list[_Chunk]
+
+
+def _make_plan(metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype) -> _Plan:
+    groups = group_by_length(
+        [
+            seq_len if window is None else min(seq_len, window)
+            for seq_len in metadata.seq_lens_list[: metadata.num_decodes]
+        ]
+    )
+    return _Plan(
+        decodes=[_plan_decodes(metadata, group, block_size, window, dtype) for group in groups],
+        chunks=list(_plan_chunks(metadata, block_size, window, dtype)),
+    )
+
+
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """Split requests, given by the number of keys they read, into groups that are padded to their longest member.
+
+    Returns lists of indices that cover all of them once. Within a group padding stays within PADDING_SHARE of the keys
+    that are needed, or within FREE_PADDING.
+    """
+    if lengths:  # the usual case, without sorting
+        needed = sum(lengths)
+        if max(lengths) * len(lengths) - needed <= max(FREE_PADDING, PADDING_SHARE * needed):
+            return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    longest = padding = needed = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if not groups or padding + longest - length > max(FREE_PADDING, PADDING_SHARE * (needed + length)):
+            groups.append([])
+            longest, padding, needed = length, 0, 0
+        groups[-1].append(index)
+        padding += longest - length
+        needed += length
+    return groups
+
+
+def _plan_decodes(
+    metadata: AttentionMetadata, group: list[int], block_size: int, window: int | None, dtype: torch.dtype
+) -> _DecodeGroup:
+    device = metadata.block_table.device
+    ends = [metadata.seq_lens_list[i] for i in group]
+    starts = [0 if window is None else max(0, end - window) for end in ends]
+    longest = max(end - start for end, start in zip(ends, starts, strict=True))
+    rows = torch.tensor(group, device=device)
+    first = torch.tensor(starts, device=device).unsqueeze(1)
+    last = torch.tensor(ends, device=device).unsqueeze(1) - 1
+    positions = first + torch.arange(longest, device=device)  # [B, L]
+    mask = None
+    if longest * len(group) > sum(ends) - sum(starts):
+        mask = torch.zeros(positions.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(positions > last, float("-inf"))[:, None, None]
+    slots = _slots(metadata.block_table.index_select(0, rows), torch.minimum(positions, last), block_size)
+    return _DecodeGroup(rows, slots.flatten(), mask)
+
+
+def _plan_chunks(
+    metadata: AttentionMetadata, block_size: int, window: int | None, dtype: torch.dtype
+) -> Iterator[_Chunk]:
+    requests = range(metadata.num_decodes, len(metadata.query_lens_list))
+    if not requests:
+        return
+    device = metadata.block_table.device
+    reach = max(metadata.seq_lens_list[i] for i in requests)
+    if window is not None:
+        reach = min(reach, window)
+    band = _causal_band(reach, window, dtype, device)
+    row = metadata.num_decodes
+    for i in requests:
+        query_len, seq_len = metadata.query_lens_list[i], metadata.seq_lens_list[i]
+        if query_len == 0:
+            continue
+        computed = seq_len - query_len
+        first = 0 if window is None else max(0, computed + 1 - window)
+        positions = torch.arange(first, seq_len, device=device).unsqueeze(0)
+        slots = _slots(metadata.block_table[i : i + 1], positions, block_size)[0]
+        tiles = []
+        for start in range(0, query_len, TILE):
+            stop = min(start + TILE, query_len)
+            oldest = 0 if window is None else max(0, computed + start + 1 - window)
+            behind = computed + start - oldest  # tokens before the tile that its first query sees
+            mask = band[: stop - start, reach - behind : reach + stop - start]
+            keys = slice(oldest - first, computed + stop - first)
+            tiles.append(_Tile(slice(row + start, row + stop), keys, mask))
+        yield _Chunk(slots, tiles)
+        row += query_len
+
+
+def _causal_band(reach: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The mask of every tile, [TILE, reach + TILE]: row i sees column reach + i, and window - 1 columns before it.
+
+    A causal mask depends only on how far a key lies behind its query, so the mask of a tile that follows n tokens is
+    the part of this one from column reach - n on. One tensor serves all chunks of a step.
+    """
+    query = torch.arange(TILE, device=device).unsqueeze(1) + reach
+    key = torch.arange(reach + TILE, device=device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def _slots(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The cache slots of token positions: int32 [B, max_blocks] and int64 [B, L] -> int64 [B, L]"""
+    blocks = block_table.gather(1, positions // block_size).long()
+    return blocks * block_size + positions % block_size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Like torch.zeros, but host memory is only taken when it is first written.
+
+    torch.zeros writes all of it: seconds for gigabytes of cache, most of which a quiet server never uses.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+# -------------------------------------------------------------------------------------------------------------   init
+# Attention over the paged KV cache: the interface that models call and the metadata of one step.
+#
+# A backend owns the layout of its cache. Models only hand it queries, keys and values of the step's tokens; `forward`
+# writes the keys and values to their slots and attends over everything the block tables reach. The backends, in reading
+# order:
+#
+# torch_backend   in plain torch: the reference, and what serves where no kernel does
+# triton_backend  by the kernels of `gpu.kernels`: what serves on CUDA
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """Where the tokens of one step belong, to layers of one KV group (`gpu.kv_cache`). B requests, T tokens in all;
+    requests lie one after the other in T.
+
+    The first `num_decodes` requests have exactly one token in this step; the others have more, or none. `seq_lens`
+    counts all tokens of a request up to the last one of this step. Entries of `block_table` past a request's length, or
+    behind the window of all its queries, are unspecified and must not be read as data.
+    """
+
+    query_start_loc: torch.Tensor  # int32 [B + 1]
+    seq_lens: torch.Tensor  # int32 [B]
+    block_table: torch.Tensor  # int32 [B, max_blocks]
+    slot_mapping: torch.Tensor  # int64 [T], block id * block_size + offset
+    num_decodes: int
+    # The same lengths on the host, so that no backend has to read them back from the device. A graph may be for any
+    # lengths: then these lists are empty, and `num_decodes`, which only the device knows, is 0.
+    query_lens_list: list[int]  # [B]
+    seq_lens_list: list[int]  # [B]
+
+    @classmethod
+    def of_groups(
+        cls, *, block_tables: torch.Tensor, slot_mappings: torch.Tensor, **shared: Any
+    ) -> list[AttentionMetadata]:
+        """Of each KV group: `block_tables` is [groups, B, max_blocks], `slot_mappings` [groups, T]."""
+        tables = zip(block_tables, slot_mappings, strict=True)
+        return [cls(block_table=table, slot_mapping=slots, **shared) for table, slots in tables]
+
+
+class PlainAttention(Protocol):
+    """Attention with heads of one kind (`gpu.checkpoint.architecture.Heads`); one object serves all layers of it."""
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The zeroed cache of one layer, in the layout of this backend."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [T, num_heads, head_dim], rotated
+        key: torch.Tensor,  # [T, num_kv_heads, head_dim], rotated
+        value: torch.Tensor,  # [T, num_kv_heads, head_dim]
+        kv_cache: torch.Tensor,  # this layer's, from allocate_kv_cache
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], see `gpu.checkpoint.architecture.AttentionSpec`
+    ) -> torch.Tensor:
+        """Store key and value, attend causally, return [T, num_heads, head_dim]."""
+        ...
+
+
+@runtime_checkable
+class FusedAttention(Protocol):
+    """A backend that takes the merged projection as it is, where a kernel rotates and stores in one pass."""
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,  # [T, num_heads + 2 * num_kv_heads, head_dim], queries first; may be overwritten
+        positions: torch.Tensor,  # int64 [T]
+        rotary_table: torch.Tensor,  # [2, max_positions, head_dim], cosines and signed sines
+        qk_norm: torch.Tensor | None,  # [2, head_dim], RMSNorm weights of query and key heads
+        eps: float,  # of these norms
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,  # as above
+    ) -> torch.Tensor:
+        """Normalize and rotate queries and keys, then as `PlainAttention.forward`: [T, num_heads, head_dim]."""
+        ...
+
+
+AttentionBackend = PlainAttention | FusedAttention
+
+
+# ------------------------------------------------------------------------------------------------------- triton backend
+# Paged attention by the kernels of gpu.kernels: what serves on CUDA, and on a CPU through their torch references.
+
+
+class TritonAttention:
+    """A `FusedAttention`.
+
+    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys first: see `gpu.kernels.rope`. Of the
+    metadata the host's lists are not needed: any step may be captured in a graph. Its padding has `slot_mapping` -1 and
+    `seq_lens` 0.
+    """
+
+    def __init__(self, heads: Heads, block_size: int) -> None:
+        self.heads = heads
+        self.block_size = block_size
+        # What all layers of one step share, and the lengths it was made from (held, so that their id stays their own).
+        self._work: tuple[torch.Tensor, AttentionWork | None] | None = None
+
+    def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        shape = (num_blocks, 2, self.heads.kv, self.block_size, self.heads.dim)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_table: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query = rope_and_cache(
+            qkv,
+            positions,
+            rotary_table,
+            kv_cache,
+            metadata.slot_mapping,
+            num_heads=self.heads.query,
+            qk_norm=qk_norm,
+            eps=eps,
+        )
+        where = (metadata.seq_lens, metadata.query_start_loc)
+        num_decodes = metadata.num_decodes if metadata.query_lens_list else None
+        if self._work is None or self._work[0] is not metadata.seq_lens:  # the first layer of a step
+            work = list_attention_work(
+                query,
+                self.heads.kv,
+                *where,
+                window=self.heads.window,
+                num_decodes=num_decodes,
+                longest_chunk=max(metadata.query_lens_list, default=None),
+            )
+            self._work = metadata.seq_lens, work
+        return paged_attention(
+            query,
+            kv_cache,
+            metadata.block_table,
+            *where,
+            self._work[1],
+            scale=self.heads.scale,
+            window=self.heads.window,
+            softcap=self.heads.softcap,
+            sinks=sinks,
+            num_decodes=num_decodes,
+        )

@@ -1,0 +1,235 @@
+"""All families by their names in files, with their specifications.
+
+Its checkpoints have the experts of a layer as one tensor, gate and up by turns, in bfloat16 or MXFP4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from gpu.checkpoint.architecture import (
+    LLAMA_VALUES,
+    Architecture,
+    DecoderSpec,
+    LayerSpec,
+    Part,
+    RMSNormSpec,
+    Stack,
+    llama_layer,
+    mixture_of_experts,
+)
+from gpu.checkpoint.config import EXPERTS, EXPERTS_PER_TOKEN, FIELDS, FLAG, HeaderField, ModelConfig, ModelError
+from gpu.checkpoint.families.gemma import GEMMA2, GEMMA3
+
+
+def _layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer = llama_layer(config, index)
+    attention, norm = layer.attention, layer.feed_forward_norm.weight
+    in_hf, in_gguf = f"model.layers.{index}.self_attn.sinks", f"blk.{index}.attn_sinks"
+    sinks = Part(in_hf, in_gguf, (attention.heads.query,), suffix="")
+    experts = mixture_of_experts(
+        config,
+        index,
+        router="mlp.router",
+        networks=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        inner=config.intermediate_size,
+        normalized=True,
+        bias=True,
+        stacks=(
+            Stack("mlp.experts.gate_up_proj", 0, 2),
+            Stack("mlp.experts.gate_up_proj", 1, 2),
+            Stack("mlp.experts.down_proj"),
+        ),
+        clamp=(config.numbers["swiglu_alpha"], config.numbers["swiglu_limit"]),
+    )
+    return replace(
+        layer,
+        attention=replace(attention, sinks=sinks, out=replace(attention.out, bias=config.attention_bias)),
+        feed_forward_norm=RMSNormSpec(replace(norm, gguf=f"blk.{index}.post_attention_norm"), config.rms_norm_eps),
+        feed_forward=experts,
+    )
+
+
+GPT_OSS = Architecture(
+    name="GptOssForCausalLM",
+    gguf="gpt-oss",
+    model_type="gpt_oss",
+    defaults={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    allowed_values={**LLAMA_VALUES, "attention_bias": (True, None), "sliding_window_pattern": (2, None)},
+    attention_bias=True,
+    numbers={
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "swiglu_alpha": HeaderField(float, 1e-3, 1e3, "", default=1.702),
+        "swiglu_limit": HeaderField(float, 1e-3, 1e6, "", default=7.0),
+    },
+    quantizations=frozenset({"mxfp4"}),
+    yarn_truncate=False,
+    full_layers=2,
+    window_keys=frozenset({"sliding_window", "layer_types"}),
+    layer=_layer,
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ qwen3 moe
+# Qwen 3 with experts, in all layers but those that a config.json names.
+
+
+def _qwen3_moe_layer(config: ModelConfig, index: int) -> LayerSpec:
+    layer = llama_layer(config, index)
+    if index in config.dense_layers:
+        return layer
+    experts = mixture_of_experts(
+        config,
+        index,
+        router="mlp.gate",
+        networks=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        inner=int(config.numbers["moe_intermediate_size"]),
+        normalized=bool(config.numbers["norm_topk_prob"]),
+    )
+    return replace(layer, feed_forward=experts)
+
+
+QWEN3_MOE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    gguf="qwen3moe",
+    model_type="qwen3_moe",
+    defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096},
+    window_keys=frozenset({"sliding_window", "use_sliding_window"}),  # all layers have the window
+    qk_norm=True,
+    numbers={
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": replace(FIELDS["intermediate_size"], gguf="expert_feed_forward_length"),
+        "norm_topk_prob": replace(FLAG, gguf="expert_weights_norm", default=True),
+    },
+    layer=_qwen3_moe_layer,
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- mixtral
+# Mixtral: Mistral with experts in every layer. Its GGUF files call themselves llama.
+
+
+def _mixtral_layer(config: ModelConfig, index: int) -> LayerSpec:
+    experts = mixture_of_experts(
+        config,
+        index,
+        router="block_sparse_moe.gate",
+        networks=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
+        inner=config.intermediate_size,
+        normalized=True,
+    )
+    return replace(llama_layer(config, index, gguf_heads=True), feed_forward=experts)
+
+
+MIXTRAL = Architecture(
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    nullable=frozenset({"sliding_window", "head_dim"}),
+    window_keys=frozenset({"sliding_window"}),
+    numbers={"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_PER_TOKEN},
+    layer=_mixtral_layer,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- qwen2
+# Qwen 2 and 2.5, with biases on queries, keys and values.
+
+
+WINDOW_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+WINDOW_KEYS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+
+QWEN2 = Architecture(
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    gguf="qwen2",
+    defaults={"num_key_value_heads": 32, **WINDOW_DEFAULTS},
+    attention_bias=True,
+    nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+    window_keys=WINDOW_KEYS,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- qwen3
+# Qwen 3, with norms on queries and keys.
+
+
+QWEN3 = Architecture(
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    gguf="qwen3",
+    defaults={"head_dim": 128, "num_key_value_heads": 32, **WINDOW_DEFAULTS},
+    qk_norm=True,
+    nullable=frozenset({"sliding_window", "num_key_value_heads"}),
+    window_keys=WINDOW_KEYS,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------- llama
+# Llama, and the many that took over its shape: SmolLM2, TinyLlama, DeepSeek's distillates.
+
+
+LLAMA = Architecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    gguf="llama",
+    nullable=frozenset({"head_dim", "num_key_value_heads"}),
+    layer=partial(llama_layer, gguf_heads=True),
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- mistral
+# Mistral, with a sliding window. Its GGUF files call themselves llama.
+
+
+MISTRAL = Architecture(
+    name="MistralForCausalLM",
+    model_type="mistral",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    nullable=frozenset({"sliding_window", "head_dim"}),
+    window_keys=frozenset({"sliding_window"}),
+)
+
+
+# -------------------------------------------------------------------------------------------------------------   init
+# The families of models that are served: a file for each, and its line in `FAMILIES`.
+#
+# In reading order:
+#
+# llama      Llama, and the many that took over its shape
+# mistral    Mistral, with a sliding window
+# qwen2      Qwen 2 and 2.5, with biases on queries, keys and values
+# qwen3      Qwen 3, with norms on queries and keys
+# gemma      Gemma 2 and 3, with windows in some layers, and norms of their own
+# mixtral    Mistral with experts
+# qwen3_moe  Qwen 3 with experts
+# gpt_oss    gpt-oss: experts, sinks, and windows in every second layer
+
+
+_FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)
+FAMILIES: dict[str, Architecture] = {family.name: family for family in _FAMILIES}
+FAMILIES["Gemma3ForConditionalGeneration"] = GEMMA3  # of which the text part is served
+
+
+def spec_of(config: ModelConfig) -> DecoderSpec:
+    """What a model of this configuration is made of. Raises ModelError for an architecture that is not supported."""
+    if config.architecture not in FAMILIES:
+        raise ModelError(f"Architecture {config.architecture!r} is not supported; supported are {', '.join(FAMILIES)}.")
+    return FAMILIES[config.architecture].spec(config)

@@ -1,0 +1,267 @@
+"""Bounds on tokenizers that strangers made.
+
+A tokenizer is a chain of steps around its model. The library runs whatever they say: three replacements of a letter by
+65,536 of them ask for more memory than there is, which ends the process, and no `except` sees it. So the JSON is read
+before the library builds anything of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from gpu.checkpoint.config import FIELDS, ModelError, shown
+
+MAX_ADDED_TOKENS = 2**16
+MAX_TOKEN = 4096  # characters; the longest there are have fewer than 1,000
+_MOST_STEPS = 64
+_LONGEST_LIST = 64
+_LONGEST_TEXT = 64  # characters that a step puts into a text, or looks for
+_LONGEST_PATTERN = 4096
+_MOST_GROWTH = 64  # times, of all steps in a row
+_LONGEST_WORD = 1000  # characters that WordPiece searches for tokens, in a time that grows as their square
+
+_SECTIONS = {
+    "normalizer": "normalizers",
+    "pre_tokenizer": "pretokenizers",
+    "post_processor": "processors",
+    "decoder": "decoders",
+}  # and where a sequence of them keeps its steps
+# By how much a step that says nothing of it lengthens a text at most: bytes become letters, blanks go around a letter.
+_GROWTH = {"ByteLevel": 4, "BertNormalizer": 3, "BPEDecoder": 2, "CTC": 2, "WordPiece": 2}
+
+# One pass over a text takes these a time that grows as its length.
+_HARMLESS = {
+    "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "Prepend",
+    "ByteLevel", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer",
+    "UnicodeScripts",
+}  # fmt: skip
+_HARMLESS_GROWTH = 4
+
+
+def word_pattern(digits: str) -> str:
+    """How Llama 3 and its descendants cut a text; they differ in how many `digits` make a word."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        rf"|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+"
+        r"|\s+(?!\S)"
+        r"|\s+"
+    )
+
+
+LLAMA3_DIGITS = r"\p{N}{1,3}"
+QWEN2_DIGITS = r"\p{N}"
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_KNOWN_PATTERNS = {word_pattern(LLAMA3_DIGITS), word_pattern(QWEN2_DIGITS), _GPT2_PATTERN, r"\p{N}{1,3}", r"\p{N}"}
+
+
+def is_known(tokenizer: Tokenizer) -> bool:
+    """Whether the time that a text takes is known to grow as its length: byte-pair encoding behind known regexes.
+
+    The regexes of others may take seconds for a few thousand characters, in which no thread can be stopped.
+    """
+    steps = [
+        step
+        for section in ("normalizer", "pre_tokenizer")
+        if (part := getattr(tokenizer, section)) is not None
+        for step in _steps(json.loads(part.__getstate__()), section, "the tokenizer")
+    ]
+    growth = 1.0
+    for step in steps:
+        growth *= 1 if step["type"] == "ByteLevel" else _growth(step, "the tokenizer")
+    is_bpe = type(tokenizer.model).__name__ == "BPE"
+    return is_bpe and growth <= _HARMLESS_GROWTH and all(map(_is_harmless, steps))
+
+
+def _is_harmless(step: dict[str, Any]) -> bool:
+    if step["type"] not in ("Split", "Replace"):
+        return step["type"] in _HARMLESS
+    pattern = step["pattern"]
+    return "String" in pattern or pattern.get("Regex") in _KNOWN_PATTERNS
+
+
+def check_steps(tokenizer: dict[str, Any], source: str) -> None:
+    """Raise `ModelError` for a tokenizer.json, parsed, whose steps or tokens are out of bounds."""
+    for sections in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
+        growth = 1.0
+        for section in sections:
+            for step in _steps(tokenizer.get(section), section, source):
+                _check_values(step, f"{section} {step['type']}", source)
+                if section == "decoder" and "Regex" in (step.get("pattern") or ()):
+                    raise ModelError(f"{source}: decoder {step['type']} has a regex; only a text is allowed there.")
+                growth *= _growth(step, source)
+                if growth > _MOST_GROWTH:
+                    raise ModelError(
+                        f"{source}: the {section} makes a text up to {growth:,.0f} times as long by its step "
+                        f"{step['type']}; up to {_MOST_GROWTH} times are allowed for all steps."
+                    )
+    _check_model(tokenizer.get("model"), source)
+    added = tokenizer.get("added_tokens") or []
+    if not isinstance(added, list) or len(added) > MAX_ADDED_TOKENS:
+        raise ModelError(
+            f"{source}: added_tokens must be an array of up to {MAX_ADDED_TOKENS:,} tokens, got {shown(added)}."
+        )
+    check_lengths((entry.get("content") for entry in added if isinstance(entry, dict)), source)
+
+
+def check_lengths(tokens: Any, source: str) -> None:
+    """Raise `ModelError` for the first token that is longer than any model's."""
+    for token in tokens:
+        if isinstance(token, str) and len(token) > MAX_TOKEN:
+            raise ModelError(
+                f"{source}: token {shown(token)} has {len(token):,} characters; up to {MAX_TOKEN:,} are allowed."
+            )
+
+
+def _steps(section: Any, name: str, source: str) -> Iterator[dict[str, Any]]:
+    """The steps of a section in their order, out of the sequences that hold them."""
+    left, seen = [section] if section is not None else [], 0
+    while left:
+        step = left.pop()
+        seen += 1
+        if seen > _MOST_STEPS:
+            raise ModelError(f"{source}: the {name} has more than {_MOST_STEPS} steps.")
+        # The library also guesses what a step without a type is.
+        if not isinstance(step, dict) or not isinstance(step.get("type"), str):
+            raise ModelError(f"{source}: each step of the {name} must be an object with a type, got {shown(step)}.")
+        if step["type"] != "Sequence":
+            yield step
+            continue
+        inner = step.get(_SECTIONS[name])
+        if not isinstance(inner, list) or len(inner) > _MOST_STEPS:
+            raise ModelError(
+                f"{source}: a sequence in the {name} must have up to {_MOST_STEPS} steps, got {shown(inner)}."
+            )
+        left.extend(reversed(inner))
+
+
+def _check_values(value: Any, what: str, source: str, longest: int = _LONGEST_TEXT) -> None:
+    """Every text and every list in a step is short."""
+    match value:
+        case str() if len(value) > longest:
+            raise ModelError(f"{source}: {what} has a text of {len(value):,} characters; up to {longest} are allowed.")
+        case dict() | list() if len(value) > _LONGEST_LIST:
+            raise ModelError(f"{source}: {what} holds {len(value):,} values; up to {_LONGEST_LIST} are allowed.")
+        case dict():
+            for key, inner in value.items():
+                if key != "precompiled_charsmap":  # see _growth
+                    _check_values(inner, what, source, _LONGEST_PATTERN if key in ("Regex", "String") else longest)
+        case list():
+            for inner in value:
+                _check_values(inner, what, source, longest)
+
+
+def _growth(step: dict[str, Any], source: str) -> float:
+    """How many times as long this step makes a text at most."""
+    kind = step["type"]
+    if kind == "Replace":
+        content, pattern = step.get("content"), step.get("pattern")
+        text = pattern.get("String") if isinstance(pattern, dict) else None
+        if not isinstance(content, str):
+            return 1.0  # the library refuses it
+        if isinstance(text, str) and text:
+            return max(1.0, len(content) / len(text))
+        return 1.0 + len(content)  # which may stand before every letter
+    if kind == "Precompiled":
+        return _longest_mapped(step.get("precompiled_charsmap"), source)
+    if kind == "TemplateProcessing":
+        single = step.get("single")
+        return float(max(1, len(single))) if isinstance(single, list) else 1.0
+    return float(_GROWTH.get(kind, 1))
+
+
+def _longest_mapped(charsmap: Any, source: str) -> float:
+    """The longest text that SentencePiece's map gives for a letter: behind a trie, whose size comes first, texts that
+    end in a null byte."""
+    if not isinstance(charsmap, str):
+        return 1.0
+    try:
+        data = base64.b64decode(charsmap)
+    except (binascii.Error, ValueError) as error:
+        raise ModelError(f"{source}: precompiled_charsmap is not in base64: {error}.") from error
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    longest = max(len(text.decode(errors="replace")) for text in texts.split(b"\0"))
+    return float(max(1, longest))
+
+
+def _check_model(model: Any, source: str) -> None:
+    if not isinstance(model, dict):
+        return  # the library refuses it
+    for key, value in model.items():
+        if isinstance(value, str):
+            _check_values(value, f"the model's {key}", source)
+    longest = model.get("max_input_chars_per_word")
+    if type(longest) is int and longest > _LONGEST_WORD:
+        raise ModelError(
+            f"{source}: max_input_chars_per_word must be an integer from 0 to {_LONGEST_WORD}, got {longest}."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- foreign tokenizer
+# Guards around the tokenizers library, which is handed what strangers wrote.
+#
+# What it dislikes ends in a bare Exception, and what it did not think of in a panic of Rust, which reaches Python as a
+# BaseException that no `except Exception` catches.
+
+
+logger = logging.getLogger(__name__)
+
+# Letters with and without accents, digits, blanks, a word in another script, an emoji, a broken special token.
+_SAMPLE = "Hello, wörld! 12 345\n\t  中文 Привет 🙂 <|im_start|> a"
+_MOST_TOKENS = 4096  # of the sample, which has 50 characters
+
+
+@contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Whatever the library raises becomes a `ModelError` that begins with `what`."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what}: {str(error)[:200] or type(error).__name__}.") from error
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocabulary: Mapping[str, int], vocab_size: int, *, source: str) -> None:
+    """Raise `ModelError` for a tokenizer that cannot be used: a vocabulary out of bounds, or a text that breaks it.
+
+    `vocabulary` has the id of each token, which the tokenizer itself takes long to tell. Some models that work have a
+    few tokens more than rows in their embedding, for padding that nobody asks for: these are served, and a request with
+    such a token is refused.
+    """
+    most = FIELDS["vocab_size"].high
+    with tokenizer_errors(f"{source} has a tokenizer that cannot be used"):
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        if not any(token and token not in special for token in vocabulary):
+            raise ModelError(f"{source}: the tokenizer's vocabulary is empty but for special tokens.")
+        check_lengths(vocabulary, source)
+        highest = max(vocabulary.values())
+        if highest >= most:
+            token = next(token for token, token_id in vocabulary.items() if token_id == highest)
+            raise ModelError(f"{source}: token {shown(token)} has the id {highest:,}; ids below {most:,} are allowed.")
+        if highest >= vocab_size:
+            logger.warning(
+                "%s has tokens with ids up to %d, the model an embedding of %d: requests with those beyond it are "
+                "refused",
+                source, highest, vocab_size,
+            )  # fmt: skip
+        for add_special_tokens in (True, False):
+            token_ids = tokenizer.encode(_SAMPLE, add_special_tokens=add_special_tokens).ids
+            if len(token_ids) > _MOST_TOKENS or max(token_ids, default=0) > highest:
+                raise ModelError(
+                    f"{source}: the tokenizer makes {len(token_ids):,} tokens of {len(_SAMPLE)} characters, with ids "
+                    f"up to {max(token_ids):,}; up to {_MOST_TOKENS:,} are allowed, with ids up to {highest:,}."
+                )
+            tokenizer.decode(token_ids, skip_special_tokens=not add_special_tokens)

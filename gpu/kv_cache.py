@@ -1,0 +1,192 @@
+"""The layout of keys and values, and the number of blocks that fit."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+from engine.plan import most_blocks
+from gpu.checkpoint import ModelConfig, ModelError
+from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.families.table import spec_of
+from gpu.checkpoint.tensors import shapes_of
+
+GIB = 2**30
+
+# On a CPU the cache shares memory with everything else that runs there, and decoding is too slow to fill a large one.
+CPU_MEMORY_SHARE = 0.25
+CPU_MEMORY_LIMIT = 4 * GIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSize:
+    """A cache of `num_blocks` blocks, and the longest context to serve with it."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    bytes_per_block: int  # over all layers of a KV group
+    max_model_len: int
+    num_tokens: int  # of contexts as long as that
+    layers: str = ""  # of a block, where it is not all
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache: {size_text(self.num_blocks * self.bytes_per_block)}, {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens{self.layers}: room for {self.num_tokens:,} tokens, "
+            f"{self.num_tokens / self.max_model_len:.1f} x the {self.max_model_len:,}-token context"
+        )
+
+
+def check_max_model_len(config: ModelConfig, max_model_len: int | None) -> int:
+    """The context to build the model for. Raises ConfigError for one that the model does not have."""
+    limit = config.max_position_embeddings
+    if max_model_len is None:
+        return limit
+    if not 1 <= max_model_len <= limit:
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            allowed=f"this model has positions for 1 to {limit:,} tokens",
+            hint=f"max_model_len={limit} works",
+        )
+    return max_model_len
+
+
+def check_weights_fit(spec: DecoderSpec, free: int, fewest_bits: int = 4) -> None:
+    """Raise ModelError for a model, or a rank's part of it, that does not fit with `fewest_bits` for each weight:
+    filling memory could end the process. `free` is in bytes."""
+    num_weights = sum(map(math.prod, shapes_of(spec).values()))
+    fewest_bytes = num_weights * fewest_bits // 8
+    if fewest_bytes > free:
+        raise ModelError(
+            f"The model has {num_weights:,} weights, which take at least {size_text(fewest_bytes)}; "
+            f"{size_text(free)} are free on the device. Serve a smaller model."
+        )
+
+
+def check_memory(num_bytes: int, free: int, setting: str = "kv_cache_memory", where: str = "on the device") -> None:
+    """Raise ConfigError for a cache that there is no room for: filling it could end the process."""
+    if num_bytes > free:
+        raise ConfigError(
+            setting,
+            size_text(num_bytes),
+            allowed=f"{size_text(free)} are free {where}",
+            hint=f"{setting}={free // 2} works, or leave it out",
+        )
+
+
+def kv_cache_size(
+    config: ModelConfig,
+    *,
+    element_size: int,
+    block_size: int,
+    tokens_held: int | None = None,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    max_num_batched_tokens: int = 512,
+    budget: int,
+    kv_cache_memory: int | None,
+    spec: DecoderSpec | None = None,
+) -> KVCacheSize:
+    """Choose the size in blocks.
+
+    `kv_cache_memory` bytes are taken in full when given. Otherwise it is the `budget` in bytes, or less where
+    `max_num_seqs` requests of the longest context need less. `tokens_held` is for how many tokens a block takes memory,
+    where that is more than `block_size`. A rank's `spec` tells which heads and layers it has the keys and values of. A
+    `max_model_len` of None is the model's own, lowered to what the cache holds. Raises ConfigError if not even one
+    block fits, or no request of the given `max_model_len`.
+    """
+    longest = check_max_model_len(config, max_model_len)
+    spec = spec or spec_of(config)
+    layout, heads = kv_layout(config, spec), spec.layers[0].attention.heads
+    bytes_per_block = layout.num_slots * 2 * heads.kv * heads.dim * element_size * (tokens_held or block_size)
+
+    def blocks(num_tokens: int) -> int:  # of one request, with two steps in flight
+        return most_blocks(layout.windows, block_size, num_tokens, 2 * max_num_batched_tokens)
+
+    if kv_cache_memory is not None:
+        num_blocks = kv_cache_memory // bytes_per_block
+    else:
+        num_blocks = min(max(0, budget) // bytes_per_block, max_num_seqs * blocks(longest))
+    memory = max(0, budget) if kv_cache_memory is None else kv_cache_memory
+    needed = blocks(longest) * bytes_per_block
+
+    held = bisect.bisect_right(range(1, longest + 1), num_blocks, key=blocks)  # tokens of one request
+    if held == 0:
+        raise ConfigError(
+            "kv_cache_memory",
+            size_text(memory),
+            allowed=f"{block_size} tokens take {size_text(blocks(1) * bytes_per_block)}",
+            hint=f"kv_cache_memory={needed} holds one request of {longest:,} tokens",
+        )
+    if max_model_len is not None and held < longest:
+        raise ConfigError(
+            "max_model_len",
+            max_model_len,
+            allowed=f"the KV cache of {size_text(memory)} holds {held:,} tokens",
+            hint=f"max_model_len={held} works, or kv_cache_memory={needed}",
+        )
+    return KVCacheSize(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        bytes_per_block=bytes_per_block,
+        max_model_len=held,
+        num_tokens=num_blocks * -(-held // block_size) // blocks(held) * block_size,
+        layers="" if len(layout.windows) == 1 else f" in {layout.num_slots} of {config.num_hidden_layers} layers each",
+    )
+
+
+def size_text(num_bytes: int) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+# ------------------------------------------------------------------------------------------------------------ kv layout
+# Where each layer of a model has its keys and values: in which KV group, and at which place in the group's blocks.
+#
+# `engine.plan` says what groups are for. Torch-free; models, worker and the size of the cache ask here.
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Layer l has the memory of slot `slots[l]`, and the block table of group `groups[l]` says where in it."""
+
+    windows: tuple[int | None, ...]  # of each group
+    groups: tuple[int, ...]  # of each layer
+    slots: tuple[int, ...]  # of each layer
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.windows)
+
+    @property
+    def num_slots(self) -> int:
+        """Layers of a group, for each of which a block has room."""
+        return max(self.slots) + 1
+
+
+def kv_layout(config: ModelConfig, spec: DecoderSpec | None = None) -> KVLayout:
+    """Groups as large as the kind of layer that has the fewest; the last group of another kind may not be full.
+
+    The groups are the same for all ranks of a model. With `spec`, what a rank has of it, layers and slots are its own.
+    """
+    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    kinds = sorted(set(windows), key=lambda window: window or 0)  # full ones first
+    num_slots = min(map(windows.count, kinds))
+    places: dict[int, tuple[int, int]] = {}
+    of_groups: list[int | None] = []
+    for kind in kinds:
+        layers = [layer for layer, window in enumerate(windows) if window == kind]
+        for first in range(0, len(layers), num_slots):
+            places |= {layer: (len(of_groups), slot) for slot, layer in enumerate(layers[first : first + num_slots])}
+            of_groups.append(kind)
+    groups, slots = zip(*(places[layer] for layer in range(len(windows))), strict=True)
+    if spec is not None:
+        own = slice(spec.first_layer, spec.first_layer + len(spec.layers))
+        kept = sorted(set(slots[own]))
+        groups, slots = groups[own], tuple(kept.index(slot) for slot in slots[own])
+    return KVLayout(tuple(of_groups), groups, slots)

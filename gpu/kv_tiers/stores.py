@@ -1,0 +1,366 @@
+"""Chunks as files of a directory, and in memory.
+
+    DIR/key                      32 secret bytes, mode 0600
+    DIR/lock                     held while pieces are given up (flock: a process that dies lets go of it)
+    DIR/NAMESPACE/used           its time of modification is when an engine last used the namespace
+    DIR/NAMESPACE/NAME.kv        a piece; its time of modification is its rank (`gpu.kv_tiers.worth`)
+    DIR/NAMESPACE/*.tmp          a piece that is being written, locked by its writer
+
+A piece gets its name when it is written, so no reader sees half of one unless the machine has crashed. Nothing is
+synced for that case: what does not match its header is a miss, and is removed with a line in the log.
+
+Other files in a namespace are left alone. If a namespace's folder is a symbolic link, nothing is stored in it or read
+from it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpu.kv_tiers.chunks import HEADER_BYTES, Seal, read_key
+from gpu.kv_tiers.worth import rank, victims
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 60.0  # seconds without writing, after writing has failed
+SCAN_INTERVAL = 1.0  # seconds at least between two looks for what other engines have written or removed
+SCAN_SHARE = 0.01  # of the time, at most, goes into looks
+AT_A_STRETCH = 1000  # files, between which others get the interpreter
+STALE = 86400.0  # seconds without an engine, after which a namespace's pieces are given up before others
+_DRAFT = re.compile(r"[0-9a-f]{32}\.\d+\.\d+\.tmp")
+NO_RANK = 1e9  # what is dated later (2001) is not a rank: a copy, whose rank is lost
+
+
+class DiskStore:
+    """The pieces of one namespace. `find` takes no I/O and may be called by any thread; the rest blocks."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        directory: Path,
+        seal: Seal,
+        max_bytes: int,
+        *,
+        key: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`key` is what `read_key` gave. Raises OSError if the directory cannot be read; what cannot be written is only
+        logged."""
+        self._root = directory
+        self._directory = directory / seal.namespace.hex()
+        self._seal = seal
+        self._key = key
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._entries: dict[bytes, int] = {}  # how often each was wanted here
+        self._lock = threading.Lock()  # of what threads that load change
+        self._floor = 0.0
+        self._total = 0  # bytes of all namespaces, as last seen, and what was written since
+        self._pause_until = 0.0
+        self._seen: list[tuple[str, int, int]] = []
+        self._next_scan = 0.0
+        with suppress(OSError):
+            self._make()
+        self._scan_all()
+        with suppress(OSError):
+            self._make_room(0)  # the limit may have been higher
+
+    @property
+    def num_bytes(self) -> int:
+        return self._total
+
+    def find(self, name: bytes) -> bool:
+        """Whether this piece was there when last looked."""
+        return name in self._entries
+
+    def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        """Read a piece. Returns whether it was there, whole and unchanged; else `into` is worth nothing."""
+        path = self._path(name)
+        try:
+            with self._opened() as folder:
+                # A pipe has no size and no writer.
+                descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            try:
+                header = bytearray(HEADER_BYTES)
+                status = os.fstat(descriptor)
+                size, old = status.st_size, status.st_mtime
+                if size != self._seal.piece_bytes or os.readv(descriptor, [header, into.data]) != size:
+                    return self._cannot_use(name, f"it has {size} bytes, not {self._seal.piece_bytes}")
+                worth = self._seal.opened(name, bytes(header), into)
+                if worth is None:
+                    return self._cannot_use(name, "its content does not match its name or its checksum")
+                with self._lock:
+                    hits = self._entries[name] = self._entries.get(name, 0) + 1
+                with suppress(OSError):  # other engines have their own count of hits, and so had those before
+                    _set_rank(descriptor, max(rank(self._floor, worth, hits), old if old < NO_RANK else 0.0))
+                return True
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:  # another engine has given it up
+            self._forget(name)
+        except OSError as error:  # which need not be the piece's fault; if it is stored again, that replaces it
+            logger.warning("the piece %s cannot be read: %s", path, error)
+            self._forget(name)
+        return False
+
+    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+        """Write a piece, and give up others for it. Returns whether it is there now. Never raises OSError."""
+        if self.find(name):
+            return True
+        if self._clock() < self._pause_until or self._seal.piece_bytes > self._max_bytes:
+            return False
+        try:
+            try:
+                if not self._make_room(self._seal.piece_bytes):
+                    return False
+                self._write(name, payload, worth)
+            except (FileNotFoundError, BlockingIOError):
+                # It was emptied, or another engine takes the draft for one that was left.
+                self._make()
+                return False
+        except OSError as error:
+            self._pause_until = self._clock() + PAUSE
+            logger.warning(
+                "the KV cache directory %s cannot be written (%s); nothing is stored for %d s", self._root, error, PAUSE
+            )
+            return False
+        self._entries[name] = 0
+        self._total += self._seal.piece_bytes
+        return True
+
+    def discard(self, name: bytes) -> None:
+        """Forget a piece for good."""
+        self._forget(name)
+        with suppress(OSError), self._opened() as folder:
+            os.unlink(self._path(name).name, dir_fd=folder)
+
+    def _forget(self, name: bytes) -> None:
+        with self._lock:
+            if self._entries.pop(name, None) is not None:
+                self._total -= self._seal.piece_bytes
+
+    def refresh(self) -> None:
+        """See what engines have written or removed, in every namespace, if any have. Called every so often."""
+        if self._clock() >= self._next_scan:
+            began = time.thread_time()
+            with suppress(OSError):
+                self._make()
+                status = [(folder.name, folder.stat()) for folder in self._namespaces()]
+                seen = [(name, each.st_mtime_ns, each.st_ino) for name, each in status]
+                if seen != self._seen:
+                    self._scan_all()
+                    self._seen = seen
+            self._next_scan = self._clock() + max(SCAN_INTERVAL, (time.thread_time() - began) / SCAN_SHARE)
+
+    def _make(self) -> None:
+        """Make what is not there: it is new, or was removed or emptied. Raises OSError."""
+        if self._key is not None:
+            if not (self._root / "key").exists():
+                logger.warning("the KV cache directory %s was removed or emptied, and is made again", self._root)
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if read_key(self._root / "key", self._key) != self._key and self._pause_until != math.inf:
+                self._pause_until = math.inf
+                logger.warning("%s has another key now: nothing is stored until this engine starts again", self._root)
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        with self._opened() as folder:
+            used = os.open("used", os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
+            try:
+                os.utime(used)
+            finally:
+                os.close(used)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the namespace's folder. Raises OSError if it is a symbolic link, which may lead to foreign files."""
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _namespaces(self) -> list[os.DirEntry[str]]:
+        length = 2 * len(self._seal.namespace)
+        with os.scandir(self._root) as found:
+            return [each for each in found if len(each.name) == length and each.is_dir(follow_symlinks=False)]
+
+    def _take_over(self, names: set[bytes]) -> None:
+        entries = self._entries
+        for name in names.difference(entries):
+            entries[name] = 0
+        for name in set(entries).difference(names):
+            entries.pop(name, None)
+
+    def _path(self, name: bytes) -> Path:
+        return self._directory / f"{name.hex()}.kv"
+
+    def _cannot_use(self, name: bytes, why: str) -> bool:
+        logger.warning("the piece %s cannot be used and is removed: %s", self._path(name), why)
+        self.discard(name)
+        return False
+
+    def _write(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> None:
+        draft = f"{name.hex()}.{os.getpid()}.{threading.get_native_id()}.tmp"
+        header = self._seal.header(name, payload, worth)
+        with self._opened() as folder:
+            descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.writev(descriptor, [header, payload.data]) != self._seal.piece_bytes:
+                    raise OSError("it is full")
+                _set_rank(descriptor, rank(self._floor, worth, 0))
+                os.rename(draft, self._path(name).name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=folder)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Give up pieces of any namespace until so many bytes fit. Returns False while another engine does so."""
+        if self._total + num_bytes <= self._max_bytes:
+            return True
+        with open(os.open(self._root / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600), "wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            entries = self._scan_all()
+            for value, size, path in victims(entries, self._total + num_bytes, self._max_bytes):
+                self._floor = max(self._floor, value)
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(path)
+                self._total -= size
+                folder, file_name = os.path.split(path)
+                if folder == str(self._directory) and (name := _name_of(file_name)) is not None:
+                    self._entries.pop(name, None)
+        return self._total + num_bytes <= self._max_bytes
+
+    def _scan_all(self) -> list[tuple[float, int, str]]:
+        """Rank, size and path of every piece, also of other namespaces. Removes what dead writers have left."""
+        found: list[tuple[float, int, str]] = []
+        names: set[bytes] = set()
+        for folder in self._namespaces():
+            with suppress(OSError):
+                is_stale = not _was_used(folder)
+                for number, file in enumerate(os.scandir(folder.path), 1):
+                    if number % AT_A_STRETCH == 0:
+                        time.sleep(0.001)
+                    if _DRAFT.fullmatch(file.name):
+                        _remove_if_left(file.path)
+                    elif (name := _name_of(file.name)) is not None:
+                        with suppress(FileNotFoundError):
+                            status = file.stat(follow_symlinks=False)
+                            value = 0.0 if is_stale or status.st_mtime >= NO_RANK else status.st_mtime
+                            found.append((value, status.st_size, file.path))
+                            if folder.name == self._directory.name:
+                                names.add(name)
+        self._take_over(names)
+        self._total = sum(size for _, size, _ in found)
+        if self._total > self._max_bytes // 2:  # the lowest rank there is: a restart must not begin below it
+            self._floor = max(self._floor, min((value for value, _, _ in found if value), default=0.0))
+        return found
+
+
+def _was_used(namespace: os.DirEntry[str]) -> bool:
+    with suppress(OSError):
+        return time.time() - os.stat(os.path.join(namespace.path, "used")).st_mtime < STALE
+    return False
+
+
+def _name_of(file_name: str) -> bytes | None:
+    """The name of the piece in a file; None for any other file."""
+    stem, _, suffix = file_name.partition(".")
+    if suffix != "kv" or len(stem) != 32:
+        return None
+    with suppress(ValueError):
+        return bytes.fromhex(stem)
+    return None
+
+
+def _set_rank(descriptor: int, value: float) -> None:
+    os.utime(descriptor, ns=(time.time_ns(), int(value * 1e9)))
+
+
+def _remove_if_left(path: str) -> None:
+    """Remove a draft whose writer has died: nobody holds its lock."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------------ ram
+# Pieces in the memory of the host, for a device that has a memory of its own. Gone with the process.
+
+
+@dataclass(slots=True)
+class _Entry:
+    payload: NDArray[np.uint8]
+    worth: float
+    rank: float
+    hits: int = 0
+
+
+class RamStore:
+    """As `gpu.kv_tiers.stores.DiskStore`. What other threads load is never written to again."""
+
+    name = "ram"
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: dict[bytes, _Entry] = {}
+        self._lock = threading.Lock()
+        self._floor = 0.0
+        self.num_bytes = 0
+
+    def find(self, name: bytes) -> bool:
+        return name in self._entries
+
+    def load(self, name: bytes, into: NDArray[np.uint8]) -> bool:
+        with self._lock:
+            entry = self._entries.get(name)
+            if entry is None:
+                return False
+            entry.hits += 1
+            entry.rank = rank(self._floor, entry.worth, entry.hits)
+        np.copyto(into, entry.payload)
+        return True
+
+    def store(self, name: bytes, payload: NDArray[np.uint8], worth: float) -> bool:
+        if len(payload) > self._max_bytes:
+            return False
+        with self._lock:
+            if name not in self._entries:
+                entries = ((entry.rank, len(entry.payload), name) for name, entry in self._entries.items())
+                for value, size, victim in victims(entries, self.num_bytes + len(payload), self._max_bytes):
+                    self._floor = max(self._floor, value)
+                    del self._entries[victim]
+                    self.num_bytes -= size
+                self._entries[name] = _Entry(payload.copy(), worth, rank(self._floor, worth, 0))
+                self.num_bytes += len(payload)
+        return True
+
+    def discard(self, name: bytes) -> None:
+        with self._lock:
+            if (entry := self._entries.pop(name, None)) is not None:
+                self.num_bytes -= len(entry.payload)
+
+    def refresh(self) -> None: ...

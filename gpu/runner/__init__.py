@@ -1,0 +1,9 @@
+"""What runs a plan.
+
+In reading order:
+
+runner          The `Runner` interface, and the options that a worker is made with.
+rows            The row table: each request's values between steps.
+prompt_outputs  Log-probabilities and pooled hidden states of prompts.
+host_runner     The runner that keeps its batch on the host and waits for its tokens.
+"""

@@ -1,0 +1,231 @@
+"""The row table: what a runner remembers of every request between steps, and what a step is to these rows.
+
+Owned by a runner and used by its thread alone. A request has one row from the plan that brings it to the plan that
+removes it, so a step costs only its diffs; all else is gathers over whole columns, never a loop over requests. How many
+tokens a row holds does not depend on which they are, so the table is the same for a runner that waits for them and for
+one that does not. The tokens themselves, and the block tables, lie where the runner computes: in its `RowStore`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages import TokenLogprobs
+from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from gpu.sampling.columns import SAMPLING_COLUMNS, Column, make_columns
+from gpu.sampling.logits import Biases
+from gpu.sampling.sampler import NamedTokens
+
+COLUMNS = (
+    *SAMPLING_COLUMNS,
+    Column("num_prompt_tokens", np.int32, 0, attrgetter("num_prompt_tokens")),
+    Column("num_tokens", np.int32, 0, lambda request: len(request.token_ids)),
+    Column("num_computed_tokens", np.int32, 0, attrgetter("num_computed_tokens")),
+)
+
+
+class BatchSizes(NamedTuple):
+    """What a batch has room for."""
+
+    max_num_seqs: int
+    max_model_len: int  # tokens of the longest context
+    block_size: int
+    num_groups: int = 1  # of layers, each with a block table (`engine.plan`)
+
+    @property
+    def row_len(self) -> int:
+        """Tokens that a row takes, one more than `max_model_len`: the last sample of a request that fills its context
+        is recorded too, though it is never computed."""
+        return self.max_model_len + 1
+
+    @property
+    def row_blocks(self) -> int:
+        """As many blocks."""
+        return -(-self.row_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """One step as the host knows it: B requests, T tokens in all, S positions at which a token is sampled.
+
+    The requests stand in device order: those with one token first, as `AttentionMetadata` wants them, otherwise as in
+    the plan. The sampled positions of a request are its last ones in the step, one or several.
+    """
+
+    order: NDArray[np.int64]  # [B], the index in the plan of the request at each place
+    rows: NDArray[np.int64]  # [B]
+    query_lens: NDArray[np.int32]  # [B]
+    seq_lens: NDArray[np.int32]  # [B], all tokens up to the last one of this step
+    query_start_loc: NDArray[np.int32]  # [B + 1]
+    num_decodes: int  # how many have exactly one token
+    samples: NDArray[np.int64]  # [S], places, ascending: each as often as it has sampled positions
+    logits_indices: NDArray[np.int64]  # [S], the sampled positions among the T tokens
+    positions: NDArray[np.int64]  # [S], of the tokens to be sampled, counted from the start of their prompts
+
+    @property
+    def sampling_rows(self) -> NDArray[np.int64]:
+        return self.rows[self.samples]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether everybody has one token and samples the next."""
+        return self.num_decodes == len(self.rows) == len(self.samples)
+
+    def output(
+        self,
+        token_ids: NDArray[np.int64],
+        finite: NDArray[np.bool_],
+        logprobs: dict[int, TokenLogprobs],
+        states_finite: NDArray[np.bool_] | None = None,
+    ) -> ModelRunnerOutput:
+        """What was sampled, in the order of the plan. The arrays are [S], and `logprobs` is by index into them.
+
+        `states_finite`, [T], tells of the state of every token, whether or not it is sampled from; None where all are
+        sampled from. Attention may bring what is not finite to tokens before it (a weight of 0 times NaN), so nothing
+        that such a step computed of the request is to be found by others.
+        """
+        plan_indices = self.order[self.samples]
+        sampled: list[list[int]] = [[] for _ in range(len(self.order))]
+        for index, token_id in zip(plan_indices.tolist(), token_ids.tolist(), strict=True):
+            sampled[index].append(token_id)
+        entries: dict[int, list[TokenLogprobs]] = {}
+        for sample, entry in logprobs.items():
+            entries.setdefault(int(plan_indices[sample]), []).append(entry)
+        not_finite: list[int] = plan_indices[~finite].tolist()
+        if states_finite is not None:
+            suspect = self.order[~np.logical_and.reduceat(states_finite, self.query_start_loc[:-1])]
+            not_finite = sorted({*not_finite, *suspect.tolist()})
+        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs=entries, not_finite=not_finite)
+
+
+class RowStore(Protocol):
+    """Where the tokens and block tables of the rows lie."""
+
+    def add(self, row: int, request: NewRequestData) -> None:
+        """A request has got this row, and its columns are filled; its blocks follow."""
+        ...
+
+    def append_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
+        """More blocks, from place `start` on of the tables of all groups: a block of each for every place."""
+        ...
+
+    def remove(self, row: int) -> None: ...
+
+
+class RowTable:
+    """Columns by stable row. Not thread-safe."""
+
+    def __init__(self, sizes: BatchSizes) -> None:
+        self.columns = make_columns(COLUMNS, sizes.max_num_seqs)
+        self.biases = Biases(self.columns)
+        self.named_tokens = NamedTokens()
+        self._sizes = sizes
+        self._fills = [(self.columns[column.name], column.fill) for column in COLUMNS]
+        self._num_tokens = self.columns["num_tokens"]
+        self._num_computed_tokens = self.columns["num_computed_tokens"]
+        self._num_blocks = [0] * sizes.max_num_seqs
+        self._rows: dict[str, int] = {}
+        self._broken: set[str] = set()  # requests of plans whose diffs were applied only in part, until their removal
+        self._free_rows = list(reversed(range(sizes.max_num_seqs)))  # low ones first: less memory is touched
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, request_id: str) -> int:
+        """The row of a request that is here. Raises KeyError for any other."""
+        return self._rows[request_id]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def apply(self, plan: SchedulerOutput, store: RowStore) -> None:
+        """Take in a plan's diffs: first the removals, then the new requests, then blocks for the known ones.
+
+        Removing what is not here is a no-op, because the plan that brought it may have failed before it got a row.
+        Raises KeyError for blocks of an unknown request, ValueError for a new one that is known already or does not
+        fit: mistakes of the scheduler, never of a client.
+        """
+        for request_id in plan.removed_request_ids:
+            self._remove(request_id, store)
+        if not self._broken.isdisjoint(plan.request_ids):
+            raise ValueError("The plan contains requests whose earlier diffs were not applied.")
+        try:
+            for request in plan.new_requests:
+                self._add(request, store)
+            for request_id, block_ids in plan.new_block_ids.items():
+                self._append_blocks(self._rows[request_id], block_ids, store)
+        except BaseException:
+            # A plan on top of this one would compute with blocks that were never added.
+            self._broken.update(plan.request_ids)
+            raise
+
+    def shape(self, plan: SchedulerOutput) -> StepShape:
+        """The step of a plan whose diffs have been applied, and that schedules at least one request."""
+        plan_rows = np.array([self._rows[request_id] for request_id in plan.request_ids], dtype=np.int64)
+        scheduled = np.array(plan.num_scheduled_tokens, dtype=np.int32)
+        order = np.argsort(scheduled != 1, kind="stable")
+        rows, query_lens = plan_rows[order], scheduled[order]
+        seq_lens = self._num_computed_tokens[rows] + query_lens
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+
+        num_sampled = np.array(plan.num_sampled_tokens, dtype=np.int64)[order]
+        samples = np.repeat(np.arange(len(rows)), num_sampled)
+        # How many tokens there are from each sampled position to the end of its request's: ..., 2, 1.
+        left = np.ones(len(samples), dtype=np.int64)
+        if max(plan.num_sampled_tokens) > 1:
+            left = np.cumsum(num_sampled)[samples] - np.arange(len(samples))
+        return StepShape(
+            order=order,
+            rows=rows,
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            num_decodes=plan.num_scheduled_tokens.count(1),
+            samples=samples,
+            logits_indices=query_start_loc[1:][samples] - left,
+            positions=seq_lens[samples] - left + 1,
+        )
+
+    def advance(self, shape: StepShape) -> None:
+        """Count what a step does: all its tokens are computed, and those that are sampled stand behind them."""
+        self._num_computed_tokens[shape.rows] = shape.seq_lens
+        self._num_tokens[shape.sampling_rows] = shape.positions + 1
+
+    def _remove(self, request_id: str, store: RowStore) -> None:
+        self._broken.discard(request_id)
+        row = self._rows.get(request_id)
+        if row is not None:
+            # These calls may be repeated: if one fails, the row stays known, and the next plan removes it.
+            self.biases.remove(row)
+            self.named_tokens.remove(row)
+            store.remove(row)
+            del self._rows[request_id]
+            self._free_rows.append(row)
+
+    def _add(self, request: NewRequestData, store: RowStore) -> None:
+        if request.request_id in self._rows:
+            raise ValueError(f"Request {request.request_id} is in the batch already.")
+        num_tokens, limit, num_rows = len(request.token_ids), self._sizes.max_model_len, self._sizes.max_num_seqs
+        if num_tokens > limit:
+            raise ValueError(f"Request {request.request_id} has {num_tokens} tokens; a row holds at most {limit}.")
+        if not self._free_rows:
+            raise ValueError(f"Request {request.request_id} finds all {num_rows} rows of the batch taken.")
+        row = self._rows[request.request_id] = self._free_rows.pop()
+        for numbers, fill in self._fills:
+            numbers[row] = fill(request)
+        self._num_blocks[row] = 0
+        self.biases.add(row, request)
+        self.named_tokens.add(row, request)
+        store.add(row, request)
+        self._append_blocks(row, request.block_ids, store)
+
+    def _append_blocks(self, row: int, block_ids: list[int], store: RowStore) -> None:
+        start = self._num_blocks[row]
+        store.append_blocks(row, start, block_ids)
+        self._num_blocks[row] = start + len(block_ids) // self._sizes.num_groups

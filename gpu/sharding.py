@@ -1,0 +1,328 @@
+"""The layout of ranks, and the part of each tensor that a rank holds.
+
+A stage of the pipeline has some of the layers; of each, a tensor rank has some heads and some inner features, and some
+of the vocabulary at both ends. Heads are cut by KV group, so that no key is computed twice; where there are fewer KV
+heads than ranks, several ranks have the same one and share its queries. Nothing has to divide evenly.
+
+What follows heads and inner features is cut in one of two ways. By its inputs (row parallel, Megatron-LM,
+arXiv:1909.08053): then every rank has a part of each sum, and an all-reduce adds them up. Or by its outputs (column
+parallel), like all else: then an all-gather of the inputs goes before, and each output is the same sum in the same
+order whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.errors import ConfigError
+from gpu.checkpoint.architecture import (
+    AttentionSpec,
+    DecoderSpec,
+    GeGLUSpec,
+    LayerSpec,
+    MoESpec,
+    Part,
+    SwiGLUSpec,
+    parts_of,
+)
+from gpu.checkpoint.tensors import ranges_of, sliced, text_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu.checkpoint.tensors import Weight
+
+
+Range = tuple[int, int]
+
+TILE = 16  # outputs that the CPU library computes together: cuts lie between tiles
+BLOCK = 32  # inputs that share a scale in most quantized types: cuts lie between blocks where ranks get one each
+STEP_TOKENS = 8  # of the steps for which stages are balanced
+
+
+def sharded(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> DecoderSpec:
+    """This rank's part of a model: the shapes of its tensors, and their ranges in the checkpoint's. `gathers`: every
+    matrix is cut by its outputs. Raises ConfigError for more ranks than the model can be cut for."""
+    if layout.world_size == 1:
+        return spec
+    cutter = _Cutter(layout.tensor_parallel_size, layout.tp_rank, gathers, layout.enable_expert_parallel)
+    first, last = stages(spec, layout.pipeline_parallel_size)[layout.pp_rank]
+    has_embedding = layout.is_first_stage or (layout.is_last_stage and spec.head is None)
+    return replace(
+        spec,
+        embedding=spec.embedding and cutter.vocabulary(spec.embedding) if has_embedding else None,
+        layers=tuple(cutter.layer(layer) for layer in spec.layers[first:last]),
+        norm=spec.norm if layout.is_last_stage else None,
+        head=spec.head and cutter.vocabulary(spec.head) if layout.is_last_stage else None,
+        first_layer=first,
+    )
+
+
+def check_cuts(spec: DecoderSpec, layout: Layout, *, gathers: bool) -> None:
+    """Raise the ConfigError that any rank would find, and one for experts that a model has not."""
+    if layout.enable_expert_parallel and not any(isinstance(layer.feed_forward, MoESpec) for layer in spec.layers):
+        raise ConfigError(
+            "enable_expert_parallel",
+            True,
+            allowed="this model has no experts",
+            hint="enable_expert_parallel=false works",
+        )
+    stages(spec, layout.pipeline_parallel_size)
+    sharded(spec, replace(layout, pipeline_parallel_size=1, rank=0), gathers=gathers)
+
+
+def cut(weights: Iterable[tuple[str, Weight]], spec: DecoderSpec) -> Iterator[tuple[str, Weight]]:
+    """Of a model's weights those that `spec` has, and of each its part; others pass unread."""
+    ranges = ranges_of(spec)
+    for given, weight in weights:
+        name = text_name(given)
+        if name in ranges:
+            yield name, sliced(weight, ranges[name])
+
+
+def stages(spec: DecoderSpec, count: int) -> list[Range]:
+    """Which layers each stage has, at least one: so that the stage of which a step reads the most weights has as few
+    as can be, the head's among them. (Of the embedding it reads a row for each token.) Raises ConfigError."""
+    if count > len(spec.layers):
+        raise ConfigError(
+            "pipeline_parallel_size",
+            count,
+            allowed=f"it is at most the model's {len(spec.layers)} layers",
+            hint=f"pipeline_parallel_size={len(spec.layers)} works",
+        )
+    costs = [weights_read(layer) for layer in spec.layers]
+    head = spec.head or spec.embedding
+    costs[-1] += math.prod(head.shape) if head is not None else 0
+
+    @cache
+    def ends(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The largest stage of `left` for the layers from `first` on, and where each ends."""
+        if left == 1:
+            return sum(costs[first:]), (len(costs),)
+        return min(
+            (max(sum(costs[first:end]), rest), (end, *further))
+            for end in range(first + 1, len(costs) - left + 2)
+            for rest, further in [ends(end, left - 1)]
+        )
+
+    places = (0, *ends(0, count)[1])
+    return list(itertools.pairwise(places))
+
+
+def weights_read(layer: LayerSpec) -> int:
+    """How many weights of a layer a step of `STEP_TOKENS` tokens reads: of its experts' as many as are to be expected
+    when each token goes to any `top_k` of them."""
+    network, weights = layer.feed_forward, sum(math.prod(part.shape) for part in parts_of(layer))
+    if not isinstance(network, MoESpec):
+        return weights
+    of_experts = sum(math.prod(part.shape) for part in parts_of(network.experts))
+    return weights - round(of_experts * (1 - network.top_k / len(network.experts)) ** STEP_TOKENS)
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts for one tensor rank."""
+
+    size: int
+    rank: int
+    gathers: bool
+    whole_experts: bool
+
+    def layer(self, layer: LayerSpec) -> LayerSpec:
+        kind = type(layer.feed_forward)
+        if kind not in FEED_FORWARD:
+            raise ConfigError(
+                "tensor_parallel_size", self.size, allowed=f"a {kind.__name__} cannot be cut", hint="1 works"
+            )
+        return replace(
+            layer, attention=self.attention(layer.attention), feed_forward=FEED_FORWARD[kind](self, layer.feed_forward)
+        )
+
+    def attention(self, spec: AttentionSpec) -> AttentionSpec:
+        queries, kv = self.heads(spec.heads.query, spec.heads.kv)
+        dim = spec.heads.dim
+        rows, kv_rows = (queries[0] * dim, queries[1] * dim), (kv[0] * dim, kv[1] * dim)
+        query, key, value = spec.qkv
+        return replace(
+            spec,
+            heads=replace(spec.heads, query=queries[1] - queries[0], kv=kv[1] - kv[0]),
+            qkv=(outputs(query, rows), outputs(key, kv_rows), outputs(value, kv_rows)),
+            out=self.after(spec.out, rows),
+            sinks=spec.sinks and outputs(spec.sinks, queries),
+        )
+
+    def heads(self, query: int, kv: int) -> tuple[Range, Range]:
+        """Which query and which KV heads this rank has."""
+        if self.size > query:
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"it is at most the model's {query} query heads",
+                hint=f"tensor_parallel_size={kv} works",
+            )
+        group = query // kv
+        if self.size <= kv:
+            first, last = share(kv, self.size, self.rank)
+            return (first * group, last * group), (first, last)
+        # Several ranks share a KV head and divide its queries; no head has two ranks more than another.
+        of_group = [share(self.size, kv, index) for index in range(kv)]
+        index, (begin, end) = next((i, bounds) for i, bounds in enumerate(of_group) if self.rank < bounds[1])
+        first, last = share(group, end - begin, self.rank - begin)
+        return (index * group + first, index * group + last), (index, index + 1)
+
+    def gated(self, spec: SwiGLUSpec) -> SwiGLUSpec:
+        inner = self.features(spec.gate.shape[0], BLOCK if self.gathers else None)
+        gate, up = outputs(spec.gate, inner), outputs(spec.up, inner)
+        return replace(spec, gate=gate, up=up, down=self.after(spec.down, inner))
+
+    def experts(self, spec: MoESpec) -> MoESpec:
+        """Experts are spread over the ranks, whole; or, if that is not asked for and sums may be in parts, each is cut
+        like a dense network. Every rank has the router."""
+        if not (self.whole_experts or self.gathers):
+            return replace(spec, experts=tuple(map(self.gated, spec.experts)))
+        if self.size > len(spec.experts):
+            raise ConfigError(
+                "tensor_parallel_size",
+                self.size,
+                allowed=f"it is at most the {len(spec.experts)} experts of a layer, which are spread over the ranks",
+                hint=f"tensor_parallel_size={len(spec.experts)} works",
+            )
+        first, last = share(len(spec.experts), self.size, self.rank)
+        return replace(spec, experts=spec.experts[first:last], first=first)
+
+    def after(self, part: Part, columns: Range) -> Part:
+        """A matrix behind heads or inner features, of whose inputs this rank computes `columns`."""
+        if self.gathers:
+            return outputs(part, self.features(part.shape[0]))
+        # Partial sums are added up, and the bias is in one of them.
+        return _cut(replace(part, bias=part.bias and self.rank == 0), -1, columns)
+
+    def vocabulary(self, part: Part) -> Part:
+        return outputs(part, vocabulary(part.shape[0], self.size)[self.rank])
+
+    def features(self, size: int, unit: int | None = None) -> Range:
+        return features(size, self.size, self.rank, unit)
+
+
+# How a feed-forward network of each kind is cut.
+FEED_FORWARD: dict[type, Callable[[_Cutter, Any], Any]] = {
+    SwiGLUSpec: _Cutter.gated,
+    GeGLUSpec: _Cutter.gated,
+    MoESpec: _Cutter.experts,
+}
+
+
+def share(count: int, ranks: int, rank: int) -> Range:
+    """Which of `count` things a rank has: as many as any other, or one more."""
+    each, more = divmod(count, ranks)
+    return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+
+def features(size: int, ranks: int, rank: int, unit: int | None = None) -> Range:
+    """A rank's share of so many features, in units. Raises ConfigError where there are too few of these."""
+    unit = unit or (BLOCK if size % BLOCK == 0 and size // BLOCK >= ranks else TILE)
+    count = -(-size // unit)
+    if ranks > count:
+        raise ConfigError(
+            "tensor_parallel_size",
+            ranks,
+            allowed=f"{size} features of this model are cut in units of {unit}, of which each rank needs one",
+            hint=f"tensor_parallel_size={count} works",
+        )
+    first, last = share(count, ranks, rank)
+    return first * unit, min(last * unit, size)
+
+
+def vocabulary(size: int, ranks: int) -> list[Range]:
+    """Which tokens each tensor rank has. Raises ConfigError where there are too few."""
+    return [features(size, ranks, rank) for rank in range(ranks)]
+
+
+def outputs(part: Part, rows: Range) -> Part:
+    """These outputs of a matrix or elements of a vector, with their bias."""
+    return _cut(part, 0, rows)
+
+
+def _cut(part: Part, dimension: int, bounds: Range) -> Part:
+    ranges = list(part.ranges or ((0, size) for size in part.shape))
+    if ranges[dimension] == bounds:
+        return part
+    ranges[dimension] = bounds
+    return replace(part, shape=tuple(stop - start for start, stop in ranges), ranges=tuple(ranges))
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+# How a model is divided among ranks: all that its layers know of that.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The sizes of the groups, and which rank of the world this is.
+
+    The layers of a model are divided among the stages of a pipeline, and each layer among the tensor ranks of its
+    stage, which lie side by side. Raises ConfigError for sizes below 1.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False  # the tensor ranks of a stage have whole experts, and not a part of each
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for setting in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (value := getattr(self, setting)) < 1:
+                raise ConfigError(setting, value, allowed="it must be at least 1", hint=f"{setting}=1 works")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"there is no rank {self.rank} of {self.world_size}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pipeline_parallel_size - 1
+
+
+# --------------------------------------------------------------------------------------------------------- communicator
+# Collectives among the tensor ranks of one stage. Torch-free.
+
+
+class Communicator(Protocol):
+    """One of `size` ranks, for one thread at a time. All make the same calls in the same order.
+
+    Each call raises RankLost where another rank does not come before a deadline.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce_(self, tensor: torch.Tensor) -> None:
+        """`tensor` becomes the sum over all ranks: the same bits on each."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """[..., sizes[rank]] of each rank -> [..., sum of sizes], in the order of the ranks."""
+        ...
+
+    def all_to_all(self, rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Rank a sends rank b `sizes[a][b]` rows: [sum of sizes[rank], n], in the order of their destinations ->
+        [sum of sizes[a][rank] over a, n], in the order of their sources."""
+        ...

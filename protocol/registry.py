@@ -1,0 +1,151 @@
+"""Every dialect and route, tokenization and administration included."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from engine.errors import InvalidRequest
+from protocol import answers
+from protocol.anthropic.dialect import ANTHROPIC
+from protocol.body import ClientModel, at_most, decode_json, fail_fast, validate
+from protocol.openai.chat import ChatCompletionRequest
+from protocol.openai.dialect import OPENAI
+from protocol.operations import Dialect, Method, Operation, asks, finds
+from protocol.request_fields import TruncatedPrompt
+from protocol.responses.dialect import RESPONSES
+
+MAX_TOKENS = 2**20  # of one request
+
+
+class TokenizeTextRequest(TruncatedPrompt):
+    """The body of /tokenize for a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(ChatCompletionRequest):
+    """The body of /tokenize for a conversation: what /v1/chat/completions would make of the same messages."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(ClientModel):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], fail_fast, at_most(MAX_TOKENS, "tokens")]
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` for an id that the model does not have."""
+        highest = max(self.tokens, default=0)
+        if highest >= vocab_size:
+            raise InvalidRequest(f"tokens must hold token ids in [0, {vocab_size - 1}], got {highest}.", param="tokens")
+
+
+def parse_tokenize(body: bytes) -> TokenizeTextRequest | TokenizeChatRequest:
+    """Which of the two a body is, checked. Raises `ApiError` 400."""
+    content = decode_json(body)
+    is_chat = isinstance(content, dict) and content.get("messages") is not None
+    return validate(TokenizeChatRequest, content) if is_chat else validate(TokenizeTextRequest, content)
+
+
+# ------------------------------------------------------------------------------------------------------------- dialects
+# The dialects that are spoken here, and which one a path speaks.
+
+
+DIALECTS = (OPENAI, RESPONSES, ANTHROPIC)
+
+_ROOTS = [(root, dialect) for dialect in DIALECTS for root in (dialect.root, *dialect.retired)]
+_BELOW = [(root + "/", dialect) for root, dialect in sorted(_ROOTS, key=lambda each: len(each[0]), reverse=True)]
+_SHARED = [(root + "/", dialect) for dialect in DIALECTS for root in dialect.shared_roots]
+
+
+def dialect_of(path: str, headers: Collection[str] = ()) -> Dialect:
+    """The dialect of a path, which need not exist: that of the longest root above it. All others have OpenAI's.
+
+    Of a path that two dialects share, the names of the request's headers tell, in lower case.
+    """
+    path += "/"
+    for root, dialect in _SHARED:
+        if path.startswith(root) and dialect.client_header in headers:
+            return dialect
+    return next((dialect for root, dialect in _BELOW if path.startswith(root)), OPENAI)
+
+
+# ------------------------------------------------------------------------------------------------------- administration
+# What administrators send.
+
+
+MAX_ABORTED = 1024  # ids of one call
+
+
+class AbortRequest(ClientModel):
+    """The body of POST /abort_requests: ids from the header x-request-id of answers, or from their bodies."""
+
+    request_ids: Annotated[list[str], fail_fast, at_most(MAX_ABORTED, "ids")] = Field(min_length=1)
+
+
+class ConfigureLogging(ClientModel):
+    """The body of POST /configure_logging, whose name is SGLang's: the least severity that is logged."""
+
+    log_level: Literal["debug", "info", "warning", "error"]
+
+
+# ----------------------------------------------------------------------------------------------------------- operations
+# Every route as clients see it, in the order in which /docs shows them.
+#
+# A test compares this table with the routes that the application has.
+
+
+_TOKENIZE = "The token ids of a text, or of a conversation."
+
+
+def _probe(path: str, summary: str, answer: type[BaseModel] | None, method: Method = "get") -> Operation:
+    return Operation(method, path, summary, answer, also=(503,), is_open=True)
+
+
+OPERATIONS = (
+    *(operation for dialect in DIALECTS for operation in dialect.operations),
+    asks("/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
+    asks("/v1/tokenize", _TOKENIZE, answers.Tokens, TokenizeTextRequest, TokenizeChatRequest),
+    asks("/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
+    asks("/v1/detokenize", "The text of token ids.", answers.Detokenized, DetokenizeRequest),
+    finds("get", "/v1/requests/{id}/timeline", "What happened to one of the last requests.", answers.Timeline),
+    _probe("/livez", "Is the process worth keeping?", answers.Alive),
+    _probe("/readyz", "Would a request be accepted now?", answers.Status),
+    _probe("/startupz", "Is the model loaded?", answers.Status),
+    _probe("/health", "As /readyz, without a body.", None),
+    _probe("/ping", "As /readyz, without a body.", None),
+    _probe("/ping", "As /readyz, without a body.", None, "post"),
+    Operation("get", "/load", "How many requests are being answered.", answers.Load),
+    Operation("get", "/version", "The server's version.", answers.Version),
+    Operation("get", "/metrics", "Figures for Prometheus.", "text/plain"),
+    Operation("get", "/openapi.json", "This description, for programs.", "application/json"),
+    Operation("get", "/docs", "This description, for people.", "text/html", is_open=True),
+    Operation("get", "/dashboard", "What the server does, and a chat, for people.", "text/html", is_open=True),
+)
+
+OF_PAGES = frozenset(
+    {"/", "/docs/files/{name}", "/dashboard/files/{name}", "/dashboard/frames", "/dashboard/simulation"}
+)
+"""Routes that are the pages' own: they change with them."""
+
+TOKENIZER_INFO = (Operation("get", "/tokenizer_info", "The tokenizer's configuration.", answers.TokenizerInfo),)
+"""Where the setting `enable_tokenizer_info_endpoint` is on."""
+
+ADMINISTRATION = (
+    Operation("get", "/server_info", "Version, model, engine info and settings.", answers.ServerInfo, errors=(503,)),
+    Operation("get", "/engine_state", "What each engine does and holds.", answers.EngineState, errors=(503,)),
+    Operation("post", "/reset_prefix_cache", "Forget what was computed.", answers.Success, errors=(503,)),
+    Operation("post", "/start_profile", "Record what the next steps do.", answers.Success, errors=(400, 503)),
+    Operation("post", "/stop_profile", "What was recorded, as a Chrome trace.", answers.Trace, errors=(409, 503)),
+    Operation("post", "/abort_requests", "End requests by their ids.", answers.Aborted, [AbortRequest], (400, 413)),
+    Operation("post", "/configure_logging", "Log more or less.", answers.LogLevel, [ConfigureLogging], (400, 413)),
+)
+"""Routes that exist where there are administrators' keys."""

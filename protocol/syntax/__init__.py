@@ -1,0 +1,16 @@
+"""How models write reasoning and tool calls, and how their text is read as it arrives.
+
+In reading order:
+
+json_scanner    The end of one JSON value in text that arrives in pieces.
+json_calls      One call as a JSON object.
+call_reader     Prose around blocks of calls, and the free text of custom tools.
+grammars        Grammars for response formats, tool choices and structural tags.
+hermes          Hermes' syntax, which Qwen and many others share.
+llama3          Llama 3's syntax.
+mistral         Mistral's syntax.
+formats         The syntaxes by family, and the one that a chat template was made for.
+reasoning       Reasoning between tags.
+message_parts   A choice's text as reasoning, content and tool calls.
+message_syntax  How the served model writes reasoning and calls, and tools for templates without them.
+"""

@@ -1,0 +1,328 @@
+"""Prose around blocks of calls, and the free text of custom tools.
+
+`BlockReader` tells prose from blocks; what a block looks like inside is for the family's `Block` to know. A block ends
+by itself, or breaks where it is no call any more. What has not become a call by then is content, tags included.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Callable, Container, Iterable, Set
+from typing import Protocol
+
+import orjson
+
+from protocol.syntax.message_parts import (
+    ContentDelta,
+    MessagePart,
+    ToolCallArguments,
+    ToolCallInput,
+    ToolCallStart,
+    ToolReader,
+)
+from protocol.syntax.reasoning import Padding, find_tag, unfinished_tag
+from protocol.tools.kinds import INPUT
+
+NewCallId = Callable[[], str]
+
+_SPACE = " \t\r\n"
+_BETWEEN_CALLS = _SPACE + ",;[]"  # it says nothing
+
+
+class CallSink:
+    """Where blocks put their calls: it numbers them and gives them ids. One call at a time."""
+
+    def __init__(self, new_call_id: NewCallId) -> None:
+        self.parts: list[MessagePart] = []
+        self.is_open = False
+        self.num_calls = 0
+        self.cut_calls: set[int] = set()
+        self._new_call_id = new_call_id
+
+    def start(self, name: str) -> None:
+        """A call begins: from now on it is one, whatever follows."""
+        self.parts.append(ToolCallStart(self.num_calls, self._new_call_id(), name))
+        self.cut_calls.add(self.num_calls)
+        self.num_calls += 1
+        self.is_open = True
+
+    def arguments(self, fragment: str) -> None:
+        """More of the call's arguments."""
+        if fragment:
+            self.parts.append(ToolCallArguments(self.num_calls - 1, fragment))
+
+    def end_arguments(self) -> None:
+        """Record that the call's arguments are complete JSON."""
+        self.cut_calls.discard(self.num_calls - 1)
+
+    def end(self) -> None:
+        """The call is complete, or will get no further."""
+        self.is_open = False
+
+
+class BlockState(enum.Enum):
+    """How a block stands after a step."""
+
+    MORE = enum.auto()
+    DONE = enum.auto()
+    BROKEN = enum.auto()
+
+
+class Block(Protocol):
+    """The inside of one block: what follows an opening tag."""
+
+    state: BlockState
+
+    def step(self, text: str) -> int:
+        """Read some of `text`. Return the number of characters read, 0 if more text is needed first.
+
+        It stops where a call ends and where its arguments end.
+        """
+        ...
+
+
+class BlockReader:
+    """Reads the text of one choice (a `ToolReader`).
+
+    `opening` begins a block, `closing` is dropped after one. With `bare`, a block may also begin without the tag, at
+    the start of the text or right after another block, by this character; `separators` are dropped in between.
+    """
+
+    def __init__(
+        self,
+        new_block: Callable[[CallSink], Block],
+        new_call_id: NewCallId,
+        *,
+        opening: str,
+        closing: str | None = None,
+        bare: str | None = None,
+        separators: str = "",
+    ) -> None:
+        self._new_block = new_block
+        self._sink = CallSink(new_call_id)
+        self._opening = opening
+        self._closing = closing
+        self._bare = bare
+        self._separators = _SPACE + separators
+        self._block: Block | None = None
+        self._raw: list[str] = []  # the block's text that is in no call
+        self._held = ""
+        self._padding = Padding()
+        self._may_begin_bare = bare is not None
+        self._is_after_block = False  # nothing but what is dropped has come since
+        self._awaits_closing = False
+
+    def feed_text(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        self._held += text
+        while self._held and (self._in_prose() if self._block is None else self._in_block(self._block)):
+            pass
+        return self._take()
+
+    def finish_text(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        held, self._held = self._held, ""
+        if self._block is None:
+            if not (held and self._awaits_closing and (self._closing or "").startswith(held)):
+                self._say(self._padding.take() + held)
+        elif not self._sink.is_open:
+            self._raw.append(held)
+            self._give_back()
+            self._say(self._padding.take())
+        return self._take()
+
+    @property
+    def cut_calls(self) -> Set[int]:
+        return self._sink.cut_calls
+
+    def _in_prose(self) -> bool:
+        """Take what can be decided outside of a block. Returns whether there may be more to do."""
+        text = self._held
+        if self._is_after_block:
+            text = self._held = text.lstrip(self._separators)
+        if self._may_begin_bare:
+            start = text.lstrip()
+            if not start:
+                return False
+            if start[0] == self._bare:
+                self._open_block(text[: len(text) - len(start)], start)
+                return True
+        if not text:
+            return False
+        tags = (self._opening, *((self._closing,) if self._awaits_closing and self._closing else ()))
+        found = find_tag(text, tags)
+        if found is None:
+            length = unfinished_tag(text, tags)
+            self._prose(text[: len(text) - length])
+            self._held = text[len(text) - length :]
+            return False
+        position, tag = found
+        self._prose(text[:position])
+        rest = text[position + len(tag) :]
+        if tag == self._opening:
+            self._open_block(self._padding.take() + tag, rest)
+        else:
+            self._held = rest
+            self._awaits_closing, self._is_after_block = False, True
+        return True
+
+    def _prose(self, text: str) -> None:
+        if text:
+            self._may_begin_bare = self._is_after_block = False
+            self._say(self._padding.hold_back(text))
+
+    def _open_block(self, raw: str, rest: str) -> None:
+        self._block = self._new_block(self._sink)
+        self._raw = [raw]
+        self._held = rest
+        self._may_begin_bare = self._is_after_block = self._awaits_closing = False
+
+    def _in_block(self, block: Block) -> bool:
+        """Take what can be decided inside of a block. Returns whether there may be more to do."""
+        num_parts, was_open = len(self._sink.parts), self._sink.is_open
+        size = block.step(self._held)
+        read, self._held = self._held[:size], self._held[size:]
+        if len(self._sink.parts) > num_parts or (was_open and not self._sink.is_open):
+            self._raw = []  # it belongs to a call
+        else:
+            self._raw.append(read)
+        if block.state is BlockState.MORE:
+            return size > 0
+        self._block = None
+        if block.state is BlockState.BROKEN:  # also in a call that was announced: clients keep the part that was sent
+            self._awaits_closing = self._sink.is_open
+            self._sink.end()
+            self._give_back()
+        else:
+            self._awaits_closing = self._is_after_block = True
+            self._may_begin_bare = self._bare is not None
+        return True
+
+    def _give_back(self) -> None:
+        """What was taken for a block and has not become a call is content."""
+        raw, self._raw = "".join(self._raw), []
+        if raw.strip(_BETWEEN_CALLS + (self._opening if len(self._opening) == 1 else "")):  # a special token, not shown
+            self._say(self._padding.hold_back(raw))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._sink.parts.append(ContentDelta(text))
+
+    def _take(self) -> list[MessagePart]:
+        parts, self._sink.parts = self._sink.parts, []
+        return parts
+
+
+# --------------------------------------------------------------------------------------------------------------- custom
+# Free text of custom tools, unwrapped from the call in which the model writes it: ``{"input": "..."}``.
+#
+# The text is passed on while it is written. Where the model has put it into another form, it waits for the end: the
+# only string that there is, is meant; whatever else, the arguments are passed on as they are, so that nothing is lost.
+
+
+_OPENING = f'{{"{INPUT}":"'
+_CUSTOM_SPACE = re.compile(r"[ \t\r\n]+")
+# As much of a JSON string as can be decoded: whole escapes, and no half of a character beyond the 16 bits of one.
+_RUN = re.compile(
+    r'(?:[^"\\]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB]..\\u[dD][c-fC-F]..))*+', re.DOTALL
+)
+_HALF = re.compile(r"\\u(?:[dD][c-fC-F]..|[dD][89abAB]..(?=[^\\]|\\[^u]|\\u[^dD]|\\u.[^c-fC-F]))", re.DOTALL)
+
+
+class CustomInputs:
+    """A `ToolReader` around another: calls of the tools in `names` are custom, with their text for arguments."""
+
+    def __init__(self, reader: ToolReader, names: Container[str]) -> None:
+        self._reader = reader
+        self._names = names
+        self._input: InputText | None = None  # of the call that is being read, if it is custom
+        self._index = 0
+
+    def feed_text(self, text: str) -> list[MessagePart]:
+        return self._translated(self._reader.feed_text(text))
+
+    def finish_text(self) -> list[MessagePart]:
+        return [*self._translated(self._reader.finish_text()), *self._end()]
+
+    @property
+    def cut_calls(self) -> Set[int]:
+        return self._reader.cut_calls
+
+    def _translated(self, parts: Iterable[MessagePart]) -> list[MessagePart]:
+        found: list[MessagePart] = []
+        for part in parts:
+            if isinstance(part, ToolCallArguments) and self._input is not None:
+                found += self._given(self._input.feed(part.fragment))
+                continue
+            found += self._end()
+            if isinstance(part, ToolCallStart) and part.name in self._names:
+                self._input, self._index = InputText(), part.index
+                found.append(ToolCallStart(part.index, part.call_id, part.name, is_custom=True))
+            else:
+                found.append(part)
+        return found
+
+    def _end(self) -> list[MessagePart]:
+        text, self._input = self._input.finish() if self._input is not None else "", None
+        return self._given(text)
+
+    def _given(self, text: str) -> list[MessagePart]:
+        return [ToolCallInput(self._index, text)] if text else []
+
+
+class InputText:
+    """Takes the arguments of one call, which are JSON, gives the text in them."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_open = False  # in the string
+        self._is_done = False
+        self._is_other = False  # in another form
+
+    def feed(self, fragment: str) -> str:
+        """What `fragment` adds to the text."""
+        if self._is_done:
+            return ""
+        self._held += fragment
+        if self._is_other:
+            return ""
+        if not self._is_open and not self._opens():
+            return ""
+        text = ""
+        while not self._is_done:
+            run = _RUN.match(self._held)
+            assert run is not None
+            text += json.loads(f'"{run[0]}"', strict=False)
+            self._held = self._held[run.end() :]
+            self._is_done = self._held.startswith('"')
+            half = _HALF.match(self._held)
+            if half is None:
+                break
+            text += "\N{REPLACEMENT CHARACTER}"
+            self._held = self._held[half.end() :]
+        return text
+
+    def finish(self) -> str:
+        """The arguments have ended: what waited for that."""
+        if self._is_open:
+            return ""
+        try:
+            value = orjson.loads(self._held)
+        except orjson.JSONDecodeError:  # broken off
+            return self._held
+        if isinstance(value, dict):
+            found = value.get(INPUT) if INPUT in value or len(value) != 1 else next(iter(value.values()))
+            if isinstance(found, str):
+                return found
+        return self._held
+
+    def _opens(self) -> bool:
+        start = _CUSTOM_SPACE.sub("", self._held)
+        if not start.startswith(_OPENING):
+            self._is_other = not _OPENING.startswith(start)
+            return False
+        self._is_open = True
+        self._held = self._held[self._held.index(":") + 1 :].lstrip()[1:]
+        return True

@@ -1,0 +1,238 @@
+"""The text of one choice as the parts of a message: reasoning, content, tool calls. What every dialect streams from.
+
+Models write one text; clients want its parts apart. A `MessageParser` takes the text as it comes and gives typed parts,
+which the wire formats (chat completions, Responses, Anthropic's messages) spell in their own ways::
+
+    parser = message_format.parser(token_bytes)     # one for each choice
+    for output in outputs:                          # RequestOutput by RequestOutput
+        for part in parser.read(output):
+            match part:
+                case ReasoningDelta(text): ...
+                case ContentDelta(text): ...
+                case ToolCallStart(index, call_id, name): ...
+                case ToolCallArguments(index, fragment): ...
+                case ToolCallInput(index, fragment): ...  # of a custom call
+
+Promises: however the text is cut into pieces, the same parts come out once neighbours of one kind are joined (`join`).
+A call's start comes before its arguments, calls are numbered from 0, and one call is complete before the next begins.
+Arguments are JSON as the model wrote it; text that is not JSON is content, not lost. A call whose
+arguments break off or are not JSON is one of `MessageParser.cut_calls`; no wire format may report it as finished. Text
+goes out as soon as it is decided; held back is only what may still become a tag, and white space that may turn out to
+be padding.
+
+A choice that has neither reasoning nor tools needs no parser at all: see `MessageFormat.is_plain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import RequestOutput
+from protocol.syntax.reasoning import (
+    NO_SPECIAL_TAGS,
+    ReasoningCounter,
+    ReasoningSplitter,
+    ReasoningTags,
+    SpecialTagReader,
+    SpecialTags,
+)
+
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token id stands for: not always whole characters."""
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+class ContentDelta(msgspec.Struct, frozen=True, gc=False):
+    """More of the answer."""
+
+    text: str
+
+
+class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
+    """A tool call begins. Sent once for each call, `index` counts the calls of the message from 0."""
+
+    index: int
+    call_id: str
+    name: str
+    is_custom: bool = False  # with free text instead of arguments
+
+
+class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    fragment: str
+
+
+class ToolCallInput(msgspec.Struct, frozen=True, gc=False):
+    """More of the free text of a custom call."""
+
+    index: int
+    fragment: str
+
+
+MessagePart = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | ToolCallInput
+
+
+class ToolReader(Protocol):
+    """Finds the tool calls in the text of one choice (reasoning already taken out)."""
+
+    def feed_text(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        ...
+
+    def finish_text(self) -> list[MessagePart]:
+        """The text has ended: what was held back."""
+        ...
+
+    @property
+    def cut_calls(self) -> Set[int]:
+        """The indices of calls whose arguments are not complete JSON, or not yet."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageFormat:
+    """How the text of one request's choices is to be read.
+
+    `reasoning_is_open` says that the prompt has opened the reasoning already, as some templates do. `show_reasoning`
+    false drops it. `new_tool_reader` None means that the text holds no calls. `call_is_demanded` says that a grammar
+    lets the model write nothing but calls, so a call that is only begun when the text ends is left out. `call_is_named`
+    says that the client has asked for this very call, which some wire formats then do not count as the model's
+    decision. `special_tags` are the tags that are special tokens.
+    """
+
+    reasoning: ReasoningTags | None = None
+    reasoning_is_open: bool = False
+    show_reasoning: bool = True
+    new_tool_reader: Callable[[], ToolReader] | None = None
+    call_is_demanded: bool = False
+    call_is_named: bool = False
+    special_tags: SpecialTags = NO_SPECIAL_TAGS
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is content and nothing else, so that no parser is needed."""
+        return self.reasoning is None and self.new_tool_reader is None
+
+    def parser(self, token_bytes: TokenBytes) -> MessageParser:
+        """A parser for one choice. `token_bytes` is for counting the tokens of the reasoning."""
+        return MessageParser(self, token_bytes)
+
+
+class MessageParser:
+    """Takes the outputs of one choice in order, gives the parts of its message."""
+
+    def __init__(self, message_format: MessageFormat, token_bytes: TokenBytes) -> None:
+        self.message_format = message_format
+        self.num_tool_calls = 0
+        self._shows_reasoning = message_format.show_reasoning
+        self._splitter: ReasoningSplitter | None = None
+        self._counter: ReasoningCounter | None = None
+        special, is_open = message_format.special_tags, message_format.reasoning_is_open
+        self._special = SpecialTagReader(special) if special else None
+        if message_format.reasoning:
+            tags = ReasoningTags(*map(special.stand_in, message_format.reasoning))
+            self._splitter = ReasoningSplitter(tags, is_open=is_open)
+            self._counter = ReasoningCounter(tags, token_bytes, special, is_open=is_open)
+        self._tools = message_format.new_tool_reader() if message_format.new_tool_reader else None
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning so far, tags included; None if the format has no reasoning."""
+        return None if self._counter is None else self._counter.num_tokens
+
+    @property
+    def cut_calls(self) -> Set[int]:
+        """The indices of the calls whose arguments are not complete JSON: no client may run them."""
+        return frozenset() if self._tools is None else self._tools.cut_calls
+
+    def read(self, output: RequestOutput) -> list[MessagePart]:
+        """The parts that `output` decides: all that are left, if it ends the choice."""
+        if self._counter is not None:
+            self._counter.count(output.token_ids)
+        parts = self.feed_text(output.text) if output.text else []
+        return parts if output.finish_reason is None else parts + self.finish_text()
+
+    def feed_text(self, text: str) -> list[MessagePart]:
+        """The parts that are decided by `text`."""
+        if self._special is None:
+            return self._parts(text)
+        return self._spelled(self._parts(self._special.feed_text(text)))
+
+    def finish_text(self) -> list[MessagePart]:
+        """Return the parts that were held back, at the end of the text."""
+        if self._special is None:
+            return self._last_parts()
+        return self._spelled(self._parts(self._special.finish_text()) + self._last_parts())
+
+    def _parts(self, text: str) -> list[MessagePart]:
+        if self._splitter is None:
+            return self._answer(text)
+        reasoning, answer = self._splitter.feed_text(text)
+        return self._reasoning(reasoning) + self._answer(answer)
+
+    def _last_parts(self) -> list[MessagePart]:
+        parts: list[MessagePart] = []
+        if self._splitter is not None:
+            reasoning, answer = self._splitter.finish_text()
+            parts = self._reasoning(reasoning) + self._answer(answer)
+        if self._tools is not None:
+            parts += self._count(self._tools.finish_text())
+        if self.message_format.call_is_demanded:
+            parts = [part for part in parts if not isinstance(part, ContentDelta)]
+        return parts
+
+    def _reasoning(self, text: str) -> list[MessagePart]:
+        return [ReasoningDelta(text)] if text and self._shows_reasoning else []
+
+    def _answer(self, text: str) -> list[MessagePart]:
+        if not text:
+            return []
+        return [ContentDelta(text)] if self._tools is None else self._count(self._tools.feed_text(text))
+
+    def _spelled(self, parts: list[MessagePart]) -> list[MessagePart]:
+        """Return the parts without stand-ins of tags; a part of which no text is left is dropped."""
+        spelled: list[MessagePart] = []
+        for part in parts:
+            match part:
+                case ReasoningDelta(text) | ContentDelta(text) if text := self.message_format.special_tags.spelled(
+                    text
+                ):
+                    spelled.append(type(part)(text))
+                case ToolCallArguments(index, text) | ToolCallInput(index, text):
+                    spelled.append(type(part)(index, self.message_format.special_tags.spelled(text)))
+                case ToolCallStart():
+                    spelled.append(part)
+        return spelled
+
+    def _count(self, parts: list[MessagePart]) -> list[MessagePart]:
+        self.num_tool_calls += sum(isinstance(part, ToolCallStart) for part in parts)
+        return parts
+
+
+def join(parts: Iterable[MessagePart]) -> list[MessagePart]:
+    """The parts with neighbours of one kind joined: what does not depend on how the text came."""
+    joined: list[MessagePart] = []
+    for part in parts:
+        match (joined[-1] if joined else None), part:
+            case ReasoningDelta(before), ReasoningDelta(text):
+                joined[-1] = ReasoningDelta(before + text)
+            case ContentDelta(before), ContentDelta(text):
+                joined[-1] = ContentDelta(before + text)
+            case ToolCallArguments(index, before), ToolCallArguments(same, text) if index == same:
+                joined[-1] = ToolCallArguments(index, before + text)
+            case ToolCallInput(index, before), ToolCallInput(same, text) if index == same:
+                joined[-1] = ToolCallInput(index, before + text)
+            case _:
+                joined.append(part)
+    return joined

@@ -56,6 +56,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m lint.words
+	$(BIN)/python -m lint.rooms
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

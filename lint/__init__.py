@@ -1,0 +1,1 @@
+"""The checks of words and rooms that `make lint` runs."""

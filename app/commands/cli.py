@@ -31,7 +31,6 @@ from app.config.sources import (
     shown,
     unknown_flag,
 )
-from app.library import loading
 from engine.errors import HeadraceError
 
 
@@ -96,6 +95,7 @@ def serve(settings: Settings) -> int:
 
 def pull(settings: Settings) -> int:
     """Fetch the model and check it, so that the server starts without a network."""
+    from app.library import loading  # imports numpy and the engine, which `--help` does not need
     from gpu.checkpoint import open_model
 
     with loading() as progress:

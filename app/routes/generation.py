@@ -95,7 +95,7 @@ async def _translated(
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
-# /tokenize, /detokenize, the same under /v1, and /tokenizer_info. They need the tokenizer and no engine.
+# Tokenization and /tokenizer_info. They need the tokenizer and no engine.
 
 
 async def tokenize(server: Server, request: RequestScope) -> None:
@@ -141,11 +141,11 @@ async def detokenize(server: Server, request: RequestScope) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- embeddings
-# POST /v1/embeddings.
+# Embeddings.
 
 
 async def embeddings(server: Server, request: RequestScope) -> None:
-    """POST /v1/embeddings: each input is a request of its own to the engine, and generates nothing."""
+    """Embed every input of a body; each is a request of its own to the engine and generates nothing."""
     body = await parse(server, EmbeddingRequest, request)
     tell_left_out(server, request, body.left_out)
     model = server.model

@@ -2,7 +2,8 @@
 
 In reading order:
 
-channel         The inbox and outbox of an engine in a thread, and open questions.
+channel         The inbox and outbox of an engine in a thread.
+queries         Open questions to an engine, each until its answer or the engine's death.
 client          `EngineClient`, the front end's interface, and the engine's thread.
 wire            Messages between processes as msgpack, and the sockets that carry them.
 child           An engine process of this machine: its sockets, heartbeat and lifeline.

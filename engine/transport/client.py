@@ -19,7 +19,8 @@ from engine.core.core import EngineCore
 from engine.errors import EngineDead
 from engine.executor import Watched
 from engine.messages import EngineReady
-from engine.transport.channel import Deliver, EngineChannel, Queries, RequestChannel, or_dead
+from engine.transport.channel import Deliver, EngineChannel, RequestChannel, or_dead
+from engine.transport.queries import Queries
 
 
 class EngineClient(Protocol):

@@ -18,7 +18,8 @@ from engine.commands import Answer, Close, Command, EngineDied, Event, LoadingPr
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
 from engine.messages import EngineReady
-from engine.transport.channel import Deliver, Queries, or_dead
+from engine.transport.channel import Deliver, or_dead
+from engine.transport.queries import Queries
 from engine.transport.wire import Link, Report
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to

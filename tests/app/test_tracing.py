@@ -30,7 +30,7 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_endpoint_nothing_is_imported() -> None:
     code = (
         "import sys; from app.config.settings import Settings; from app.observability.tracing import open_tracer;"
-        "import app.observability.spans, app.serving.generation;"
+        "import app.http.record, app.serving.generation;"
         "open_tracer(Settings(), print).close(); sys.exit(any(m.startswith('opentelemetry') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -29,7 +29,7 @@ def ranks(server: ChaosServer) -> list[int]:
         pid
         for engine in engines(server)
         for pid in children(engine)
-        if is_running(pid) and b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if is_running(pid) and b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -27,7 +27,7 @@ def say(prompts: list[str], num_tokens: int, **settings: Any) -> list[list[int]]
 
 
 def ranks() -> list[int]:
-    return [pid for pid in children(os.getpid()) if b"rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children(os.getpid()) if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

@@ -238,7 +238,7 @@ def ranks_left() -> set[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"rank_process" in (path / "cmdline").read_bytes():
+            if parent == os.getpid() and b"rank_main" in (path / "cmdline").read_bytes():
                 found.add(int(path.name))
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -67,5 +67,5 @@ def test_every_range_is_of_a_parameter() -> None:
 
 
 def test_what_makes_handlers_knows_no_dialect_by_name() -> None:
-    source = (Path(app.__file__).parent / "dialects.py").read_text()
+    source = (Path(app.__file__).parent / "routes" / "generation.py").read_text()
     assert not re.findall(r"anthropic|responses\b|ANTHROPIC|OPENAI|RESPONSES|/v1", source)

@@ -46,7 +46,7 @@ def children() -> set[int]:
             pids = (task / "children").read_text().split()
         for pid in pids:
             with suppress(OSError):  # a child that has
-                if b"template_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"jinja_sandbox" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.add(int(pid))
     return found
 

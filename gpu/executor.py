@@ -47,7 +47,7 @@ def load_worker(files: ModelFiles, options: WorkerOptions, layout: Layout, **ran
     it is one of several."""
     device = resolve_device(options.device)
     spec = rank_spec(files.config, options, device, layout)
-    ranks["spec"] = spec
+    ranks |= {"spec": spec, "progress": files.progress}
     if options.quantization != "none":
         quantization = Quantization(options.quantization, files.config)
         weights = quantization.applied_to(read_weights(files, spec))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.architecture import DecoderSpec
+from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
@@ -45,12 +46,13 @@ class Worker:
         communicator: Any = None,
         links: StageLinks = NO_LINKS,
         agree: Callable[[KVCacheSize], KVCacheSize] = lambda size: size,
+        progress: Progress = no_progress,
     ) -> None:
         """Of `text`, if there is one, `perplexity` is computed: a string for the log.
 
         One rank of several has its own `spec` (`gpu.model_loader.rank_spec`) and the weights of that, a `communicator`
         where its stage has several tensor ranks, and `links` to the stages beside its own. `agree` makes of the KV
-        cache that it can have the one that all ranks can.
+        cache that it can have the one that all ranks can. `progress` hears how far the warm-up of a CUDA device is.
         """
         self.device = use_device(options.device)
         self._on_cuda = self.device != "cpu"
@@ -73,7 +75,7 @@ class Worker:
             max_num_seqs=options.max_num_seqs,
             max_model_len=options.max_model_len,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            budget=self._kv_cache_budget(model, options),
+            budget=self._kv_cache_budget(model, options, progress),
             kv_cache_memory=options.kv_cache_memory,
             spec=spec,
         )
@@ -146,7 +148,7 @@ class Worker:
         self.kv_caches = runner.kv_caches
         return runner
 
-    def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions) -> int:
+    def _kv_cache_budget(self, model: ServedModel, options: WorkerOptions, progress: Progress) -> int:
         """Bytes that the KV cache may take, with the weights in place. Raises ConfigError if more was asked for."""
         if self._on_cuda and self._links != NO_LINKS:
             if options.kv_cache_memory is None:
@@ -160,7 +162,7 @@ class Worker:
             from gpu.models.torch_model import TorchModel
 
             assert isinstance(model, TorchModel)
-            budget = kv_cache_budget(model, options)  # a rehearsal, which is wanted in any case
+            budget = kv_cache_budget(model, options, progress)  # a rehearsal, which is wanted in any case
         else:
             budget = int(min(CPU_MEMORY_SHARE * free_memory("cpu"), CPU_MEMORY_LIMIT) * options.kv_cache_share)
         if options.kv_cache_memory is not None:

@@ -16,6 +16,7 @@ import torch
 
 from engine.messages import SamplingParams
 from engine.plan import NewRequestData, SchedulerOutput, TokenMasks
+from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.device.choices import choose_kernels
 from gpu.device.runner import DeviceRunner, make_device_runner
 from gpu.kv_cache import check_max_model_len, kv_layout
@@ -24,6 +25,7 @@ from gpu.models.torch_model import TorchModel
 from gpu.runner.rows import BatchSizes
 from gpu.runner.runner import Runner
 
+PHASE = "Compiling kernels"  # the first step of each form compiles its kernels; with a warm cache it is quick
 PLAIN = SamplingParams(temperature=1.0, top_p=0.999, seed=0)
 # All that a request may want of the logits. They become float32 for it, so these are other kernels than the plain ones.
 EVERYTHING = SamplingParams(
@@ -42,9 +44,14 @@ class _EveryToken:
         return TokenMasks(indices=np.zeros(1, dtype=np.int64), bits=bits)
 
 
-def rehearse(runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, vocab_size: int) -> None:
-    """A plain draw; a short chunk of a prompt; the longest there is; then the whole token budget for as many requests
-    as run at once, all of which want everything."""
+def rehearse(
+    runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, vocab_size: int, progress: Progress = no_progress
+) -> None:
+    """Run the steps that no later step exceeds, and report each to `progress`.
+
+    They are: a plain draw; a short chunk of a prompt; the longest chunk there is; then the whole token budget for as many
+    requests as run at once, all of which want everything.
+    """
     left, lengths = max_num_batched_tokens, []
     for others in reversed(range(min(sizes.max_num_seqs, max_num_batched_tokens))):
         lengths.append(max(1, min(left - others, sizes.max_model_len)))
@@ -61,8 +68,10 @@ def rehearse(runner: Runner, sizes: BatchSizes, max_num_batched_tokens: int, voc
     plans.append(plan(["long"], everyone, names, lengths, [1] * len(names)))
     plans[-1].masks = _EveryToken(vocab_size)
     plans.append(plan(names, [], [], [], []))
-    for each in plans:
+    for number, each in enumerate(plans):
+        progress(PHASE, number, len(plans))
         runner.submit(each).result()
+    progress(PHASE, len(plans), len(plans))
 
 
 def graph_memory(runner: DeviceRunner, free: Callable[[], int]) -> int:
@@ -91,7 +100,7 @@ def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams
 # Memory of a CUDA device: how much of it the KV cache may have. Used by the worker.
 
 
-def kv_cache_budget(model: TorchModel, options: WorkerOptions) -> int:
+def kv_cache_budget(model: TorchModel, options: WorkerOptions, progress: Progress = no_progress) -> int:
     """Bytes that the KV cache may take, with the weights in place. A runner with a cache of one block finds out what
     steps, tables and graphs take, and compiles what they need."""
     choose_kernels(model, options.block_size)
@@ -103,7 +112,7 @@ def kv_cache_budget(model: TorchModel, options: WorkerOptions) -> int:
     num_groups = kv_layout(model.model.config).num_groups
     sizes = BatchSizes(options.max_num_seqs, longest, options.block_size, num_groups)
     runner = make_device_runner(model, 1, sizes, options.max_num_batched_tokens)
-    rehearse(runner, sizes, options.max_num_batched_tokens, model.model.config.vocab_size)
+    rehearse(runner, sizes, options.max_num_batched_tokens, model.model.config.vocab_size, progress)
     steps = torch.cuda.max_memory_allocated(model.device) - resident
     graphs = graph_memory(runner, lambda: torch.cuda.mem_get_info(model.device)[0])
     torch.cuda.synchronize(model.device)

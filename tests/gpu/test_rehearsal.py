@@ -42,7 +42,12 @@ def test_the_largest_step_fills_the_budget_and_leaves_nothing_behind(
     kind: str, num_seqs: int, max_model_len: int, max_tokens: int
 ) -> None:
     executor = make_executor(kind)
-    rehearse(cast(Runner, executor), BatchSizes(num_seqs, max_model_len, BLOCK_SIZE), max_tokens, VOCAB_SIZE)
+    reported: list[tuple[int, int | None]] = []
+    sizes = BatchSizes(num_seqs, max_model_len, BLOCK_SIZE)
+    rehearse(
+        cast(Runner, executor), sizes, max_tokens, VOCAB_SIZE, lambda _, done, total: reported.append((done, total))
+    )
+    assert reported == [(done, len(executor.plans)) for done in range(len(executor.plans) + 1)]
     largest = max(plan.total_num_scheduled_tokens for plan in executor.plans)
     assert largest == min(max_tokens, num_seqs * max_model_len)
     assert max(sum(plan.num_sampled_tokens) for plan in executor.plans) == min(num_seqs, max_tokens)

@@ -49,8 +49,8 @@ def rehearse(
 ) -> None:
     """Run the steps that no later step exceeds, and report each to `progress`.
 
-    They are: a plain draw; a short chunk of a prompt; the longest chunk there is; then the whole token budget for as many
-    requests as run at once, all of which want everything.
+    They are: a plain draw; a short chunk of a prompt; the longest chunk there is; then the whole token budget for as
+    many requests as run at once, all of which want everything.
     """
     left, lengths = max_num_batched_tokens, []
     for others in reversed(range(min(sizes.max_num_seqs, max_num_batched_tokens))):

@@ -1,4 +1,4 @@
-"""The engine's heart: plan, run, pick, bookkeep, over and over.
+"""The engine's loop: plan, run, pick tokens, update the requests.
 
 An EngineCore belongs to one thread. It knows nothing of event loops, channels or text.
 """
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 _STATUS_OF = {reason: status for status, reason in FINISH_REASONS.items()}
 
-# Steps of a single request that fail one after the other before the device itself is taken for broken.
+# Consecutive failures of steps with a single request after which the device counts as broken.
 MAX_FAILURES_IN_A_ROW = 16
 
 NUM_STEPS_KEPT = 128  # for snapshots
-MOST_TENANTS = 64  # that a snapshot tells of
+MOST_TENANTS = 64  # that a snapshot describes
 EVERYTHING = GetSnapshot()
 
 IsAbandoned = Callable[[Sequence[str]], bool]
@@ -66,7 +66,7 @@ IsAbandoned = Callable[[Sequence[str]], bool]
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan that the executor has got."""
+    """A plan that was submitted to the executor."""
 
     plan: SchedulerOutput
     handle: StepHandle
@@ -76,13 +76,13 @@ class StepInFlight:
 
 
 class EngineCore:
-    """Scheduler and executor, moved on one step at a time by whoever owns the thread.
+    """A scheduler and an executor, advanced one step at a time by the thread that owns them.
 
-    Up to `config.pipeline_depth` steps are on their way at once, so that at depth 2 the device finds its next step
-    waiting when one ends, instead of waiting for the host to pick, bookkeep and plan.
+    Up to `config.pipeline_depth` steps are in flight at once, so that at depth 2 the device finds its next step waiting
+    when one ends, instead of waiting for the host to pick tokens, update requests and plan.
 
-    `heartbeat` tells when it last got on and whether it has nothing to do, `num_steps` how many steps have ended,
-    whatever their fate. Safe to read from any thread; another process can read a heartbeat that was put in its place.
+    `heartbeat` has the time of the last progress and whether the engine is idle; `num_steps` counts ended steps, failed
+    ones included. Any thread may read them; another process can read a heartbeat in shared memory.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EngineCore:
         self.num_steps = 0
         self.heartbeat = Heartbeat(clock=clock)
         self.heartbeat.wake()
-        self.clock = clock  # of the front end, which says when requests have come and are due
+        self.clock = clock  # the front end's clock, in which arrival times and deadlines are given
         self._costs = StepCosts(config, self.scheduler, costs, learns=learns_costs, keep=keep_costs)
         self._costs.measure_on(executor, clock)
         self._quarantine = Quarantine()
@@ -116,17 +116,18 @@ class EngineCore:
         self._num_waiting_told = 0
         self._expert_load = ExpertLoad(executor)
         self._in_flight: deque[StepInFlight] = deque()
-        self._last_end = 0.0  # when the latest step was over
-        self._goes_on = False  # somebody still ran when it was over
+        self._last_end = 0.0  # when the latest step ended
+        self._goes_on = False  # requests were still running when it ended
         self._past_steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS_KEPT)
         self._profiler = StepProfiler(executor)
-        self.is_closed = False  # it was told to end
+        self.is_closed = False  # a `Close` command has arrived
         self._broken_by: BaseException | None = None  # the exception of a step that was not contained
-        self.on_begin: Callable[[list[str]], None] = lambda request_ids: None  # is told who is new in a step, before it
+        # Called with a step's new requests before the step.
+        self.on_begin: Callable[[list[str]], None] = lambda request_ids: None
 
     @property
     def costs(self) -> StepCostTable:
-        """What its steps cost, as far as it is known."""
+        """The step costs, as far as they are known."""
         return self._costs.table
 
     @property
@@ -134,13 +135,13 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def carry_out(self, command: Command) -> Event | None:
-        """Do what the front end wants, between two steps. Returns what it is told of that, if anything."""
+        """Carry out a command of the front end between two steps. Returns its answer, or None."""
         return _CARRY_OUT[type(command)](self, command)
 
     def _answer(self, ask: Ask) -> Answered:
         try:
             return Answered(ask.number, _ANSWERS[type(ask.question)](self, ask.question))
-        except Exception as error:  # a look at the engine must not end it
+        except Exception as error:  # a snapshot must not end the engine
             logger.exception("%s could not be answered", type(ask.question).__name__)
             return Answered(ask.number, None, f"the engine could not answer ({type(error).__name__})")
 
@@ -183,7 +184,7 @@ class EngineCore:
         self.scheduler.finish_request(request_id, _STATUS_OF[reason])
 
     def snapshot(self, asked: GetSnapshot = EVERYTHING) -> EngineSnapshot:
-        """What it looks like now."""
+        """Return a snapshot of the engine and its requests."""
         scheduler, now = self.scheduler, self.clock()
         running = islice(scheduler.running.values(), asked.most_requests)
         waiting = scheduler.waiting_for(asked.most_requests)
@@ -206,11 +207,12 @@ class EngineCore:
         return msgspec.structs.replace(state, seconds=self.clock() - now)
 
     def step(self, is_abandoned: IsAbandoned = lambda request_ids: False) -> EngineCoreOutputs:
-        """One turn: schedule → submit, until enough steps are on their way; then the oldest one's result → update.
+        """Run one turn: schedule and submit until enough steps are in flight, then take the result of the oldest one
+        and update.
 
-        `is_abandoned` tells whether all of these requests are about to be ended; then the step need not be finished.
-        Never raises for the sake of the requests in it; raises EngineDead when nothing can be computed any more. After
-        any other exception the accounts may be incomplete, so every later call raises EngineDead.
+        `is_abandoned` returns True if all of these requests are about to be ended; the step may then be aborted. A
+        faulty request does not raise; EngineDead is raised when nothing can be computed any more. After any other
+        exception the accounts may be incomplete, so every later call raises EngineDead.
         """
         if self._broken_by is not None:
             raise EngineDead("the engine has ended, because one of its steps failed; restart it") from self._broken_by
@@ -243,14 +245,14 @@ class EngineCore:
             self._last_end = ended
             self.scheduler.give_up(ended)
             outputs = self.scheduler.take_ended()
-        except EngineDead:  # what computes has gone
+        except EngineDead:  # the device, or the process of a rank, is gone
             raise
         except Exception as error:
             outcome = StepOutcome.FAILED
             outputs = self._contain(plan, error)
             ended = self._last_end
         else:
-            if plan.request_ids:  # a plan without requests does not reach a device, so it says nothing of one
+            if plan.request_ids:  # a plan without requests does not reach the device, so it shows nothing of its state
                 self._failures_in_a_row = 0
             self._last_end = ended
             outputs = self.scheduler.update(plan, output, ended)
@@ -281,15 +283,16 @@ class EngineCore:
 
     @property
     def has_news(self) -> bool:
-        """Whether the stats have changed since they were told, though there may be nothing to do: somebody who waited
-        alone, for a grammar, has left, or blocks were stored, or what steps cost was measured, or the prefix cache has
-        changed."""
+        """Return True if the stats changed since they were last sent although no step ran: a request that waited
+        alone for its grammar was aborted, blocks were stored, step costs were measured, or the prefix cache
+        changed.
+        """
         has_stored = self._tiers is not None and self._tiers.tier.has_news
         has_left = len(self.scheduler.waiting) != self._num_waiting_told
         return has_left or has_stored or self.scheduler.kv.has_events or self._costs.are_news(self.num_steps)
 
     def tell(self, outputs: Sequence[EngineCoreOutput] = ()) -> EngineCoreOutputs:
-        """The stats, with what a step gave or outside of one."""
+        """Return the stats, with the outputs of a step or without."""
         stats = self.scheduler.take_stats()
         self._num_waiting_told = stats.num_waiting
         if self._costs.are_news(self.num_steps):
@@ -301,8 +304,9 @@ class EngineCore:
         return EngineCoreOutputs(outputs=list(outputs), stats=stats, timestamp=now, kv_events=events)
 
     def prepare(self) -> bool:
-        """While there is no work: let the executor do a piece of what makes later steps faster. Returns whether there
-        is more of it."""
+        """Let the executor do a piece of work that makes later steps faster, while there are no requests. Returns
+        True if there is more of it.
+        """
         has_more = isinstance(self.executor, Prepares) and self.executor.prepare()
         if self._tiers is not None and self._tiers.is_storing:
             self._tiers.write_back(None)
@@ -310,7 +314,7 @@ class EngineCore:
             has_more = True
         if self._costs.is_measuring and not has_more:
             self._costs.measure()
-            has_more = True  # at the end there is news
+            has_more = True  # its end is reported
         self.heartbeat.beat()
         return has_more
 
@@ -320,7 +324,7 @@ class EngineCore:
             if not self._in_flight:
                 self._quarantine.clear(self.scheduler.requests)
             elif self._quarantine.suspects or isinstance(self._in_flight[-1].handle, FailedStep):
-                return  # what comes next depends on how the step in flight ends
+                return  # the next plan depends on the result of the step in flight
             planned_at = self.clock()
             plan = self.scheduler.schedule(
                 planned_at,
@@ -353,10 +357,10 @@ class EngineCore:
             self.on_begin([request.request_id for request in plan.new_requests])
 
     def _contain(self, plan: SchedulerOutput, error: Exception) -> list[EngineCoreOutput]:
-        """A step has raised: put its requests back, and end the one at fault once it is known.
+        """Put the requests of a failed step back, and end the faulty one once it is known.
 
-        What has been planned on top of it means nothing and is put back too. The device has to be done with it first:
-        its blocks are about to be given to others.
+        Steps planned on top of the failed one are void and put back too. The device must have finished them first,
+        because their blocks are about to be given to other requests.
         """
         plans = [plan]
         while self._in_flight:

@@ -1,9 +1,9 @@
-"""Finding the requests that make a step fail, so that the others go on.
+"""The search for the requests that make a step fail, so that the others go on.
 
-When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them runs
-at a time: half of those that failed together, then half of that half. A part that gets as far as the failed step would
-have is cleared; a suspect that fails alone is guilty. With k guilty among n, this takes about k * 2 * log2(n) steps.
-An error that only a large batch provokes (memory), or that happens once, finds no guilty one and ends nobody.
+When a step raises, its requests are put back and become suspects. While there are suspects, only a part of them runs at
+a time: half of those that failed together, then half of that half. A part that gets as far as the failed step would
+have is cleared; a suspect that fails alone is faulty. With k faulty among n requests, this takes about k * 2 * log2(n)
+steps. If an error occurs only in a large batch (memory), or only once, no request is found faulty and none ends.
 
 Owned by the EngineCore.
 """
@@ -25,13 +25,13 @@ class Quarantine:
 
     @property
     def suspects(self) -> set[str] | None:
-        """Who may run in the next step; None is everybody."""
+        """The requests that may run in the next step; None if all may."""
         return set(self._groups[0]) if self._groups else None
 
     def split(self, failed: Mapping[str, int]) -> str | None:
-        """A step with these requests has failed; the values are how far it would have taken them.
+        """Record that a step with these requests failed; the values are how many tokens it would have computed of each.
 
-        Returns the guilty request, if this was a suspect's failure alone.
+        Returns the faulty request, if this was the failure of a single suspect.
         """
         suspects = self._groups.popleft() if self._groups else {}
         unharmed = {request_id: mark for request_id, mark in suspects.items() if request_id not in failed}
@@ -47,7 +47,7 @@ class Quarantine:
         return None
 
     def clear(self, living: Mapping[str, Request]) -> None:
-        """Let go of suspects that have got far enough, or are gone. Called before each step."""
+        """Clear suspects that have got far enough, or are gone. Called before each step."""
         while self._groups:
             group = self._groups[0]
             for request_id in list(group):

@@ -1,4 +1,4 @@
-"""The engine's heartbeat: written by the engine, read by whoever watches it, in another thread or another process."""
+"""The engine's heartbeat: written by the engine, read by a watchdog in another thread or process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PAGE = bytes(mmap.PAGESIZE)  # an empty file cannot be mapped
 
 
 class Heartbeat:
-    """When the engine last got on, whether it has nothing to do, and how much it has told of its prefix cache. All
-    zeros say that it does not run yet.
+    """The time of the engine's last progress, whether it is idle, and the number of its latest KV events. All zeros
+    mean that the engine does not run yet.
 
     It lives in a few bytes of memory, so that two processes may map the same. Nothing in between can delay it: a queue
     that lags would make a busy engine look hung, and a hung one alive.
@@ -38,7 +38,7 @@ class Heartbeat:
 
     @property
     def last_progress(self) -> float:
-        """When the latest step ended or the engine woke up, by its clock; 0 before that."""
+        """The time, by the engine's clock, when the latest step ended or the engine woke up; 0 before that."""
         return self._fields[_LAST_PROGRESS]
 
     @property
@@ -51,24 +51,24 @@ class Heartbeat:
         return int(self._fields[_KV_SEQUENCE])
 
     def count_kv_events(self, sequence: int) -> None:
-        """KV events with this number are about to be told."""
+        """Record that KV events with this number are about to be sent."""
         self._fields[_KV_SEQUENCE] = sequence
 
     def beat(self) -> None:
-        """A step has ended."""
+        """Record that a step has ended."""
         self._fields[_LAST_PROGRESS] = self._clock()
 
     def sleep(self) -> None:
-        """The engine has nothing to do until something arrives."""
+        """Record that the engine is idle until a command arrives."""
         self._fields[_IS_AWAKE] = 0.0
 
     def wake(self) -> None:
-        """Something has arrived: progress counts from here."""
+        """Record that a command has arrived: the time without progress counts from here."""
         self.beat()
         self._fields[_IS_AWAKE] = 1.0
 
     def show(self, last_progress: float, *, is_asleep: bool, kv_sequence: int) -> None:
-        """What the heartbeat of an engine on another machine was, by this clock."""
+        """Write the heartbeat of an engine on another machine, converted to this machine's clock."""
         self._fields[_KV_SEQUENCE] = kv_sequence
         self._fields[_LAST_PROGRESS] = last_progress
         self._fields[_IS_AWAKE] = float(not is_asleep)

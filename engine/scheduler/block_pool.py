@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who may write where, and which content can be found again.
+"""The pool of KV blocks: their owners, their reference counts, and the index of their content.
 
 A block is in exactly one of three states:
 
@@ -6,9 +6,9 @@ A block is in exactly one of three states:
     cached  ref_count = 0, in the free list, and its content can be found by its hash
     free    ref_count = 0, in the free list, content worthless
 
-An owned block may be findable too (a running request shares its prefix). Allocation takes the head of the free list:
-worthless blocks and unlikely ones first, then cached ones from the least recently used on. Those that are kept (`keep`)
-are passed over once. All operations are O(1) per block, amortised.
+The content of an owned block may be in the index too (a running request shares its prefix). Allocation takes the head
+of the free list: worthless blocks and unlikely ones first, then cached ones, the least recently used first. Blocks that
+were marked by `keep` are skipped once. All operations are O(1) per block, amortized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.snapshot import BlocksSnapshot
 
-MOST_CELLS = 1024  # of the map in a snapshot
+MOST_CELLS = 1024  # characters of the map in a snapshot
 
 
 class BlockPool:
@@ -30,17 +30,19 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._kept: set[int] = set()
-        self.on_removed: Callable[[int], None] | None = None  # is told what cannot be found any more
+        self.on_removed: Callable[[int], None] | None = (
+            None  # is called with blocks whose content cannot be found any more
+        )
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns, whether or not their content can still be found."""
+        """The number of blocks without an owner, whether or not their content can still be found."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Blocks whose content can be found by its hash, owned or not."""
+        """The number of blocks with content in the index, owned or not."""
         return len(self._by_hash)
 
     def allocate(self, count: int) -> list[int]:
@@ -60,7 +62,7 @@ class BlockPool:
                 self.on_removed(block_id)
 
     def _next_free(self) -> int:
-        """The head of the free list; what is kept goes to its end once instead."""
+        """Return the head of the free list. A kept block goes to the end of the list once instead."""
         while True:
             block_id, _ = self._free.popitem(last=False)
             if block_id not in self._kept:
@@ -71,15 +73,17 @@ class BlockPool:
             self._free[block_id] = None
 
     def keep(self, block_ids: Iterable[int]) -> None:
-        """Let what these blocks hold stay for longer than what else was used as lately: it will be asked for."""
+        """Evict these blocks later than others that were used at the same time, because their content will be asked
+        for.
+        """
         self._kept.update(block_ids)
 
     def is_free(self, block_id: int) -> bool:
-        """Whether nobody owns this block."""
+        """Return True if the block has no owner."""
         return self._ref_counts[block_id] == 0
 
     def find(self, content: bytes) -> int | None:
-        """The block that holds this content, or None. Takes no reference."""
+        """Return the block that holds this content, or None. Takes no reference."""
         return self._by_hash.get(content)
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -96,15 +100,15 @@ class BlockPool:
             self._hashes[block_id] = content
 
     def withdraw(self, block_ids: Iterable[int]) -> None:
-        """The opposite of `publish`, for blocks whose content has turned out to be wrong."""
+        """Remove blocks from the index because their content has turned out to be wrong."""
         for block_id in block_ids:
             self._forget(block_id)
 
     def release(self, block_ids: Sequence[int], *, is_unlikely: bool = False) -> None:
-        """Give one reference back for each block of a request's table, in table order.
+        """Give back one reference for each block of a request's table, in table order.
 
         The tail of a sequence is the least likely to be shared, so it is evicted first: the free list gets the blocks
-        in reverse. What is unlikely to be found by anybody is evicted before all that is there.
+        in reverse. Blocks that are unlikely to be found again are evicted before all others.
         """
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
@@ -114,8 +118,9 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def snapshot(self, groups: Mapping[int, int]) -> BlocksSnapshot:
-        """How many blocks are in which state, and where. O(number of blocks), at about 50 ns each. `groups` has the KV
-        group of those that are not in the first."""
+        """Return how many blocks are in which state, and where. O(number of blocks), at about 50 ns each. `groups`
+        has the KV group of blocks outside the first group.
+        """
         stride = -(-self.num_blocks // MOST_CELLS)
         by_ref_count = Counter(self._ref_counts)
         num_cached = list(map(self._ref_counts.__getitem__, self._by_hash.values())).count(0)

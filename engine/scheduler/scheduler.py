@@ -1,25 +1,25 @@
-"""Who runs in the next step, and for how many tokens.
+"""The scheduler: which requests run in the next step, and for how many tokens.
 
 There is no prefill phase and no decode phase. Each request has `num_computed_tokens`, which catches up with its
-`num_tokens`; a step gives every running request some of the distance, under one token budget. A request that has
-caught up samples a token, or several, which puts it one token behind again: that is decoding. Chunked prefill, prefix
-caching, resuming after a preemption and mixed batches are all the same rule.
+`num_tokens`; a step gives every running request a part of the difference, under one token budget. A request that has
+caught up samples one or several tokens, which puts it one token behind again: that is decoding. Chunked prefill, prefix
+caching, resuming after a preemption and mixed batches all follow from this rule.
 
-The order within a step: running requests that are one token behind, then running requests that are further behind
-(so that no prefill delays a stream), then waiting requests (`engine/scheduler/admission.py`), by fair share of their
+The order within a step: running requests that are one token behind, then running requests that are further behind (so
+that no prefill delays a stream), then waiting requests (`engine/scheduler/admission.py`), by fair share of their
 tenant, the tenant's own priority, and arrival (`engine/scheduler/waiting_queue.py`). There is one exception: if the
 first prompt would take the whole budget, half of it goes to prompts at most half as long, running or waiting, the
 shortest of a tenant first.
 
-When blocks run out, the running request of the worst rank (`engine/scheduler/admission.py`) is preempted: its blocks
-are given back and it is computed again later, mostly from the prefix cache. The one of the worst rank is never
-preempted for its own sake; it waits with its blocks while those before it go on. In a step ranks change only when
-somebody is preempted, so who has waited as the worst is the next victim, and whoever is left in the end has all the
-room: one request of `max_model_len` fits into the whole pool. So somebody always advances. A tenant that holds more
-than its share of the running slots gives one up when a tenant that holds less than its own is waiting.
+When blocks run out, the running request of the lowest rank (`engine/scheduler/admission.py`) is preempted: its blocks
+are freed, and it is computed again later, mostly from the prefix cache. The lowest-ranked request is never preempted to
+make room for itself: it keeps its blocks and waits. Ranks change within a step only when a request is preempted, so a
+request that waited as the lowest is the next to be preempted, and the last one left has the whole pool, which always
+fits one request of `max_model_len`. So at least one request always makes progress. A tenant that holds more than its
+share of the running slots gives one up when a tenant that holds less than its share is waiting.
 
-Nothing here raises for one request's sake: what is wrong with a request ends that request. Owned by the EngineCore, on
-the engine's thread. Deterministic: no clock, no randomness, no device.
+The scheduler raises nothing because of one request: a faulty request ends alone. The EngineCore owns it, on the
+engine's thread. It is deterministic: no clock, no randomness, no device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Plans steps and keeps account of all living requests."""
+    """Plan steps and keep account of all live requests."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, block_size: int, tier: BlockTier | None = None) -> None:
         self.config = config
@@ -81,11 +81,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, if only tell of an end or let the runner drop a row."""
+        """Return True if a step would do anything, even if it only reports an ended request or lets the runner drop
+        a row.
+        """
         return bool(self.running or self.waiting or self._table.removed or self._ended)
 
     def reconfigure(self, **limits: Any) -> None:
-        """Go on with another `max_num_seqs`, `max_num_batched_tokens` or `max_sampled_tokens`. Who runs goes on."""
+        """Change `max_num_seqs`, `max_num_batched_tokens` or `max_sampled_tokens`. Running requests go on."""
         self.config = replace(self.config, **limits)
         self._admission.max_num_seqs = self.config.max_num_seqs
 
@@ -131,7 +133,7 @@ class Scheduler:
     def _end(
         self, request: Request, status: RequestStatus, error: str | None = None, refusal: Refusal | None = None
     ) -> None:
-        """End a request and tell the front end with the next outputs."""
+        """End a request, and report it to the front end with the next outputs."""
         self.finish_request(request.request_id, status)
         self._ended.append(
             EngineCoreOutput(
@@ -155,14 +157,15 @@ class Scheduler:
         seconds_per_prefill_token: float = 0.0,
         only: Collection[str] | None = None,
     ) -> SchedulerOutput:
-        """The plan of the next step. Each is followed by `update`, `give_up`, `put_back` or `retract`, in order.
+        """Plan the next step. Each plan is followed by `update`, `give_up`, `put_back` or `retract`, in order.
 
-        It may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one in each stage.
-        Then it holds no request whose latest token has to be known first, and may be empty though there is work.
+        The plan may be made while the step before it is in flight (`engine/scheduler/steps.py`), or one step in each
+        pipeline stage. It then contains no request whose latest token must be known first, and may be empty although
+        there is work.
 
-        `pace_prefill` bounds what requests further behind than one token get while others decode.
-        `seconds_per_prefill_token` is the measured speed, by which waiting requests that cannot keep their
-        deadline are given up. `only` restricts the step to these requests.
+        `pace_prefill` bounds the tokens of requests that are further behind than one token while others decode.
+        `seconds_per_prefill_token` is the measured cost by which waiting requests that cannot keep their deadline are
+        ended. `only` restricts the step to these requests.
         """
         for request in self._deadlines.passed(now, self.requests):
             self._end(request, RequestStatus.FINISHED_EXPIRED)
@@ -171,12 +174,12 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         plan = PlanDraft(budget)
         in_flight = self._in_flight.latest.num_tokens
-        # Drafts leave a token for everybody else: the budget has room for one of each.
+        # Draft tokens leave one token for every other request: the budget has room for one of each.
         most_sampled = min(self.config.max_sampled_tokens, budget // max(len(self.running), 1))
         behind: list[tuple[Request, int]] = []
         busy: Collection[str] = self._in_flight.blocking() if self.config.num_stages > 1 else ()
         most_decodes = -(-len(self.running) // self.config.num_stages)
-        is_running = RequestStatus.RUNNING  # to look up an enum's member takes as long as all else of a turn
+        is_running = RequestStatus.RUNNING  # looking up an enum's member takes as long as the rest of one iteration
         for request in list(self.running.values()):
             if (only is not None and request.request_id not in only) or request.request_id in busy:
                 continue
@@ -187,7 +190,7 @@ class Scheduler:
             if num_behind > 1:
                 behind.append((request, num_behind))
             elif len(plan.num_tokens) == most_decodes:
-                continue  # the other stages' plans have room for it
+                continue  # the plans of the other stages have room for it
             elif (num_behind == 1 or request.may_decode_ahead(start)) and request.status is is_running:
                 num_tokens = 1 if most_sampled == 1 else request.num_to_sample(start, most_sampled)
                 end = start + num_tokens
@@ -213,7 +216,7 @@ class Scheduler:
             if plan.budget == 0:
                 break
             if request.status is not RequestStatus.RUNNING or request.request_id in plan.prefills:
-                continue  # preempted just now for an earlier request, or it has its chunk
+                continue  # it was preempted just now for an earlier request, or it has its chunk
             start = len(request.token_ids) - num_behind
             num_tokens = plan.chunk(start, num_behind)
             if self._extend(plan, request, start + num_tokens, now, only):
@@ -222,17 +225,17 @@ class Scheduler:
     def _share_prefill(
         self, plan: PlanDraft, behind: list[tuple[Request, int]], now: float, seconds_per_prefill_token: float
     ) -> bool:
-        """If the first prompt would take the whole budget, give half of it to prompts that lack at most half as many
-        tokens. Return False if it would not.
+        """Share the budget if the first prompt would take all of it; return False if it would not.
 
-        Among running prompts, the tenant that was served least goes first, and its prompt that lacks the fewest tokens;
-        half of their share is left to waiting requests. The first prompt gets the other half of the budget and the
-        remainder, and stays the first until it is done, so that no prompt waits for ever. No request may be preempted
-        for a running one after waiting ones have started.
+        Half of the budget goes to prompts that lack at most half as many tokens as the first prompt. Among running
+        prompts, the tenant that was served least goes first, with its prompt that lacks the fewest tokens; half of this
+        share is left to waiting requests. The first prompt gets the other half and the remainder, and stays the first
+        until it is done, so that no prompt waits for ever. No request may be preempted for a running one after waiting
+        ones have started.
         """
         first, most = behind[0]
         if first.status is not RequestStatus.RUNNING:
-            return False  # preempted just now for a decode
+            return False  # it was preempted just now for a decode
         start = len(first.token_ids) - most
         plan.set_pace(start)
         budget = plan.budget
@@ -272,13 +275,13 @@ class Scheduler:
                 self._end(request, RequestStatus.FINISHED_EXPIRED)
 
     def _pace(self, pace_prefill: PacePrefill, plan: PlanDraft, start: int) -> int:
-        """How much prefill fits into a plan that has none yet."""
+        """Return how many prefill tokens fit into a plan that has none yet."""
         num_tokens = sum(plan.num_tokens.values())
         keys = sum(self.requests[request_id].num_computed_tokens for request_id in plan.num_tokens)
         return pace_prefill(StepLoad(num_tokens, keys + num_tokens), start)
 
     def retract(self, plan: SchedulerOutput) -> None:
-        """The latest plan is not handed on: it has no requests."""
+        """Drop the latest plan, which has no requests and was not submitted."""
         self._step -= 1
         self._in_flight.retract()
         self._table.removed = plan.removed_request_ids + self._table.removed
@@ -297,10 +300,11 @@ class Scheduler:
         return True
 
     def put_back(self, plans: Sequence[SchedulerOutput], now: float) -> dict[str, int]:
-        """Preempt the requests of a step that has failed and of those planned on top of it: all steps in flight.
+        """Preempt the requests of a failed step and of the steps planned on top of it, which are all steps in flight.
 
-        Returns how far the failed step, the first, would have taken each of its requests that still lives. Nobody
-        knows how much of the plans' diffs was applied. Removing a row twice is harmless, so all removals go out again.
+        Returns how many tokens the failed step, the first, would have computed of each of its requests that is still
+        alive. It is unknown how much of the plans' diffs the runner applied. Removing a row twice is harmless, so all
+        removals are sent again.
         """
         steps = [self._in_flight.end() for _ in plans]
         reach = {}
@@ -318,17 +322,17 @@ class Scheduler:
         return reach
 
     def give_up(self, now: float) -> None:
-        """The oldest step in flight was broken off because the ends of all its requests are on their way.
+        """Drop the oldest step in flight, which was aborted because all its requests are about to end.
 
-        Nobody has advanced in it, so what has been planned on top of it for them is wrong: they would have to start
-        again, should they go on after all.
+        None of its requests has advanced, so later plans for them are wrong: the requests would have to start again if
+        they went on after all.
         """
         for request_id in self._in_flight.end():
             if request_id in self._in_flight:
                 self._table.put_back(self.running[request_id], now)
 
     def matchers_of(self, plan: SchedulerOutput) -> list[tuple[int, TokenMatcher]]:
-        """The requests of a plan that have a grammar, by their places in it."""
+        """Return the grammars of a plan's requests by their places in the plan."""
         if not self._table.num_grammars:
             return []
         grammars = ((index, self.requests[request_id].grammar) for index, request_id in enumerate(plan.request_ids))
@@ -337,8 +341,9 @@ class Scheduler:
     # --- accounting
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float = 0.0) -> list[EngineCoreOutput]:
-        """Account for what the oldest step in flight computed and sampled. Returns what each request gained; finished
-        ones are gone from here."""
+        """Account for the oldest step in flight. Returns what each request gained; finished requests have been
+        removed.
+        """
         valid = self._in_flight.end()
         self._count_computed(plan, output)
         all_valid = len(valid) == len(plan.request_ids)
@@ -409,8 +414,9 @@ class Scheduler:
         return gained + self.take_ended() if self._ended else gained
 
     def _count_computed(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Count all tokens that a step computed, also for requests that have ended or were preempted meanwhile. Of
-        draft tokens, only accepted ones count."""
+        """Count all tokens that a step computed, also of requests that ended or were preempted before its end. Of
+        draft tokens, only accepted ones count.
+        """
         self._computed_tokens += plan.total_num_scheduled_tokens
         if self.config.max_sampled_tokens > 1:
             self._computed_tokens += sum(map(len, output.sampled_token_ids)) - sum(plan.num_sampled_tokens)
@@ -422,7 +428,7 @@ class Scheduler:
 
     @staticmethod
     def _describe_end(request: Request, gain: EngineCoreOutput) -> None:
-        """A sampled token was the last one."""
+        """Return how a request ended whose sampled token was the last one."""
         if not request.generates:
             gain.new_token_ids = []
         gain.finish_reason = FINISH_REASONS[request.status]
@@ -432,23 +438,23 @@ class Scheduler:
             gain.error, gain.refusal = request.grammar.error, request.grammar.refusal
 
     def take_ended(self) -> list[EngineCoreOutput]:
-        """Ends that did not come from a sampled token: deadlines and failures."""
+        """Return the requests that ended without a sampled token, by a deadline or a failure, since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
     def take_left(self) -> tuple[tuple[str, str], ...]:
-        """Who lost its running slot or ended since this was asked before, and why."""
+        """Return the requests that lost their running slot or ended since the last call, and why."""
         if not self._table.left:  # as after most steps
             return ()
         left, self._table.left = self._table.left, []
         return tuple(left)
 
     def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
-        """The first of those that wait, and why each does."""
+        """Return the first of the waiting requests, and why each waits."""
         return self._admission.waiting_for(most)
 
     def take_stats(self) -> SchedulerStats:
-        """The stats after a step; the counters start again from zero."""
+        """Return the stats of a step, and start its counters from zero."""
         stats = SchedulerStats(
             step=self._step,
             num_running=len(self.running),
@@ -467,5 +473,7 @@ class Scheduler:
         return stats
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
+        """Raise AssertionError unless all tables agree with each other. For tests and idle moments; it visits
+        everything.
+        """
         self._table.check_integrity()

@@ -18,7 +18,9 @@ from engine.structured.matchers import TokenMatcher
 
 
 class RequestStatus(enum.IntEnum):
-    """WAITING → RUNNING → FINISHED_*, with RUNNING → PREEMPTED → RUNNING in between. Terminal states sort last."""
+    """The states of a request: WAITING → RUNNING → FINISHED_*, with RUNNING → PREEMPTED → RUNNING in between.
+    Terminal states sort last.
+    """
 
     WAITING = 0
     RUNNING = 1
@@ -44,11 +46,12 @@ FINISH_REASONS = {
 
 
 class Request:
-    """Live state of one request. Two counters tell its whole story: `num_computed_tokens` catches up with `num_tokens`.
+    """The live state of one request. Two counters describe its progress: `num_computed_tokens` catches up with
+    `num_tokens`.
 
-    `token_ids` is the prompt followed by the output. `block_ids` is the block table (`engine.plan`) with
-    room for `room` tokens: place i holds the keys and values of tokens [i * block_size, (i + 1) * block_size).
-    `block_hashes[i]` identifies these tokens and everything before them; it is filled lazily, for full blocks only.
+    `token_ids` is the prompt followed by the output. `block_ids` is the block table (`engine.plan`) with room for
+    `room` tokens: place i holds the keys and values of tokens [i * block_size, (i + 1) * block_size). `block_hashes[i]`
+    identifies these tokens and everything before them; it is filled lazily, for full blocks only.
     """
 
     __slots__ = (
@@ -121,11 +124,11 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + min(
             room if sampling.max_tokens is None else sampling.max_tokens, room
         )
-        self.generates = sampling.max_tokens != 0  # or it is there for its prompt alone
+        self.generates = sampling.max_tokens != 0  # or the request wants only results of its prompt
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self._ends = self.eos_token_ids.union(sampling.stop_token_ids)
         self.grammar = grammar
-        self.is_complete = False  # by its grammar, after which nothing may follow
+        self.is_complete = False  # the grammar is complete: no token may follow
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         self.num_computed_tokens = 0
@@ -137,11 +140,11 @@ class Request:
         self.num_cached_tokens = 0
         self.num_overtaken = 0  # times that a shorter request of its tenant took a running slot before it
         self.num_preemptions = 0
-        self.num_prompt_logprobs = 0  # positions whose log-probabilities have gone out
+        self.num_prompt_logprobs = 0  # positions whose log-probabilities have been sent
         self.events: list[RequestEvent] = []  # not yet reported
         self.keeps_prefix = message.keeps_prefix
         self.is_private = message.is_private
-        self.asked_tiers = False  # whether what lies beyond its cached prefix has been looked for
+        self.asked_tiers = False  # the tiers have been searched for the blocks beyond its cached prefix
         self.load: Load | None = None  # that it waits for
 
     @property
@@ -154,47 +157,53 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who goes first of one tenant's requests: the smaller priority value, then the earlier arrival."""
+        """The sort key among one tenant's requests: the smaller priority value first, then the earlier arrival."""
         return (self.priority, self.sequence_number)
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether blocks that others computed will do. They have keys and values, but no hidden states."""
+        """True if blocks that other requests computed can be used. They have keys and values, but no hidden states."""
         needs_all = self.sampling.prompt_logprobs is not None or self.pooling is Pooling.MEAN
         return not needs_all or self.num_output_tokens > 0
 
     def may_decode_ahead(self, num_planned_tokens: int) -> bool:
-        """Whether the next token can be computed while it is still being sampled, up to `num_planned_tokens` being
-        computed then.
+        """Return True if the next token can be computed while the latest one is still being sampled; up to
+        `num_planned_tokens` are computed then.
 
-        Not if that token may be the last one, by the limit (other ends show later, and cost a step for nobody), and not
-        if a grammar has to read it before it can say what may follow.
+        False if the latest token may be the last one by the token limit (other ends are found later, and cost no other
+        request a step), and if a grammar must read it before it knows what may follow.
         """
         return num_planned_tokens + 1 < self.max_num_tokens and self.grammar is None
 
     def num_to_sample(self, num_planned_tokens: int, most: int) -> int:
-        """How many tokens, `most` at most, a decode may sample when up to `num_planned_tokens` have been computed: no
-        more than the limit leaves, and one where a grammar has to read each, or before there is any to draft from."""
+        """Return how many tokens, at most `most`, a decode may sample when up to `num_planned_tokens` have been
+        computed.
+
+        It is no more than the limit leaves, and one where a grammar must read each token, or before there is a token to
+        draft from.
+        """
         if self.grammar is not None or num_planned_tokens < self.num_prompt_tokens:
             return 1
         return min(most, self.max_num_tokens - num_planned_tokens - 1)
 
     def is_late(self, now: float) -> bool:
-        """Whether a deadline has passed that still counts."""
+        """Return True if a deadline that still counts has passed."""
         return now >= self.deadline or (self.num_output_tokens == 0 and now >= self.first_token_deadline)
 
     def note(self, kind: EventKind, time: float, tokens: int) -> None:
-        """Add to the timeline."""
+        """Add an event to the timeline."""
         self.events.append(RequestEvent(kind, time, tokens))
 
     def take_events(self) -> list[RequestEvent]:
-        """What has not been reported yet."""
+        """Return the events that have not been reported yet."""
         events, self.events = self.events, []
         return events
 
     def append_output_tokens(self, token_ids: list[int]) -> bool:
-        """Add sampled tokens, up to the one that ends the request; those behind it are taken from the list. Returns
-        whether there was one, with `status` and `stop_reason` set."""
+        """Add sampled tokens, up to the one that ends the request; tokens behind it are removed from the list.
+
+        Returns True if one ended the request, with `status` and `stop_reason` set.
+        """
         if not self.generates:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
             return True
@@ -209,7 +218,7 @@ class Request:
         return False
 
     def _is_ended_by(self, token_id: int) -> bool:
-        """Whether this token, the latest, is the last one."""
+        """Return True if this token, the latest, is the last one."""
         is_completed = False
         if self.grammar is not None:
             is_completed = self.grammar.accept(token_id)
@@ -232,13 +241,15 @@ class Request:
         return False
 
     def take_prompt_logprobs(self, start: int, entries: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """What is new in the entries of positions `start` + 1 on: a request that was preempted computes some twice."""
+        """Return the new entries among those of positions `start` + 1 on. A request that was preempted computes some
+        twice.
+        """
         new = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(new)
         return new
 
     def to_new_request(self) -> NewRequestData:
-        """What a runner that does not know it has to be told."""
+        """Return what a runner needs of a request that it does not know yet."""
         return NewRequestData(
             request_id=self.request_id,
             token_ids=list(self.token_ids),
@@ -251,7 +262,7 @@ class Request:
         )
 
     def snapshot(self, waits_for: WaitsFor | None = None) -> RequestSnapshot:
-        """What it looks like now."""
+        """Return a snapshot of the request."""
         return RequestSnapshot(
             request_id=self.request_id,
             tenant=self.tenant,
@@ -276,13 +287,15 @@ class Request:
 
 @dataclass(slots=True)
 class Load:
-    """Pieces on their way into blocks. `sources` has the tier each came from, None where it is not there yet, "" where
-    it cannot be had."""
+    """Chunks on their way into blocks.
+
+    `sources` has the tier that each chunk came from, None where it has not arrived yet, "" where it cannot be had.
+    """
 
     contents: list[bytes]
     block_ids: list[int]  # NO_BLOCK where the next token does not see it
-    prefix: list[int]  # the blocks before them, held so that nobody takes them meanwhile
+    prefix: list[int]  # the blocks before them, held so that they are not evicted during the load
     sources: list[str | None]
     requests: list[Request]
-    news: float  # when it began, or its last piece came
+    news: float  # when the load began, or its latest chunk arrived
     ticket: int = 0

@@ -20,8 +20,11 @@ from engine.scheduler.waiting_queue import TenantShares, WaitingQueue
 
 
 class RequestTable:
-    """`removed` are the rows that the runner still holds for requests that no longer run. The counters grow until
-    somebody takes them."""
+    """All live requests by id, the queue, and the running requests.
+
+    `removed` are the rows that the runner still holds for requests that no longer run. The counters grow until
+    `Scheduler.take_stats` reads them.
+    """
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.kv = kv
@@ -31,8 +34,9 @@ class RequestTable:
         self.waiting = WaitingQueue(self.shares)
         self.in_flight = StepsInFlight()
         self.removed: list[str] = []
-        self.left: list[tuple[str, str]] = []  # who lost its running slot or ended, and why, until somebody takes it
-        self.num_grammars = 0  # living requests that have, or had, one
+        # Requests that lost their running slot or ended, and why, until `take_left`.
+        self.left: list[tuple[str, str]] = []
+        self.num_grammars = 0  # live requests that have, or had, a grammar
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # in tokens
         self.prefix_cache_hits = 0
@@ -40,14 +44,14 @@ class RequestTable:
         self._changing_prefixes = ChangingPrefixes()
 
     def add(self, request: Request) -> None:
-        """A request has arrived, and waits."""
+        """Put an arrived request into the queue."""
         self.requests[request.request_id] = request
         self.num_grammars += request.sampling.restricts_tokens
         self.shares.arrive(request.tenant, request.tenant_weight, request.tenant_max_running)
         self.waiting.push(request)
 
     def start(self, request: Request, now: float) -> None:
-        """It gets a running slot. Whoever walks the queue takes it out of there afterwards."""
+        """Give a request a running slot. The caller, which walks the queue, removes it from there afterwards."""
         self.running[request.request_id] = request
         self.shares.start(request.tenant)
         request.status = RequestStatus.RUNNING
@@ -59,7 +63,9 @@ class RequestTable:
             self.num_changed_prefixes += self._changing_prefixes.is_one(request)
 
     def preempt(self, request: Request, now: float) -> None:
-        """It loses its running slot and its blocks. Whoever walks the queue puts it back there afterwards."""
+        """Take a request's running slot and its blocks. The caller, which walks the queue, puts it back there
+        afterwards.
+        """
         self.in_flight.void(request.request_id)
         request.note(EventKind.PREEMPTED, now, request.num_computed_tokens)
         del self.running[request.request_id]
@@ -72,12 +78,12 @@ class RequestTable:
         self.left.append((request.request_id, "preempted"))
 
     def put_back(self, request: Request, now: float) -> None:
-        """Preempt it, and let it wait for its next turn."""
+        """Preempt a request, and put it back into the queue."""
         self.preempt(request, now)
         self.waiting.push_front(request)
 
     def remove(self, request: Request) -> None:
-        """It has ended, for the reason that its status says, and nothing here is its own any more."""
+        """Remove an ended request, and release everything it owned. Its status has the reason."""
         self.left.append((request.request_id, FINISH_REASONS[request.status]))
         self.in_flight.void(request.request_id)
         del self.requests[request.request_id]
@@ -94,7 +100,9 @@ class RequestTable:
         self.kv.free(request)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless all tables agree with each other. For tests and idle moments; O(everything)."""
+        """Raise AssertionError unless all tables agree with each other. For tests and idle moments; it visits
+        everything.
+        """
         loading = [] if self.kv.tiers is None else self.kv.tiers.tables()
         tables = [owned(request.block_ids) for request in self.requests.values()]
         self.kv.pool.check_integrity([*loading, *tables])
@@ -116,7 +124,7 @@ class Deadlines:
     """A heap of deadlines, so that a step looks only at those that have passed.
 
     A request may have two: for its first token and for its end. Most requests end in time and leave their entries
-    behind; when these outnumber the living, the heap is made anew.
+    behind; when these outnumber the entries of live requests, the heap is rebuilt.
     """
 
     def __init__(self) -> None:
@@ -128,7 +136,7 @@ class Deadlines:
                 heapq.heappush(self._heap, (deadline, request.request_id))
 
     def passed(self, now: float, living: Mapping[str, Request]) -> list[Request]:
-        """Living requests that are out of time; each is named once."""
+        """Return the live requests that are out of time, each once."""
         if len(self._heap) > 4 * len(living) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in living]
             heapq.heapify(self._heap)

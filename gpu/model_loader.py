@@ -118,7 +118,7 @@ def load_model(
     """Build the model and draw its weights; call it in the thread that will run the steps. Raises ConfigError for
     options that cannot work, ModelError for weights that the device cannot hold.
 
-    The weights are `gpu.weights.read_weights`'; where torch computes they may be tensors. `spec` is what a rank has of
+    The weights are `gpu.weights.reading.read_weights`'; where torch computes they may be tensors. `spec` is what a rank has of
     the model (`rank_spec`), None all of it. The tensor ranks of a stage have a `communicator`: the library's a
     `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; for torch anywhere else it is a
     `gpu.sharding.Communicator`.

@@ -18,7 +18,7 @@ from gpu.weights.reading import STANDARD_DEVIATION, dummy_seed, read_weights
 def weights_of(
     files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gpu.weights.read_weights`, on `device` and in the dtype of the file, float32 where the file is quantized.
+    """As `gpu.weights.reading.read_weights`, on `device` and in the dtype of the file, float32 where the file is quantized.
 
     On the CPU they may share memory with the mapped file. On another device they come one at a time
     (`gpu.weights.tensors`), so no more than the largest of them is there beside what the caller keeps.

@@ -79,5 +79,5 @@ def fastest_draw() -> Draw:
 
 
 def sample(logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """`gpu.sampling.sample` of a tensor, which may be overwritten."""
+    """`gpu.sampling.sampler.sample` of a tensor, which may be overwritten."""
     return sampler.sample(logits.float().numpy(), metadata, fastest_draw())

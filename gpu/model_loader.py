@@ -118,10 +118,10 @@ def load_model(
     """Build the model and draw its weights; call it in the thread that will run the steps. Raises ConfigError for
     options that cannot work, ModelError for weights that the device cannot hold.
 
-    The weights are `gpu.weights.reading.read_weights`'; where torch computes they may be tensors. `spec` is what a rank has of
-    the model (`rank_spec`), None all of it. The tensor ranks of a stage have a `communicator`: the library's a
-    `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; for torch anywhere else it is a
-    `gpu.sharding.Communicator`.
+    The weights come from `gpu.weights.reading.read_weights`; where torch computes they may be tensors. `spec` is the
+    part of the model that a rank holds (`rank_spec`), None for all of it. The tensor ranks of a stage have a
+    `communicator`: the C++ library needs a `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; torch
+    on other devices needs a `gpu.sharding.Communicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.

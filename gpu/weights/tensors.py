@@ -18,10 +18,11 @@ from gpu.weights.reading import STANDARD_DEVIATION, dummy_seed, read_weights
 def weights_of(
     files: ModelFiles, device: str = "cpu", spec: DecoderSpec | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `gpu.weights.reading.read_weights`, on `device` and in the dtype of the file, float32 where the file is quantized.
+    """Yield the weights of `gpu.weights.reading.read_weights` as tensors on `device`, in the dtype of the file, or in
+    float32 where the file is quantized.
 
     On the CPU they may share memory with the mapped file. On another device they come one at a time
-    (`gpu.weights.tensors`), so no more than the largest of them is there beside what the caller keeps.
+    (`gpu.weights.tensors`), so that the host holds at most the largest of them besides those that the caller keeps.
     """
     if device == "cpu":
         return as_tensors(read_weights(files, spec))

@@ -120,8 +120,8 @@ def load_model(
 
     The weights come from `gpu.weights.reading.read_weights`; where torch computes they may be tensors. `spec` is the
     part of the model that a rank holds (`rank_spec`), None for all of it. The tensor ranks of a stage have a
-    `communicator`: the C++ library needs a `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too; torch
-    on other devices needs a `gpu.sharding.Communicator`.
+    `communicator`: the C++ library needs a `gpu.cpu.communicator.SharedMemoryCommunicator`, which torch takes too;
+    torch on other devices needs a `gpu.sharding.Communicator`.
 
     It takes as many positions as one step has tokens, until `set_max_model_len` is called: what a checkpoint allows may
     be more than there is memory for.

@@ -46,7 +46,7 @@ BUILDS ?= avx2
 test-builds: $(VENV)/.dev
 	bash .ci/with_builds "$(BUILDS)" $(MAKE) test
 
-UNITS := tests/engine tests/protocol tests/app tests/test_tables_of_contents.py \
+UNITS := tests/engine tests/protocol tests/app tests/lint tests/test_tables_of_contents.py \
   $(addprefix tests/gpu/test_,host.py input_batch.py kv_cache_size.py sampler_masks.py checkpoint_gguf_file.py)
 check: lint
 	$(BIN)/pytest --numprocesses 2 -m "not slow and not storm" $(UNITS)

@@ -47,36 +47,36 @@ class KVCacheManager:
         prompt_form_differs: bool = False,
         tier: BlockTier | None = None,
     ) -> None:
-        """With a `tier`, hashes mean the same after a restart: its key is theirs."""
+        """Make the pool. With a `tier`, its key is the hashes' key, so that hashes mean the same after a restart."""
         self.block_size = block_size
         self.num_groups = len(windows)
         self._windows = windows
         self.max_step_tokens = max_step_tokens
         self._has_windows = any(window is not None for window in windows)
-        # What tells a group's content from another's of the same tokens: nothing for the first.
+        # A mark for each group, which separates its content from other groups' of the same tokens; the first has none.
         self.marks = [bytes([group] * (group > 0)) for group in range(self.num_groups)]
         kinds = {window is not None: [] for window in windows}  # type: dict[bool, list[bytes]]
         for window, mark in zip(windows, self.marks, strict=True):
             kinds[window is not None].append(mark)
-        self.marks_by_kind = list(kinds.items())  # of groups without a window, and of those with one
+        self.marks_by_kind = list(kinds.items())  # marks of groups without a window, and of groups with one
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self.prompt_form_differs = prompt_form_differs
-        self.events: KVEventLog | None = None  # while somebody wants to know
+        self.events: KVEventLog | None = None  # None unless a router has asked for events
         self._key = secrets.token_bytes(32) if tier is None else tier.key
         self.tiers = None if tier is None else Tiers(self, tier, only_prompts=prompt_form_differs)
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that requests own, 0 .. 1."""
+        """The share of the blocks that requests own, 0 .. 1."""
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
     def most_blocks(self, num_tokens: int) -> int:
-        """As many blocks a request of so many tokens may come to own at a time, over all groups."""
+        """Return how many blocks a request of this many tokens may own at a time, over all groups."""
         return most_blocks(self._windows, self.block_size, num_tokens, self.max_step_tokens)
 
     def publish_events(self, key: bytes) -> None:
-        """From now on log what comes and goes, and tell first all that is known."""
+        """Log changes of the prefix cache from now on, and send everything that is in it first."""
         if self.events is None or self.events.key != key:
             self.events = KVEventLog(self, key)
             self.pool.on_removed = self.events.remove
@@ -84,11 +84,11 @@ class KVCacheManager:
 
     @property
     def has_events(self) -> bool:
-        """Whether there is anything to tell."""
+        """True if there are events to send."""
         return self.events is not None and self.events.has_news
 
     def take_events(self) -> KVEvents | None:
-        """What has come and gone since this was asked before; None if nothing has, or nobody wants to know."""
+        """Return the changes since the last call; None if there are none, or if no router asked for events."""
         return None if self.events is None else self.events.take()
 
     def find_prefix(self, request: Request) -> list[int]:
@@ -111,7 +111,8 @@ class KVCacheManager:
         return found
 
     def _find_in_groups(self, request: Request, limit: int) -> list[int]:
-        rows: list[list[int]] = []  # what is cached of each place, as far as no full group lacks any
+        # The cached blocks of each place, up to the first place where a group without a window lacks one.
+        rows: list[list[int]] = []
         for index in range(limit):
             content = self.block_hash(request, index)
             found = [self.pool.find(content + mark) for mark in self.marks]
@@ -138,17 +139,19 @@ class KVCacheManager:
         ]
 
     def needs(self, num_places: int) -> list[int]:
-        """How many of a prefix's `num_places` places the next token sees, from its end on, for each group."""
+        """Return how many of a prefix's `num_places` places the next token sees, from its end on, for each group."""
         return [num_places if window is None else self._places(window - 1) for window in self._windows]
 
     def can_admit(self, request: Request, prefix: list[int]) -> bool:
-        """Whether all tokens known for the request would fit now, so that its prefill is not cut short at once."""
+        """Return True if all known tokens of the request would fit now, so that its prefill is not cut short at
+        once.
+        """
         shared = owned(prefix) if self._has_windows else prefix
         unowned = sum(1 for block_id in shared if self.pool.is_free(block_id))
         return self.most_blocks(request.num_tokens) - len(shared) + unowned <= self.pool.num_free
 
     def adopt_prefix(self, request: Request, prefix: list[int]) -> None:
-        """Start the request's block table with what `find_prefix` gave."""
+        """Start the request's block table with the blocks that `find_prefix` returned."""
         self.pool.share(owned(prefix) if self._has_windows else prefix)
         request.block_ids = list(prefix)
         request.num_committed_blocks = len(prefix) // self.num_groups
@@ -171,9 +174,9 @@ class KVCacheManager:
         return block_ids
 
     def commit(self, request: Request) -> None:
-        """Make the request's full, computed blocks findable, and give back those that it needs no more.
+        """Publish the request's full, computed blocks, and release blocks that it does not need any more.
 
-        Called after the step that computed them has succeeded: a step that fails leaves nothing wrong to be found.
+        Called after the step that computed them has succeeded: a failed step leaves no wrong block to be found.
         """
         full = request.num_computed_tokens // self.block_size
         if self.enable_prefix_caching:
@@ -190,12 +193,12 @@ class KVCacheManager:
             self._leave_windows(request)
 
     def _leave_windows(self, request: Request) -> None:
-        """Give back the blocks of which no token from the next one on sees anything. They stay findable for a while.
+        """Release the blocks that no token from the next one on sees. They can be found for a while.
 
-        Prompts may begin like this one, but hardly a prompt ends within its answer: what that leaves is evicted first,
-        else it would push out what others need. Not where a tier is to store it before.
+        Prompts may begin like this one, but a prompt hardly ever ends within its answer: blocks of the answer are
+        evicted first, or they would displace blocks that other requests need. Not if a tier is to store them before.
         """
-        end = len(request.block_ids)  # of what others may need
+        end = len(request.block_ids)  # the end of the blocks that other requests may need
         if self.tiers is None or self.prompt_form_differs:
             end = request.num_prompt_tokens // self.block_size * self.num_groups
         for group, window in enumerate(self._windows):
@@ -214,7 +217,7 @@ class KVCacheManager:
                     self.pool.release(answer[::-1], is_unlikely=True)
 
     def withdraw(self, request: Request) -> None:
-        """Make nothing of the request findable any more: what it computed cannot be trusted."""
+        """Remove everything of the request from the index: what it computed cannot be trusted."""
         if self.enable_prefix_caching:
             for index in range(request.num_committed_blocks):
                 content = self.block_hash(request, index)
@@ -224,13 +227,13 @@ class KVCacheManager:
             self.tiers.withdraw(request)
 
     def reset(self) -> None:
-        """Make nothing findable any more that is there now. What is kept elsewhere stays there."""
+        """Clear the index of cached blocks. Chunks in tiers stay there."""
         if self.events is not None:
             self.events.clear()
         self.pool.withdraw(range(self.pool.num_blocks))
 
     def free(self, request: Request) -> None:
-        """Give back everything the request owns. What was published can still be found until it is overwritten."""
+        """Release everything the request owns. Published blocks can be found until they are overwritten."""
         if self.tiers is not None:
             self.tiers.leave(request)
         block_ids = owned(request.block_ids) if self._has_windows else request.block_ids
@@ -243,7 +246,9 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def snapshot(self, requests: Iterable[Request]) -> BlocksSnapshot:
-        """The state of all blocks; `requests` are those that own some, which tell whose group each block serves."""
+        """Return the state of all blocks; `requests` are those that own blocks, which name the group that each block
+        serves.
+        """
         groups: dict[int, int] = {}
         if self.num_groups > 1:
             for request in requests:
@@ -251,7 +256,7 @@ class KVCacheManager:
         return self.pool.snapshot(groups)
 
     def block_hash(self, request: Request, index: int) -> bytes:
-        """Hash of the request's full block `index`, computed when first asked for."""
+        """Return the hash of the request's full block `index`, computed at the first call."""
         hashes = request.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self.block_size
@@ -283,7 +288,8 @@ class KVCacheManager:
 
 
 class KVEventLog:
-    """What has changed since it was taken before, and all that there is. With `tells_all` it tells that next.
+    """The changes of the prefix cache since the last call, and all chunks that are in it. `tells_all` sends them all
+    next.
 
     Takes some 200 bytes for each chunk and 60 for each block.
     """
@@ -292,7 +298,7 @@ class KVEventLog:
         self.key = key
         self.size = chunk_size(kv.block_size)
         self._kv = kv
-        self._blocks: dict[int, tuple[int, ...]] = {}  # of each chunk that is there
+        self._blocks: dict[int, tuple[int, ...]] = {}  # the block ids of each stored chunk
         self._chunks: list[tuple[int, ...]] = [()] * kv.pool.num_blocks  # of each block
         self._changes: dict[int, bool] = {}  # chunks that were stored (True) or removed since
         self._epoch = secrets.randbits(63)
@@ -304,15 +310,16 @@ class KVEventLog:
         return self.tells_all or bool(self._changes)
 
     def note(self, request: Request) -> None:
-        """Blocks of the request were published: chunks of it may have become whole."""
+        """Record published blocks of the request, which may have completed chunks."""
         kv, size = self._kv, self.size
         known = request.prefix_hashes
         if known is None or known.key != self.key:
             known = request.prefix_hashes = PrefixHashes(self.key, size, request.tenant, request.cache_salt)
         end = request.num_computed_tokens
-        if kv.prompt_form_differs:  # what was generated is nobody's prompt
+        if kv.prompt_form_differs:  # then no other prompt matches generated tokens
             end = min(end, request.num_prompt_tokens)
-        start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)  # again, if preempted
+        # Blocks are published again after a preemption.
+        start = min(len(known.hashes), request.num_committed_blocks * kv.block_size // size)
         for index in range(start, end // size):
             name = known.hashes[index] if index < len(known.hashes) else known.extend(request.token_ids)
             for is_windowed, marks in kv.marks_by_kind:
@@ -338,7 +345,7 @@ class KVEventLog:
             self._changes[chunk] = True
 
     def remove(self, block_id: int) -> None:
-        """What this block holds cannot be found any more."""
+        """Record that the content of this block cannot be found any more."""
         for chunk in self._chunks[block_id]:
             for other in self._blocks.pop(chunk):
                 self._chunks[other] = tuple(each for each in self._chunks[other] if each != chunk)
@@ -346,7 +353,7 @@ class KVEventLog:
                 self._changes[chunk] = False
 
     def clear(self) -> None:
-        """Nothing can be found any more."""
+        """Record that nothing can be found any more."""
         for blocks in self._blocks.values():
             for block_id in blocks:
                 self._chunks[block_id] = ()
@@ -355,7 +362,7 @@ class KVEventLog:
         self.tells_all = True
 
     def take(self) -> KVEvents | None:
-        """What has changed since this was asked before; None if nothing has."""
+        """Return the changes since the last call; None if there are none."""
         if not self.has_news:
             return None
         is_whole, self.tells_all = self.tells_all, False

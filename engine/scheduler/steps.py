@@ -10,23 +10,23 @@ from engine.scheduler.request import Request
 
 
 class PlanDraft:
-    """The budget left and what has been given away."""
+    """The remaining budget of a step, and the tokens that requests have been given."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_tokens: dict[str, int] = {}  # computed
-        # Who prefills, and how many tokens it may sample: 1 with the last chunk. Whoever decodes may sample one at
+        # Prefilling requests, and how many tokens each may sample: 1 with the last chunk. A decode may sample one at
         # every position that is computed.
         self.prefills: dict[str, int] = {}
         self.new_block_ids: dict[str, list[int]] = {}
         self.new_requests: list[NewRequestData] = []
-        self.ran_out_of_blocks = False  # so that nobody new should start
-        # How many tokens of prompts fit beside those that decode, the first being at this position. Asked once there
+        self.ran_out_of_blocks = False  # no waiting request should start
+        # How many prefill tokens fit into a step with these decodes, the first being at this position. Asked once there
         # is such a token, because most steps have none.
         self.pace: Callable[[int], int] | None = None
 
     def chunk(self, start: int, num_missing: int) -> int:
-        """How many tokens a request may get that lacks so many from `start` on. It gets them by `add_prefill`."""
+        """Return how many tokens a request may get that lacks this many from `start` on. `add_prefill` gives them."""
         self.set_pace(start)
         return min(num_missing, self.budget)
 
@@ -37,19 +37,19 @@ class PlanDraft:
             self.budget = min(self.budget, pace(start))
 
     def add_prefill(self, request: Request, num_tokens: int, num_missing: int) -> None:
-        """Give a request that lacks `num_missing` tokens so many of them."""
+        """Give these tokens to a request that lacks `num_missing`."""
         self.num_tokens[request.request_id] = num_tokens
         self.prefills[request.request_id] = int(num_tokens == num_missing)
         self.budget -= num_tokens
 
     def drop(self, request: Request) -> None:
-        """Take back what a request was given, because it is preempted after all."""
+        """Take back a request's tokens, because it is preempted after all."""
         self.budget += self.num_tokens.pop(request.request_id, 0)
         self.prefills.pop(request.request_id, None)
         self.new_block_ids.pop(request.request_id, None)
 
     def as_plan(self, step: int, removed_request_ids: list[str]) -> SchedulerOutput:
-        """The plan."""
+        """Return the finished plan of the step."""
         num_tokens = list(self.num_tokens.values())
         num_sampled = num_tokens
         if self.prefills:
@@ -100,7 +100,7 @@ _NOTHING = PlanDraft(0)  # never written to
 
 
 class StepsInFlight:
-    """What was given to whom in each step under way, oldest first."""
+    """The tokens that each request was given in every step in flight, oldest first."""
 
     def __init__(self) -> None:
         self._steps: deque[PlanDraft] = deque()
@@ -110,7 +110,9 @@ class StepsInFlight:
 
     @property
     def latest(self) -> PlanDraft:
-        """What is in flight while a plan is made: one step at most, or of a device with stages all of them together."""
+        """The steps in flight while a plan is made: one at most, or on a device with pipeline stages all of them
+        together.
+        """
         if len(self._steps) > 1:
             together = PlanDraft(0)
             for step in self._steps:
@@ -121,8 +123,11 @@ class StepsInFlight:
         return self._steps[0] if self._steps else _NOTHING
 
     def blocking(self) -> set[str]:
-        """Of a device with stages: the requests that no further plan may have yet. They are about to sample, or in two
-        plans already; the chunks of a prompt may follow each other through the stages."""
+        """Return the requests that no further plan may contain yet, on a device with pipeline stages.
+
+        They are about to sample, or in two plans already; the chunks of a prompt may follow each other through the
+        stages.
+        """
         busy: set[str] = set()
         seen: set[str] = set()
         for step in self._steps:
@@ -131,19 +136,21 @@ class StepsInFlight:
         return busy
 
     def begin(self, plan: PlanDraft) -> None:
-        """A step has been planned."""
+        """Record a planned step."""
         self._steps.append(plan)
 
     def end(self) -> dict[str, int]:
-        """The oldest step has ended. Returns what still counts of it: the tokens computed for each request."""
+        """Remove the oldest step. Returns what still counts of it: the tokens computed for each request."""
         return self._steps.popleft().num_tokens
 
     def retract(self) -> None:
-        """The latest step is not made after all."""
+        """Remove the latest step, which is not submitted."""
         self._steps.pop()
 
     def void(self, request_id: str) -> None:
-        """Whatever the steps in flight say of this request, it has lost its row or its life since."""
+        """Discard what the steps in flight report of this request, which lost its row or ended since they were
+        planned.
+        """
         for plan in self._steps:
             plan.num_tokens.pop(request_id, None)
             plan.prefills.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""What a step costs, in seconds.
+"""The costs of engine steps, in seconds.
 
 In reading order:
 

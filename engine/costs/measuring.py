@@ -24,16 +24,16 @@ from engine.messages import SamplingParams
 from engine.plan import NewRequestData, SchedulerOutput
 from engine.scheduler.block_pool import BlockPool
 
-MADE_UP = "calibration-"  # begins the ids of requests that nobody made
+MADE_UP = "calibration-"  # prefix of the ids of made-up requests
 MAX_SECONDS = 2.0
 SHORT, LONG = 16, 512  # tokens of context
-_PROBED = 128  # tokens of the chunk by which keys and prompts are told apart
+_PROBED = 128  # tokens of the chunk that the costs per key and per prompt are measured with
 _SAMPLING = SamplingParams(temperature=0.7, seed=0)
 
 
 class Shape(NamedTuple):
-    """A made-up step: streams, of so much context each, and prompts, of which so many tokens are computed from
-    `start` on."""
+    """A made-up step: `decodes` streams of `context` tokens each, and `prompts` prompts, of each of which `tokens`
+    tokens are computed from position `start` on."""
 
     decodes: int = 0
     context: int = SHORT
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 class Calibration:
-    """The steps that are still to be made. `seconds` is what those that were made have taken."""
+    """The measuring steps that are still to be made. `seconds` is the time that the finished ones took."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Calibration:
         return Shape(prompts=self._rows, tokens=max(self._chunk // self._rows, 1))
 
     def step(self) -> bool:
-        """Make one step. Returns whether there are more. Raises what the executor raises."""
+        """Make one step, and return True if more are left. Raises what the executor raises."""
         while self._left:
             shape = self._left.popleft()
             expected = self._estimate(shape)
@@ -144,7 +144,7 @@ class Calibration:
                     self._tracker.observe(shape.load, least)
 
     def _estimate(self, shape: Shape) -> float:
-        """Return the expected seconds of a step, 0 while there are too few measures to say."""
+        """Return the expected seconds of a step; 0 while there are too few measures."""
         table = self._tracker.table
         is_settled = table.prefill.is_settled if shape.prompts else table.decode.is_settled
         return table.cost(shape.load) if is_settled else 0.0
@@ -185,7 +185,7 @@ class Calibration:
         )
 
     def _set_rates(self) -> None:
-        """What keys and prompts cost, from steps that differ in nothing else."""
+        """Set the costs per key and per prompt, from pairs of steps that differ only in keys or only in prompts."""
         table, length, chunk = self._tracker.table, self._length, self._chunk
         plain = Shape(prompts=1, tokens=chunk)
         for more, less, number, rate in (
@@ -194,44 +194,44 @@ class Calibration:
             (self._with_prompts, plain, self._rows - 1, "prefill_row"),
         ):
             if more in self._took and less in self._took and number > 0:
-                least = self._took[less] / 1000  # so that it can still be corrected
+                least = self._took[less] / 1000  # above 0, so that scaling can still correct it
                 setattr(table, rate, max(self._took[more] - self._took[less], least) / number)
 
 
 # --------------------------------------------------------------------------------------------------------- cost tracker
-# Keeps a `StepCostTable` true, by the steps that are made.
+# Updates a `StepCostTable` from the steps that the engine makes.
 #
-# One step says little: it may have been held up by whatever else the machine does. So what is told of a size moves only
-# when its three latest steps were all slower than told, or all quicker, and by the smallest difference. A single step
-# that took a hundred times as long moves nothing; a machine that has become slower is followed within some steps; and
-# where steps vary, the table tells the middle of them. A size that was measured fewer than three times, in all or
-# since this tracker was made, follows one quicker step at once: other work on the machine can only make a step slower.
+# One step proves little, because other work on the machine may have delayed it. So the stated cost of a size changes
+# only when its three latest steps were all slower than stated, or all quicker, and then by the smallest difference. A
+# single step that took a hundred times as long changes nothing; the table follows a machine that has become slower
+# within a few steps; and where steps vary, it states a middle value. A size measured fewer than three times, in
+# all or since this tracker was made, follows one quicker step at once: other work can only make a step slower.
 #
 # The cost of a size that was not measured lately follows its neighbours, because it may come from another process or
 # from a time when the machine was busy. If one of two sizes was measured just now, the larger one costs at most its
 # share of the smaller one (`Curve.share_out`); otherwise pacing would never try it again.
 #
-# A step has one time and several parts. Each gets its share of a difference by what it contributes. What decodes cost
-# is known from the steps without prefill; those with both only lower it, where it is more than they take.
+# A step has one time and several parts, which share a difference in proportion to what they contribute. The cost of
+# decodes is learned from steps without prefill; a step with both only lowers it, if it exceeds the step's whole time.
 #
 # Owned by the EngineCore.
 
 
-_LATELY = 64  # measures of a curve
-_LEAST_SECONDS = 1e-9  # of any step
-_MOST = 7.0  # of a natural logarithm: a thousandfold at once
-_LEAST = 0.005  # of the same: half a percent is not worth its own cost
-# Tokens are seen in every step, many keys only in some: so of what has grown with both, keys get this much more.
+_LATELY = 64  # the latest measures of a curve that count as recent
+_LEAST_SECONDS = 1e-9  # the least time of a step
+_MOST = 7.0  # largest natural logarithm of one change: about a factor of 1000
+_LEAST = 0.005  # smallest one: a change of half a percent is not worth its own cost
+# Every step has tokens, but only some have many keys. So keys get this many times their share of a difference.
 _KEYS_BLAME = 4
 
-Part = tuple[float, float, Callable[[float], None]]  # seconds, blame, and what multiplies them by e to some power
+Part = tuple[float, float, Callable[[float], None]]  # seconds, weight, and what scales the seconds by e^x
 Rate = Literal["decode_key", "prefill_key", "prefill_row"]
 
 
 @dataclass(slots=True)
 class _Size:
-    """The latest measures of one size of a curve: the logarithms of measured by stated seconds for the last two, their
-    count, and the number of the latest one among the curve's measures."""
+    """The latest measures of one size of a curve: ln(measured / stated seconds) of the last two, the number of all, and
+    the number of the latest one among the curve's measures."""
 
     older: float = 0.0
     old: float = 0.0
@@ -244,7 +244,7 @@ class _Measures:
 
     def __init__(self) -> None:
         self.number = 0
-        self.sizes: dict[int, _Size] = {}  # by index
+        self.sizes: dict[int, _Size] = {}  # by index in the curve
 
     def count(self, index: int) -> _Size:
         """Count one more measure of the size at this index, and return its latest measures."""
@@ -260,7 +260,7 @@ class _Measures:
 
 
 class StepCostTracker:
-    """The keeper of `table`. `changes` is the sum of the logarithms by which the table has changed."""
+    """Updates `table`. `changes` is the sum of the absolute logarithms of all factors applied to it."""
 
     def __init__(self, table: StepCostTable) -> None:
         self.table = table
@@ -272,7 +272,7 @@ class StepCostTracker:
         self._scale = {rate: partial(self._scale_rate, rate) for rate in rates}
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step of this load took so long, from its beginning to that of the next."""
+        """Learn from a step of this load that took `seconds`, from its beginning to that of the next."""
         table, seconds = self.table, max(seconds, _LEAST_SECONDS)
         decodes, decode_keys, prefills, tokens, keys = load
         if not tokens:
@@ -289,7 +289,7 @@ class StepCostTracker:
         if seconds > alone or not table.mixed.is_known:
             added = max(seconds - alone, 0.1 * seconds)
             self._learn(table.mixed, tokens, added, "prefill_key", keys, prompts, decode_seconds=alone)
-        else:  # quicker than the decodes are held to be without it, so it is this belief that is out of date
+        else:  # quicker than the stated time of the decodes alone, so that time is out of date
             of_decodes = self._parts(table.decode, decodes, "decode_key", decode_keys)
             self._learn(table.mixed, tokens, seconds, "prefill_key", keys, prompts, of_decodes, decode_seconds=alone)
 
@@ -304,7 +304,7 @@ class StepCostTracker:
         others: Sequence[Part] = (),
         decode_seconds: float = 0.0,
     ) -> None:
-        """Learn that this part of a step took `seconds` with `others`. The step took `decode_seconds` besides."""
+        """Learn that this part of a step and `others` took `seconds`, in addition to `decode_seconds` for decodes."""
         if not curve.is_known:
             curve.begin(size, seconds)
             self._measures[id(curve)].count(curve.nearest(size)).count = 1
@@ -347,7 +347,7 @@ class StepCostTracker:
         setattr(self.table, rate, seconds)
 
     def _change(self, curve: Curve, index: int, log_ratio: float) -> float:
-        """By which logarithm what is told is to change."""
+        """Count a measure, and return the natural logarithm of the factor by which the stated seconds change."""
         measures, count = self._measures[id(curve)].count(index), curve.counts[index]
         curve.counts[index] = count + 1
         measures.count += 1

@@ -1,21 +1,21 @@
 """The table of step costs, and the work and budgets that follow from it.
 
-A step is told by its `StepLoad`. Its cost is one of three curves over numbers of tokens, each piecewise linear between
-powers of two, and what attention and sampling add:
+A `StepLoad` describes a step. Its cost comes from three curves over numbers of tokens, each piecewise linear between
+powers of two, plus the cost of attention and sampling:
 
     decodes alone    decode(decodes)                 + decode_key * keys
     prefill alone    prefill(tokens)                 + prefill_key * keys + prefill_row * (prompts - 1)
     both             the decodes + mixed(tokens)     + prefill_key * keys + prefill_row * (prompts - 1),
                      and no less than the prefill alone
 
-A curve of its own tells what prefill adds to decodes, because a device that reads its weights once for both pays less
-than the sum, and a processor that has two forms of a product about the sum. Keys count for decodes and prefill apart,
-because a chunk reads them once for many tokens.
+`mixed` is a separate curve of what prefill adds to decodes: a device that reads its weights once for both takes less
+than the sum, a CPU that has two forms of a matrix product takes about the sum. Decodes and prefill have separate costs
+per key, because a chunk reads a key once for many tokens.
 
-All parts are at least 0 and never fall with more tokens, so neither does the sum. They are scaled, never added to: what
-was never measured follows what was.
+All parts are at least 0 and never fall with more tokens, so neither does the sum. Updates scale parts and never add to
+them, so that sizes without measures follow the measured ones.
 
-Who keeps it: the EngineCore, from the steps it makes. Others have copies, as JSON.
+The EngineCore owns the table and updates it from the steps it makes. Other parts have copies, as JSON.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ import msgspec
 
 MAX_SIZES = 64  # of a curve
 MAX_TOKENS = 2**31  # of a size
-MAX_SECONDS = 1e9  # that anything is believed to cost: sums of them, and what is computed of these, stay finite
-KEYS_PER_TOKEN = 8192  # as much as a token costs attention with so many keys, until something is measured
-_FEW_TOKENS = 16  # fewer tell of what a step costs, not of what a token does
-_TOKENS_PER_STEP = 8  # as much as a step costs besides, until something is measured
-SETTLED = 3  # measures, of which the least is believed: other work on the machine may delay one or two of them
+MAX_SECONDS = 1e9  # the highest cost accepted, so that sums and products of costs stay finite
+KEYS_PER_TOKEN = 8192  # before the first measure: attention to so many keys costs as much as a token
+_FEW_TOKENS = 16  # smaller sizes show the fixed cost of a step, not the cost of a token
+_TOKENS_PER_STEP = 8  # before the first measure: a step's fixed cost, in tokens
+SETTLED = 3  # measures, of which the least counts: other work on the machine may delay one or two
 
 
 class StepLoad(NamedTuple):
-    """What a step computes. A key is one that one token attends to, itself included."""
+    """The work of one step. A key counts once for each token that attends to it; a token attends to itself, too."""
 
-    num_decodes: int = 0  # tokens at positions that may all yield one: one for each request but where drafts are tried
-    num_decode_keys: int = 0  # of all of them together
+    num_decodes: int = 0  # tokens at positions that may yield one: one per request, more if drafts are verified
+    num_decode_keys: int = 0  # of all decodes together
     num_prefills: int = 0  # requests with a chunk of their prompt
     num_prefill_tokens: int = 0
     num_prefill_keys: int = 0
 
 
 def chunk_keys(start: int, num_tokens: int) -> int:
-    """The keys of a chunk of so many tokens, the first of which is at position `start`."""
+    """Return the keys of a chunk of `num_tokens` tokens, the first of which is at position `start`."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 class Curve(msgspec.Struct, forbid_unknown_fields=True):
-    """Seconds over numbers of tokens: ascending `sizes`, as many `seconds`, which never fall, and how often each was
-    measured. Nothing is known of a curve that was never measured; it has a shape all the same."""
+    """Seconds over numbers of tokens: ascending `sizes`, the `seconds` of each, which never fall, and how often each
+    was measured. A curve without measures has only a shape, which the first measure scales."""
 
     sizes: list[int]
     seconds: list[float]
@@ -71,7 +71,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
 
     @classmethod
     def unknown(cls, largest: int) -> Curve:
-        """Of no measure, up to this size at least."""
+        """Return a curve without measures that reaches at least this size."""
         sizes = [2**power for power in range((max(largest, 1) - 1).bit_length() + 1)]
         return cls(sizes, [float(_TOKENS_PER_STEP + size) for size in sizes], [0] * len(sizes))
 
@@ -85,7 +85,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         return sum(self.counts) >= SETTLED
 
     def at(self, size: int) -> float:
-        """Seconds for so many tokens; 0 for none, and where nothing is known."""
+        """Return the seconds for `size` tokens; 0 for no tokens, or if nothing was measured."""
         return self._at(size) if size > 0 and self.is_known else 0.0
 
     def _at(self, size: int) -> float:
@@ -101,22 +101,22 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def slope(self) -> float:
-        """Seconds that a token adds, of the whole curve; infinity where nothing but a few tokens was measured."""
+        """The seconds that each token adds, over the whole curve; infinity if too few larger sizes were measured."""
         if len(self.sizes) < 2 or sum(self.counts[bisect_left(self.sizes, _FEW_TOKENS) :]) < SETTLED:
             return math.inf
         return (self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
 
     def nearest(self, size: int) -> int:
-        """The index of the size nearest to this one."""
+        """Return the index of the size nearest to this one."""
         upper = min(bisect_left(self.sizes, size), len(self.sizes) - 1)
         return upper - (upper > 0 and size - self.sizes[upper - 1] < self.sizes[upper] - size)
 
     def lift(self, least: float) -> None:
-        """Nothing costs less than this. Of nothing, nothing can be scaled."""
+        """Raise all seconds to at least this: scaling could not change a 0."""
         self.seconds = [max(each, least) for each in self.seconds]
 
     def begin(self, size: int, seconds: float) -> None:
-        """The first measure: all that is told is scaled by it."""
+        """Take in the first measure: it scales the whole curve."""
         self.counts[self.nearest(size)] = 1
         factor = seconds / self._at(size)
         self.seconds = [each * factor for each in self.seconds]
@@ -139,8 +139,8 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
         self.seconds = list(accumulate(self.seconds, max))  # rounding may have broken the rising order
 
     def scale(self, size: int, log_factor: float, measured: Collection[int] = ()) -> None:
-        """Multiply the seconds of this size. Sizes whose indices are not in `measured` were not measured lately and
-        follow their neighbours."""
+        """Multiply the seconds of this size. `measured` has the indices of the sizes that were measured lately; all
+        others follow their neighbours."""
         sizes, seconds = self.sizes, self.seconds
         upper = min(bisect_left(sizes, size), len(sizes) - 1)
         lower = upper if sizes[upper] <= size or upper == 0 else upper - 1
@@ -156,7 +156,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
             seconds[lower] = min(seconds[lower], seconds[upper])
         else:
             seconds[upper] = max(seconds[lower], seconds[upper])
-        # What was measured gives way to what was measured now; between the two there are guesses.
+        # Sizes measured lately move only as far as the rising order requires; guesses up to them are scaled.
         before = max((index for index in measured if index < lower), default=-1)
         after = min((index for index in measured if index > upper), default=len(sizes))
         for index in range(lower):
@@ -169,7 +169,7 @@ class Curve(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The costs of the steps of one engine. What is not known costs nothing."""
+    """The costs of the steps of one engine. Parts that were never measured cost nothing."""
 
     decode: Curve
     prefill: Curve
@@ -184,7 +184,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def unknown(cls, max_num_seqs: int, max_num_batched_tokens: int) -> StepCostTable:
-        """Of an engine that has made no step."""
+        """Return the table of an engine that has made no step."""
         curves = (Curve.unknown(largest) for largest in (max_num_seqs, *(max_num_batched_tokens,) * 2))
         decode, prefill, mixed = curves
         return cls(decode=decode, prefill=prefill, mixed=mixed)
@@ -196,12 +196,12 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_complete(self) -> bool:
-        """Return True if steps with tokens of prompts were measured often enough, too."""
+        """True if both decode steps and steps with prefill were measured often enough."""
         return self.decode.is_settled and (self.prefill.is_settled or self.mixed.is_settled)
 
     @property
     def summary(self) -> str:
-        """The steps of the smallest and the largest size, for a line of the log."""
+        """The costs of the smallest and the largest steps, for a log line."""
         decode, prefill = self.decode, self.prefill if self.prefill.is_known else self.mixed
         parts = [f"{size} decoding: {decode.at(size) * 1e3:.3g} ms" for size in (decode.sizes[0], decode.sizes[-1])]
         size = prefill.sizes[-1]
@@ -212,22 +212,22 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def seconds_per_prefill_token(self) -> float:
-        """What a token of a long prompt takes at least, without what any step costs; 0 where nothing is known.
+        """The least seconds per token of a long prompt, without the fixed cost of a step; 0 if not measured.
 
-        For judging what cannot be done in time, so it is no worse than it must be.
+        It is a lower bound because requests are refused by it: only deadlines that cannot be met count.
         """
         slope = min(self.prefill.slope, self.mixed.slope)
         return 0.0 if slope == math.inf else slope
 
     @property
     def seconds_per_prompt_token(self) -> float:
-        """What a token of a long prompt takes, with its part of what the step costs; 0 where nothing is known."""
+        """The seconds per token of a long prompt, with its share of the fixed cost of a step; 0 if not measured."""
         curve = self.prefill if self.prefill.is_known else self.mixed
         measured = [size for size, count in zip(curve.sizes, curve.counts, strict=True) if count]
         return curve.at(measured[-1]) / measured[-1] if measured else 0.0
 
     def cost(self, load: StepLoad) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         decodes, decode_keys, prefills, tokens, keys = load
         seconds = self.decode.at(decodes) + self.decode_key * decode_keys
         if not tokens:
@@ -260,7 +260,7 @@ class StepCostTable(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises ValueError for what is no table."""
+        """Return the table that `to_json` encoded. Raises ValueError if `data` is not a table."""
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.MsgspecError as error:
@@ -276,24 +276,24 @@ def _is_cost(seconds: float) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------- step budget
-# How much prefill a step may take on beside running streams, so that these keep their pace.
+# The prefill budget of a step that also decodes, so that running streams keep their inter-token latency.
 #
-# Where decoding alone takes most of the target, prefill may still double a step: streams slow down by that factor at
-# most, and those who wait get their turn. (With a hard target, 32 users on two cores got half the tokens.)
+# If decoding alone takes most of the target, prefill may still double the step's time: streams slow down by a factor
+# of two at most, and waiting requests make progress. (With a hard target, 32 users on two cores got half the tokens.)
 #
 # Owned by the EngineCore.
 
 
-MIN_PREFILL_TOKENS = 8  # a prefill always makes progress, whatever the target is
+MIN_PREFILL_TOKENS = 8  # so that a prefill makes progress under any target
 UNMEASURED_PREFILL_TOKENS = 64  # before the first measure
-_EXPLORED = 16  # one step in so many gets an eighth more tokens, so that chunks above the table's limit are measured
+_EXPLORED = 16  # one step in so many gets an eighth more tokens, so that larger chunks are measured, too
 
 PacePrefill = Callable[[StepLoad, int], int]
 """`StepBudget.prefill_tokens`."""
 
 
 class StepBudget:
-    """Keeps steps that carry both decodes and prefill near `target_seconds`, by what the table says of them."""
+    """Keeps steps with both decodes and prefill near `target_seconds`, by the table's estimates."""
 
     def __init__(self, table: StepCostTable, max_tokens: int, target_seconds: float) -> None:
         self._table = table
@@ -302,7 +302,7 @@ class StepBudget:
         self._asked = 0
 
     def prefill_tokens(self, decodes: StepLoad, start: int) -> int:
-        """How many prefill tokens the next step may carry beside these decodes, from position `start` of a prompt."""
+        """Return how many prefill tokens, from position `start` of a prompt, fit into a step with these decodes."""
         table = self._table
         if not (table.mixed.is_known or table.prefill.is_known):
             return min(UNMEASURED_PREFILL_TOKENS, self._max_tokens)
@@ -323,39 +323,39 @@ class StepBudget:
 
 
 # -------------------------------------------------------------------------------------------------------- expected work
-# How much work a request is, before anybody knows how long its answer gets: as long as the latest answers were.
+# Estimates the work of a request before the length of its answer is known: as long as the latest answers were.
 
 
-_ANSWERS = 32  # latest answers that count most
-_CHUNK = 128  # tokens: of prefill beside decodes, by which its price is told
+_ANSWERS = 32  # each answer has a weight of 1/32 in the mean
+_CHUNK = 128  # prefill tokens of the mixed step that prices a prompt token
 
 
 class Prices(NamedTuple):
-    """What one engine takes for its requests, in seconds."""
+    """The seconds that one engine spends on its requests."""
 
-    prompt_token: float  # computed beside the decodes
-    step: float  # of these decodes alone
+    prompt_token: float  # computed in a step with these decodes
+    step: float  # with these decodes alone
 
 
 class TypicalRequest:
-    """The means of the latest requests that ended by themselves, in tokens; 0 while none has."""
+    """The mean lengths, in tokens, of the latest requests that ended by themselves; 0 before the first."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0.0
         self.num_output_tokens = 0.0
 
     def learn(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """A request has ended by itself."""
+        """Count a request that ended by itself."""
         part = 1 / _ANSWERS if self.num_output_tokens else 1.0
         self.num_output_tokens += (max(num_output_tokens, 1) - self.num_output_tokens) * part
         self.num_prompt_tokens += (num_prompt_tokens - self.num_prompt_tokens) * part
 
     def part_of_answer(self, max_tokens: int | None) -> float:
-        """How much of a typical answer a choice is taken to get that may get so many tokens."""
+        """Return the expected length of a choice limited to `max_tokens`, as a part of a typical answer."""
         return 1.0 if max_tokens is None else min(1.0, max_tokens / max(self.num_output_tokens, 1.0))
 
     def prices(self, costs: StepCostTable, num_rows: int) -> Prices:
-        """By these costs, while so many requests like this one decode."""
+        """Return the prices by these costs while `num_rows` requests like this one decode."""
         keys = int(num_rows * (self.num_prompt_tokens + self.num_output_tokens / 2))
         step = costs.cost(StepLoad(num_rows, keys))
         chunk_keys = int(_CHUNK * min(self.num_prompt_tokens, _CHUNK) / 2)

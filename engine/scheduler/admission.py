@@ -11,12 +11,12 @@ from engine.scheduler.request_table import RequestTable
 from engine.scheduler.steps import PlanDraft
 from engine.snapshot import WaitsFor
 
-MAX_OVERTAKEN = 16  # times that a request may be overtaken by shorter ones of its tenant for a running slot
+MAX_OVERTAKEN = 16  # times that shorter requests of its tenant may take the running slot a request would have got
 _MAX_SKIPPED = 32  # too long requests, in one search for shorter ones
 
 
 class Admission:
-    """Gives waiting requests running slots, blocks and what is left of a step's budget."""
+    """Gives waiting requests running slots, blocks and the rest of a step's token budget."""
 
     def __init__(self, table: RequestTable, max_num_seqs: int) -> None:
         self._table = table
@@ -33,18 +33,18 @@ class Admission:
     ) -> list[Request]:
         """Start waiting requests while budget, running slots and blocks last.
 
-        A request whose next block is being computed for somebody else, in this very step or in the one in flight,
-        waits for it: a step later it finds the block in the prefix cache. So the children of an n > 1 request, or a
-        crowd with one system prompt, prefill it once. The lookup takes time: after `max_num_seqs` such
-        requests, others with the same first block wait without a lookup, and the requests behind them are tried.
+        If another request computes a request's next block, in this step or in the one in flight, the request waits: a
+        step later it finds the block in the prefix cache. So the choices of an n > 1 request, or many requests with the
+        same system prompt, prefill it once. The lookup takes time: after `max_num_seqs` such requests, others with the
+        same first block wait without a lookup, and the requests behind them are tried.
 
-        One whose prefix lies in a tier starts when that is loaded; nobody behind it waits for that.
+        A request with a prefix in a tier starts when the prefix is loaded; requests behind it do not wait for that.
 
         With `most_missing`, only requests that lack at most so many tokens start. They overtake longer requests only if
-        there are running slots for all of those, or if those belong to the same tenant and were not overtaken too
-        often. They never overtake a request of their tenant that has another priority.
+        there are running slots for all of the longer ones, or if those belong to the same tenant and were not overtaken
+        `MAX_OVERTAKEN` times. They never overtake a request of their tenant that has another priority.
 
-        Returns those that wait in vain: their deadline cannot be kept at that speed, or their grammar has an error.
+        Returns requests that cannot succeed: their deadline cannot be met at that speed, or their grammar has an error.
         """
         table, kv = self._table, self._kv
         being_computed = self._being_computed(plan)
@@ -55,7 +55,7 @@ class Admission:
         skipped: list[Request] = []  # requests that lack more than `most_missing`
         crowd: set[bytes] = set()  # first blocks of the requests that were passed over
         candidates: Iterable[Request] = table.waiting.below_limits()
-        if only is not None:  # they all had running slots together when the step failed, so no limit holds them back
+        if only is not None:  # they all had running slots when the step failed, so limits do not apply
             candidates = [request for request in table.waiting if request.request_id in only]
         for request in candidates:
             if plan.budget == 0:
@@ -92,7 +92,7 @@ class Admission:
             is_scarce = bool(skipped) and len(table.running) + len(skipped) >= self.max_num_seqs
             if not all(self._may_overtake(request, each, is_scarce) for each in skipped):
                 break
-            # An engine with nothing else to do tries anyway: else a measure once too slow would never be corrected.
+            # An engine without other work tries anyway: otherwise a cost measured too high would never be corrected.
             if plan.num_tokens and request.is_late(now + num_missing * seconds_per_prefill_token):
                 in_vain.append(request)
                 continue
@@ -133,7 +133,7 @@ class Admission:
         return request.priority == longer.priority and not (is_scarce and longer.num_overtaken == MAX_OVERTAKEN)
 
     def waiting_for(self, most: int | None) -> Iterator[tuple[Request, WaitsFor]]:
-        """The first `most` of those that wait, in order, and why each does: as `admit` would find it, between steps."""
+        """Yield the first `most` waiting requests in order, each with the reason why it waits. Called between steps."""
         table, kv = self._table, self._kv
         being_computed: set[bytes] | None = None
         is_full, lacks_blocks = len(table.running) >= self.max_num_seqs, False
@@ -160,7 +160,7 @@ class Admission:
                     yield request, WaitsFor.BLOCKS if lacks_blocks else WaitsFor.STEP
 
     def _to_be_computed(self) -> set[bytes]:
-        """Hashes of the blocks that the prefills which run may complete in the next step."""
+        """Return the hashes of the blocks that running prefills may complete in the next step."""
         return {
             self._kv.block_hash(request, index)
             for request in self._table.running.values()
@@ -172,7 +172,7 @@ class Admission:
         return len(self._table.running) < self.max_num_seqs and self._kv.can_admit(request, prefix)
 
     def _being_computed(self, plan: PlanDraft) -> set[bytes]:
-        """Hashes of the blocks that prefills in this step and in the one in flight will complete."""
+        """Return the hashes of the blocks that prefills in this step and in the one in flight will complete."""
         in_flight = self._table.in_flight.latest
         return {
             self._kv.block_hash(request, index)
@@ -184,8 +184,8 @@ class Admission:
         }
 
     def _blocks_completed(self, request: Request, num_tokens: int) -> range:
-        """Indices of the blocks that become full and computed when the request advances by `num_tokens`, as far as it
-        is known what they will hold."""
+        """Return the indices of the blocks that become full and computed when the request advances by `num_tokens`.
+        Blocks with tokens that are not sampled yet are left out."""
         if not self._kv.enable_prefix_caching:
             return range(0)
         start = request.num_computed_tokens
@@ -193,7 +193,7 @@ class Admission:
         return range(start // self._kv.block_size, end // self._kv.block_size)
 
     def _first_block(self, request: Request) -> bytes | None:
-        """Return the hash of a request's first block, if it is full and may be found in the prefix cache."""
+        """Return the hash of a request's first block; None if it is not full or the request does not read the cache."""
         if not request.reads_prefix_cache or request.num_tokens <= self._kv.block_size:
             return None
         return self._kv.block_hash(request, 0)
@@ -207,19 +207,20 @@ class Admission:
 
 
 # ----------------------------------------------------------------------------------------------------------- preemption
-# Who gives way when somebody has to: the running request that is preempted for others.
+# The choice of the running request that is preempted.
 #
-# A tenant's priorities say which of its own requests gives way, and never which tenant. Otherwise whoever calls
-# everything urgent would keep its memory and take that of all others. Used by the Scheduler.
+# A tenant's priorities decide which of its own requests is preempted, and never which tenant loses one. Otherwise a
+# tenant that calls everything urgent would keep its blocks and take those of all others. Used by the Scheduler.
 
 
 def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request | None:
-    """The first of these running requests to give way: of the worst precedence, of a tenant that holds more than its
-    share of the running slots in use, of the tenant of the latest arrival, and of its requests the worst by priority
-    and arrival. None if there is nobody.
+    """Return the running request to preempt first; None if there are no candidates.
 
-    Arrival decides between tenants, and not what they were served: that changes with every step, and two tenants would
-    take each other's memory in turns, computing everything twice. The one that arrived first goes on to its end.
+    The candidates are narrowed down in this order: the worst precedence; tenants above their share of the running slots
+    in use, if any; the tenant of the latest arrival; and of its requests the worst by priority and arrival.
+
+    Arrival decides between tenants, not the service they received: that changes with every step, and two tenants would
+    preempt each other in turns and compute everything twice. The one that arrived first runs to its end.
     """
     left = list(candidates)
     if len(left) > 1:
@@ -233,7 +234,7 @@ def worst_ranked(table: RequestTable, candidates: Iterable[Request]) -> Request 
 
 
 def bystander(table: RequestTable, only: Collection[str] | None) -> Request | None:
-    """While a step is restricted: a running request that may not run, the worst-ranked one."""
+    """Return the worst-ranked running request that a restricted step leaves out; None if there is none."""
     if only is None:
         return None
     return worst_ranked(table, (request for request in table.running.values() if request.request_id not in only))
@@ -242,11 +243,11 @@ def bystander(table: RequestTable, only: Collection[str] | None) -> Request | No
 def who_makes_room(
     table: RequestTable, newcomer: Request, slots: int, admitted: Collection[Request], only: Collection[str] | None
 ) -> Request | None:
-    """The running request that gives its running slot and blocks to a waiting one, if any has to.
+    """Return the running request to preempt for the waiting `newcomer`; None if there is none.
 
-    While a step is restricted that is whoever may not run. Otherwise it is the worst-ranked request of a tenant
-    above its share, if the newcomer's tenant is below its own and was served no more: without this, a tenant that
-    fills all running slots with long generations would shut everybody else out until they end.
+    In a restricted step it is a request that may not run. Otherwise it is the worst-ranked request of a tenant above
+    its share, if the newcomer's tenant is below its own share and was served no more. Without this rule, a tenant that
+    fills all running slots with long generations would shut out all other tenants until they end.
     """
     shares = table.shares
     if only is not None:

@@ -1,16 +1,16 @@
-"""Blocks that are kept beside the KV cache: prefixes being loaded from there, and blocks to be stored.
+"""Prefixes in tiers outside the KV cache: their loading into the prefix cache, and the storing of blocks.
 
-A load fills the prefix cache. It owns blocks, a thread reads what belongs into them, and when all is there they are
-published and given back: the request that waited for it, and every other, finds them as it finds any prefix. So a
-request that is loading waits like any other and owns nothing; when it leaves, its load is dropped with its blocks, and
-running requests that need those get them at once. What cannot be loaded is computed.
+A load fills the prefix cache. It owns blocks, and a thread reads their contents. When all are read, the blocks are
+published and released, and the request that waited for the load, or any other, finds them like any cached prefix. So a
+loading request is in the waiting queue and owns no blocks. When it leaves, its load is dropped, and running requests
+can get the blocks at once. Blocks that cannot be loaded are computed.
 
-What is stored needs no block to be held either: a published block is taken if it still holds what it did when its turn
-comes, and that is a look at the hash index.
+Storing holds no blocks either: when a published block's turn comes, a look into the hash index says whether it still
+has the same content, and only then it is stored.
 
-A piece is `blocks_per_piece` places of a block table that follow each other, with the blocks of all groups there; its
-name is the hash of the last, which covers every token before it. Whole pieces are read, and copied only as far as the
-next token sees them. Owned by the KVCacheManager, on the engine's thread. The I/O is behind the `BlockTier`.
+A piece is `blocks_per_piece` consecutive places of a block table, with the blocks of all KV groups there. Its name is
+the hash of its last place, which covers every token before it. Whole pieces are read, but only the blocks that the next
+token sees are copied. Owned by the KVCacheManager, on the engine's thread. The `BlockTier` does the I/O.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from engine.scheduler.request import Load, Request
 
 logger = logging.getLogger(__name__)
 
-PATIENCE, PAUSE = 5.0, 60.0  # seconds: for the next piece of a load, and until loading is tried again without one
+PATIENCE, PAUSE = 5.0, 60.0  # seconds: a load waits for its next piece, and pause of all loads if none came
 MAX_BACKLOG = (
-    8192  # pieces that wait to be stored; what comes beyond that is not: nothing is found before its beginning
+    8192  # pieces that wait to be stored; further ones are not stored. A piece is no use without those before it
 )
-BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # of copying what was loaded between two steps
-CLOSING_SECONDS = 1.5  # of storing what waits when the engine ends
-STORE_SHARE = 0.002  # of the time of steps, that may go into storing; what it costs them is several times as much
-MAX_CREDIT = 4  # pieces that may be stored at a stretch
-LATER_IS_WORTH = 512  # pieces after which one is worth half of the first: fewer prompts share it
+BUSY_SECONDS, IDLE_SECONDS = 0.002, 0.05  # limits on copying loaded blocks between two steps
+CLOSING_SECONDS = 1.5  # limit on storing the backlog when the engine ends
+STORE_SHARE = 0.002  # part of step time that storing may take; its real cost to steps is several times as much
+MAX_CREDIT = 4  # pieces that may be stored in a row
+LATER_IS_WORTH = 512  # pieces after which one is worth half as much as the first: fewer prompts share it
 
 
 class BlockTables(Protocol):
-    """What tiers use of the `KVCacheManager`."""
+    """The part of the `KVCacheManager` that `Tiers` uses."""
 
     block_size: int
     num_groups: int
@@ -53,10 +53,10 @@ class BlockTables(Protocol):
 
 
 class Tiers:
-    """What lies in a tier, as the requests of one scheduler see it."""
+    """The loads and the backlog of stores of one scheduler's requests."""
 
     def __init__(self, kv: BlockTables, tier: BlockTier, *, only_prompts: bool) -> None:
-        """`only_prompts`: blocks with generated tokens are nobody's prefix, and not stored."""
+        """`only_prompts`: do not store blocks with generated tokens, because no prompt can share them."""
         self.tier = tier
         self.seconds_per_token = 0.0  # of prefill, as measured; 0 is unknown
         self._kv = kv
@@ -74,14 +74,14 @@ class Tiers:
 
     @property
     def is_storing(self) -> bool:
-        """Whether something waits to be stored, or is on its way."""
+        """True if pieces wait to be stored or are being stored."""
         return bool(self._backlog) or self.tier.is_storing
 
     # --- loading
 
     def begin(self, request: Request, prefix: list[int]) -> bool:
-        """Begin to load what lies in the tier beyond a waiting request's cached prefix, once for each request, or join
-        who loads the same beginning. Returns whether it waits for that."""
+        """Load the pieces in the tier that continue a waiting request's cached prefix, once per request, or join a load
+        with the same beginning. Return True if the request now waits for a load."""
         if request.asked_tiers or not request.reads_prefix_cache or self._now < self._pause_until:
             return False
         request.asked_tiers = True
@@ -98,13 +98,13 @@ class Tiers:
         contents = self._contents(hashes)
         for load in self._loads.values():
             if load.contents[0] == contents[0]:
-                request.asked_tiers = False  # when that has ended: its own pieces may go on where the others' do not
+                request.asked_tiers = False  # it asks again after this load: its own pieces may continue further
                 return self._join(request, load)
         held = owned(prefix)
         kv.pool.share(held)
         firsts = [last * size - need for need in kv.needs(last * size)]
         is_seen = [place >= least for place in range(first * size, last * size) for least in firsts]
-        if sum(is_seen) > kv.pool.num_free:  # then it has no room to run either, and asks again
+        if sum(is_seen) > kv.pool.num_free:  # it has no room to run either, so it asks again later
             request.asked_tiers = False
             kv.pool.release(held)
             return False
@@ -119,7 +119,7 @@ class Tiers:
         return self._join(request, load)
 
     def _contents(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """What the blocks of these places are found by, those of all groups of a place together."""
+        """Return the keys of the blocks of these places in the hash index, grouped by place."""
         return [content + mark for content in hashes for mark in self._kv.marks]
 
     def _join(self, request: Request, load: Load) -> bool:
@@ -129,7 +129,7 @@ class Tiers:
         return True
 
     def poll(self, now: float, *, is_busy: bool) -> None:
-        """Take in what has been loaded since the last step. A load that stands still is over: the rest is computed."""
+        """Take in the pieces loaded since the last step, and end loads that had none for `PATIENCE` seconds."""
         self._now = now
         for ticket, index, source in self.tier.poll(BUSY_SECONDS if is_busy else IDLE_SECONDS):
             load = self._loads[ticket]
@@ -142,7 +142,7 @@ class Tiers:
             self._finish(load, now)
 
     def _finish(self, load: Load, now: float) -> None:
-        """Everything has come that will or is waited for: what of it continues the prefix can be found from now on."""
+        """End a load: publish the blocks of the pieces that continue the prefix without a gap."""
         size, pool = self.tier.blocks_per_piece, self._kv.pool
         had = [source or "" for source in load.sources]
         num_pieces = had.index("") if "" in had else len(had)
@@ -153,18 +153,18 @@ class Tiers:
         names = load.contents[(size - 1) * self._kv.num_groups :: size * self._kv.num_groups]
         pieces = dict(zip(names, had[:num_pieces], strict=False))
         self._hits += self._tokens_by_tier(pieces.values())
-        for request in load.requests:  # of a load that was joined some pieces may be others' alone
+        for request in load.requests:  # a request that joined the load may not share all of its pieces
             own = [pieces[name] for name in request.block_hashes if name in pieces]
             for source, number in self._tokens_by_tier(own).items():
                 request.note(EventKind.LOADED_FROM_RAM if source == "ram" else EventKind.LOADED_FROM_DISK, now, number)
         self._drop(load)
 
     def _tokens_by_tier(self, sources: Iterable[str]) -> Counter[str]:
-        """Of pieces that came from these tiers."""
+        """Return the tokens that each tier provided, given the tier of each piece."""
         return Counter({tier: n * self.piece_tokens for tier, n in Counter(sources).items()})
 
     def leave(self, request: Request) -> None:
-        """The request does not wait for a load any more. One that nobody waits for is dropped."""
+        """Remove the request from its load, if it has one, and drop a load that has no requests left."""
         load = request.load
         if load is not None:
             request.load = None
@@ -173,7 +173,7 @@ class Tiers:
                 self._drop(load)
 
     def give_up(self) -> None:
-        """Somebody who runs needs blocks: whoever waits for a load computes instead."""
+        """Drop all loads, because a running request needs blocks. Requests that waited for them compute instead."""
         for load in list(self._loads.values()):
             for request in load.requests:
                 request.asked_tiers = True
@@ -189,8 +189,8 @@ class Tiers:
     # --- storing
 
     def note_published(self, request: Request, start: int, end: int) -> None:
-        """The request's blocks `start` .. `end` - 1 can be found now: those that complete a piece are to be stored, and
-        what is missing of the prefix that it was given, without which nobody could load them."""
+        """Add to the backlog the pieces that the request's published blocks `start` .. `end` - 1 complete, and missing
+        pieces of its cached prefix, without which those could not be loaded."""
         if request.is_private or start == end:
             return
         kv, size = self._kv, self.tier.blocks_per_piece
@@ -207,7 +207,7 @@ class Tiers:
                 self._backlog[name] = contents, worth, request.keeps_prefix
 
     def write_back(self, seconds: float | None) -> None:
-        """Let some of what waits be stored, after a step of so many seconds; None: there is nothing else to do."""
+        """Store part of the backlog after a step of `seconds`; None if the engine is idle, then without a limit."""
         if seconds is not None:
             self._credit = min(self._credit + STORE_SHARE * seconds, MAX_CREDIT * self.tier.store_seconds)
         find = self._kv.pool.find
@@ -221,7 +221,7 @@ class Tiers:
             del self._backlog[name]
 
     def store_rest(self, clock: Clock) -> None:
-        """At the end of a healthy engine: store what waits, for a moment."""
+        """Store the backlog for at most `CLOSING_SECONDS`. Called when a healthy engine ends."""
         num_pieces, end = len(self._backlog), clock() + CLOSING_SECONDS
         self.write_back(None)
         while self._backlog and clock() < end:
@@ -231,7 +231,7 @@ class Tiers:
             logger.warning("%d of %d pieces that waited were not stored before the end", len(self._backlog), num_pieces)
 
     def withdraw(self, request: Request) -> None:
-        """What the request has computed cannot be trusted, also what is stored of it."""
+        """Discard the stored pieces of a request that may have computed wrong contents, and drop all loads."""
         self.give_up()
         size = self.tier.blocks_per_piece
         names = request.block_hashes[size - 1 :: size]
@@ -240,11 +240,11 @@ class Tiers:
         self.tier.discard(names)
 
     def tables(self) -> list[list[int]]:
-        """The blocks that loads hold, for who checks the accounts."""
+        """Return the blocks that each load holds, for checks of the block accounts."""
         return [load.prefix + owned(load.block_ids) for load in self._loads.values()]
 
     def take_stats(self) -> list[TierStats] | None:
-        """What has happened in the tiers since the last time; None if nothing has."""
+        """Return the tiers' stats since the last call; None if nothing has changed."""
         stats = self.tier.take_stats()
         if stats is not None and self._hits:
             for each in stats:

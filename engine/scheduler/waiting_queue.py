@@ -1,8 +1,8 @@
 """Requests that wait for a running slot, and fair shares of tenants.
 
-First by precedence, which a client cannot choose; within a precedence the tenants take turns by what they have been
-served (`engine.scheduler.waiting_queue`); within a tenant by its own priorities, and then by arrival, those that were
-preempted before all others.
+The order is by precedence first, which a client cannot choose. Within a precedence, tenants take turns by the service
+they received (`TenantShares`). Within a tenant the order is by its own priorities, then preempted requests before all
+others, then by arrival.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Line = OrderedDict[str, Request]
 
 
 class WaitingQueue:
-    """One line per precedence, tenant and priority. Every operation is O(1), except iteration and those that step over
-    preempted requests. Owned by the Scheduler."""
+    """One line per precedence, tenant and priority. Every operation is O(1), except iteration and `push_front`, which
+    steps over preempted requests. Owned by the Scheduler."""
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
@@ -31,12 +31,12 @@ class WaitingQueue:
         return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        """All, in order, counting each request that was passed as served. The queue must not change meanwhile."""
+        """Yield all requests in order, counting each as served. The queue must not change during iteration."""
         return self._in_order(lambda tenant: False)
 
     def below_limits(self) -> Iterator[Request]:
-        """Those whose tenant may hold another running slot, as things stand when it is their turn: a tenant at its
-        limit blocks nobody behind it. In order; the queue must not change meanwhile."""
+        """Yield, in order, the requests of tenants below their limit of running slots. The limit is checked for each
+        request, so a tenant at its limit does not block those behind it. The queue must not change during iteration."""
         return self._in_order(self._shares.is_at_its_limit)
 
     def _in_order(self, is_out: Callable[[str], bool]) -> Iterator[Request]:
@@ -60,15 +60,15 @@ class WaitingQueue:
             heapq.heapreplace(turns, (served, number, tenant, requests))
 
     def push(self, request: Request) -> None:
-        """Behind everybody of the same tenant and priority."""
+        """Add a request behind all others of the same tenant and priority."""
         tenants = self._lines.setdefault(request.precedence, {})
         lines = tenants.setdefault(request.tenant, {})
         lines.setdefault(request.priority, OrderedDict())[request.request_id] = request
         self._size += 1
 
     def push_front(self, request: Request) -> None:
-        """Before everybody of the same tenant and priority who has not run, because a preempted request has waited its
-        turn already; among those preempted by arrival."""
+        """Add a preempted request before all requests of the same tenant and priority that have not run, because it has
+        waited its turn already. Preempted requests are in order of arrival."""
         self.push(request)
         line = self._lines[request.precedence][request.tenant][request.priority]
         line.move_to_end(request.request_id, last=False)
@@ -100,21 +100,21 @@ def _by_priority(lines: dict[int, Line]) -> Iterator[Request]:
 
 
 # ------------------------------------------------------------------------------------------------------------- fairness
-# Fair sharing between tenants: who has had the least of the engine goes next.
+# Fair sharing between tenants: the tenant that was served least goes next.
 #
 # The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant has a
 # counter of what it was served, prompt tokens plus twice the output tokens, divided by its weight; among tenants that
-# compete for a running slot the smallest counter goes first. A tenant that begins to compete is lifted to the smallest
-# counter of those that do, so that nobody saves up credit: neither by being idle, nor by asking for less than its
-# share, nor by being held at its limit. Owned by the Scheduler.
+# compete for a running slot the smallest counter goes first. When a tenant begins to compete, its counter is lifted to
+# the smallest one of those that compete, so that no tenant saves up credit: neither while idle, nor by asking for less
+# than its share, nor while held at its limit. Owned by the Scheduler.
 
 
 OUTPUT_TOKEN_COST = 2.0  # the paper's choice: an output token costs about as much as two prompt tokens
-_MAX_REMEMBERED = 4096  # idle tenants whose counters are kept
+_MAX_REMEMBERED = 4096  # counters of idle tenants that are kept
 
 
 class TenantShares:
-    """Counters of all tenants, and how many requests each has living and running."""
+    """The counter of each tenant, and the numbers of its live and running requests."""
 
     def __init__(self) -> None:
         self.num_living: Counter[str] = Counter()
@@ -124,11 +124,11 @@ class TenantShares:
         self._limits: dict[str, int] = {}  # running slots at once; 0 is no limit
         self._served: OrderedDict[str, float] = (
             OrderedDict()
-        )  # by every tenant known; of those idle, the longest idle first
+        )  # by tenant; idle tenants in order, the longest idle first
         self._latest = ""  # the tenant that got a running slot last
 
     def arrive(self, tenant: str, weight: float, max_running: int) -> None:
-        """A request of this tenant is queued. The weight and the limit of the latest request count."""
+        """Count a request of this tenant that is queued. The weight and the limit of the latest request apply."""
         competed = self._competes(tenant)
         self._weights[tenant] = weight
         self._total_weight = sum(self._weights.values())
@@ -139,7 +139,7 @@ class TenantShares:
             self._lift(tenant)
 
     def leave(self, tenant: str) -> None:
-        """A request of this tenant is gone, however it ended. If it was running, `stop` follows."""
+        """Count a request of this tenant that ended in any way. If it was running, `stop` must follow."""
         self.num_living[tenant] -= 1
         if not self.num_living[tenant]:
             del self.num_living[tenant], self._weights[tenant], self._limits[tenant]
@@ -148,12 +148,12 @@ class TenantShares:
             self._forget_idle_tenants()
 
     def start(self, tenant: str) -> None:
-        """A request of this tenant got a running slot."""
+        """Count a request of this tenant that got a running slot."""
         self.num_running[tenant] += 1
         self._latest = tenant
 
     def stop(self, tenant: str) -> None:
-        """A request of this tenant gave its running slot back: it waits again, or has left."""
+        """Count a request of this tenant that gave its running slot back: it waits again, or has ended."""
         competed = self._competes(tenant)
         self.num_running[tenant] -= 1
         if not self.num_running[tenant]:
@@ -162,37 +162,37 @@ class TenantShares:
             self._lift(tenant)
 
     def charge(self, tenant: str, cost: float) -> None:
-        """Account for what a step did for this tenant, in prompt tokens."""
+        """Add the service of one step to the tenant's counter. `cost` is in prompt tokens."""
         self._served[tenant] += cost / self._weights[tenant]
 
     def charge_elsewhere(self, served: Mapping[str, float]) -> None:
-        """Account for what other engines have done, by each tenant's weight. Who is not known here begins anew."""
+        """Add the service of other engines, already divided by weight. Tenants not known here begin anew."""
         for tenant, amount in served.items():
             if tenant in self._served:
                 self._served[tenant] += amount
 
     def served(self, tenant: str) -> float:
-        """What this tenant was served so far, by its weight."""
+        """Return the tenant's counter: its service so far, divided by its weight."""
         return self._served[tenant]
 
     def cost(self, tenant: str, num_tokens: int) -> float:
-        """By how much the counter would grow for these prompt tokens."""
+        """Return by how much `num_tokens` prompt tokens would raise the tenant's counter."""
         return num_tokens / self._weights[tenant]
 
     def is_at_its_limit(self, tenant: str) -> bool:
-        """Whether the tenant holds as many running slots as it may at all."""
+        """Return True if the tenant holds as many running slots as its limit allows."""
         return 0 < self._limits.get(tenant, 0) <= self.num_running[tenant]
 
     def is_below_its_share(self, tenant: str, num_slots: int) -> bool:
-        """Whether the tenant would hold no more than its share of the running slots with one more."""
+        """Return True if the tenant would not exceed its share of the running slots with one more."""
         return self.num_running[tenant] + 1 <= self._share(tenant, num_slots)
 
     def above_their_share(self, num_slots: int) -> set[str]:
-        """Tenants that hold more than their share of the running slots."""
+        """Return the tenants that hold more than their share of the running slots."""
         return {tenant for tenant, held in self.num_running.items() if held > self._share(tenant, num_slots)}
 
     def snapshot(self, most: int) -> tuple[TenantSnapshot, ...]:
-        """The `most` tenants that have most requests."""
+        """Return snapshots of the `most` tenants with the most requests."""
         return tuple(
             TenantSnapshot(
                 tenant=tenant,
@@ -205,17 +205,15 @@ class TenantShares:
         )
 
     def _share(self, tenant: str, num_slots: int) -> float:
-        # One running slot is everybody's due, however many tenants there are and however little weight this one has.
+        # The share is at least one running slot, for any number of tenants and any weight.
         return max(1.0, num_slots * self._weights[tenant] / self._total_weight)
 
     def _competes(self, tenant: str) -> bool:
         return self.num_living[tenant] > self.num_running[tenant] and not self.is_at_its_limit(tenant)
 
     def _lift(self, tenant: str) -> None:
-        """The tenant begins to compete.
-
-        If nobody else does, the latest to get a running slot tells how far things are.
-        """
+        """Lift the counter of a tenant that begins to compete to the smallest one of the others that compete, or if
+        there are none, to that of the latest tenant that got a running slot. A higher counter stays."""
         floor = min(
             (self._served[other] for other in self.num_living if other != tenant and self._competes(other)),
             default=self._served.get(self._latest, 0.0),

@@ -1,10 +1,10 @@
-"""Who may queue: the server says no early, cheaply and with a time to come back, instead of late.
+"""Admission of requests to the queue: a request that cannot be served in time is refused at once, with a Retry-After.
 
-A request takes places in the queue (one per choice) and tokens (its prompt, once per prompt) from its arrival, before
-anything is tokenized; each choice gives its part back with its first output. Tenants share both by
-`app.admission.tenants`. What does not fit is refused with 429 and a Retry-After from the rate at which its tenant's
-requests have been starting; what would wait too long (`app.admission.expected_wait`), with the seconds after which it
-would not. Belongs to the event loop.
+From its arrival, before it is tokenized, a request holds places in the queue (one per choice) and tokens (the tokens of
+its prompt). Each choice frees its part with its first output. Tenants share both as `app.admission.tenants` describes.
+A request that does not fit is refused with 429 and a Retry-After computed from the rate at which its tenant's requests
+have been starting. A request that would wait too long (`app.admission.expected_wait`) is refused with the seconds after
+which it would be admitted. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from protocol.errors import ApiError
 
 MAX_RETRY_AFTER = 60  # seconds
 _MEMORY = 10.0  # seconds over which rates are averaged
-_GRACE = 2.0  # seconds that a place is left to who was told to come back
-_KEPT = 0.75  # of `max_queue_time`: what is beyond is left to them
+_GRACE = 2.0  # seconds after its retry time during which a retry is still expected
+_KEPT = 0.75  # of `max_queue_time`; while retries are expected, only they may wait longer than this
 _MAX_RETURNS = 10_000
 
 
 class Limit(enum.StrEnum):
-    """What a request was refused for, in the words of the metrics."""
+    """The reason for a refusal, as the metrics label it."""
 
     REQUESTS = "max_queued_requests"
     TOKENS = "max_queued_tokens"
@@ -42,21 +42,21 @@ class Limit(enum.StrEnum):
 
 
 class Pace:
-    """How fast the queue drains, recent times counting most, and how many were refused of late.
+    """The drain rate of a queue and its number of recent refusals, both decaying with age.
 
-    Starts are divided by the seconds in which somebody waited, not by all seconds: on a quiet server few requests
-    start because few arrive, and that says nothing about how long the next one would wait.
+    The rate is starts per second in which the queue was not empty. On a quiet server few requests start because few
+    arrive, so starts per second of all time would not predict how long the next request waits.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._starts = 0.0
-        self._seconds = 0.0  # with somebody in the queue
+        self._seconds = 0.0  # in which the queue was not empty
         self.refusals = 0.0
         self._updated = self._clock()
 
     def advance(self, *, waiting: bool) -> None:
-        """The time until now has passed, with somebody in the queue or nobody. Called before either changes."""
+        """Account for the time until now; `waiting` if the queue was not empty. Must be called before it changes."""
         now = self._clock()
         kept = math.exp((self._updated - now) / _MEMORY)
         self._starts *= kept
@@ -72,15 +72,15 @@ class Pace:
 
     @property
     def per_second(self) -> float:
-        """Choices that start per second; 0 while nothing is known."""
+        """Choices that start per second; 0 if none has started yet."""
         return self._starts / self._seconds if self._seconds > 0.0 else 0.0
 
 
 class Returns:
-    """Those who were refused, by the time at which they were told to come back.
+    """The expected retries of refused requests, by the time that their Retry-After names.
 
-    A client that asks again the moment it is answered would else take each place that becomes free, and those who do as
-    they were told would come in vain for ever.
+    Without them, clients that retry at once would take every place that becomes free, and clients that honor
+    Retry-After would be refused for ever.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -88,18 +88,18 @@ class Returns:
         self._times: list[float] = []  # a heap
 
     def __len__(self) -> int:
-        """How many are expected."""
+        """Return the number of expected retries, after dropping those more than `_GRACE` seconds late."""
         while self._times and self._times[0] < self._clock() - _GRACE:
             heappop(self._times)
         return len(self._times)
 
     def expect(self, seconds: float) -> None:
-        """One was told to come back after so long."""
+        """Expect a retry in so many seconds."""
         if len(self._times) < _MAX_RETURNS:
             heappush(self._times, self._clock() + seconds)
 
     def claim(self) -> bool:
-        """Somebody comes. Returns whether one was expected now, whom this is taken for."""
+        """Count a new request as the earliest expected retry. Return False if none is due yet."""
         if not len(self) or self._times[0] > self._clock():
             return False
         heappop(self._times)
@@ -107,15 +107,14 @@ class Returns:
 
 
 class QueueTicket:
-    """A request's place in the queue. `begin` is called with the first output of each choice, `end` when it has ended,
-    `leave` when its scope is left. `answer` is how much of a typical answer each choice is taken to get, `expected` the
-    seconds that it was expected to wait, None where nothing was known."""
+    """A request's place in the queue. `answer` is the expected length of each choice's answer, as a fraction of a
+    typical answer; `expected` is the estimated wait in seconds, None without an estimate."""
 
     def __init__(
         self, admission: Admission, tenant: Tenant, choices: int, tokens: int, answer: float, expected: float | None
     ) -> None:
         self.tenant = tenant
-        self.choices = choices  # that wait
+        self.choices = choices  # that wait for their first output
         self.tokens = tokens
         self.running = 0  # choices that have begun and not ended
         self.answer = answer
@@ -123,31 +122,32 @@ class QueueTicket:
         self.since = admission.clock()
         self.progress = admission.wait.progress
         self.step = admission.wait.step  # seconds of one step when `expected` was computed
-        self.prompt_tokens = 0  # of each choice, once they are counted
+        self.prompt_tokens = 0  # of each choice; 0 before the prompt is tokenized
         self.generates = True
         self._admission = admission
 
     def count_tokens(self, tokens: int) -> None:
-        """The prompt has been tokenized: the estimate becomes a count. Nothing has begun yet."""
+        """Replace the estimated number of prompt tokens by the count. Must be called before any choice begins."""
         if self.choices:
             self._admission.tokens.take(self.tenant.name, tokens - self.tokens)
             self.tokens = tokens
             self.prompt_tokens = tokens // self.choices
 
     def begin(self) -> None:
-        """A choice got its first output, and leaves the queue with its part of the tokens."""
+        """Take a choice that has its first output out of the queue, with its part of the tokens."""
         if self.choices:
             self._admission.release(self, 1, self.tokens // self.choices, started=True)
             self.running += 1
 
     def end(self, num_output_tokens: int) -> None:
-        """A choice that has begun has ended, with so many tokens."""
+        """Record that a running choice has ended with so many output tokens."""
         if self.running:
             self.running -= 1
             self._admission.ended(self, num_output_tokens)
 
     def leave(self) -> None:
-        """Give back what is left. Idempotent."""
+        """Free the places and tokens that are still held, and end the running choices. Idempotent. Called at the end of
+        the request's scope."""
         if self.choices:
             self._admission.release(self, self.choices, self.tokens, started=False)
         while self.running:
@@ -156,10 +156,10 @@ class QueueTicket:
 
 
 class Admission:
-    """The queue's accounting. Limits count choices and prompt tokens that wait for their first output.
+    """The accounting of the queue. Its limits count choices that wait for their first output, and their prompt tokens.
 
-    `tenants` are all there are. `on_refused` is told of every refusal that is answered with 429, `on_waited` of every
-    request that got its first token, how long it had waited and how long it was expected to.
+    `tenants` are all tenants of the server. `on_refused` is called at every refusal with 429. `on_waited` is called at
+    the first token of a request, with the seconds that it waited and the seconds that it was expected to wait.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Admission:
         self._max_queue_time = settings.max_queue_time or math.inf
         # The expected length of all queued choices' answers, in typical answers, by tenant.
         self._answers: defaultdict[str, float] = defaultdict(float)
-        self._waiting_weight = 0.0  # of the tenants that have somebody waiting
+        self._waiting_weight = 0.0  # of all tenants with queued choices together
         self._weights: dict[str, float] = {}  # of each tenant with queued choices
         self._on_waited = on_waited
         self.places = SharedRoom(settings.max_queued_requests, {})
@@ -184,19 +184,19 @@ class Admission:
         self._num_waiting_tenants = 0
         self._on_refused = on_refused
         self._clock = clock
-        self._pace = Pace(clock)  # of all together
+        self._pace = Pace(clock)  # of all tenants together
         self._paces: dict[str, Pace] = {}
         self._returns: defaultdict[str, Returns] = defaultdict(lambda: Returns(clock))
 
     def set_tenants(self, tenants: Collection[Tenant]) -> None:
-        """These are all there are, from now on. Who waits keeps its place."""
+        """Replace the tenants. Queued requests keep their places."""
         self.places.keep(place_reserves(self.places.limit, tenants))
         self.tokens.keep(token_reserves(self.tokens.limit, tenants))
         self._num_tenants = len(tenants)
 
     @property
     def is_full(self) -> bool:
-        """Whether the next request would be refused, whose ever it is."""
+        """Return True if a new request of any tenant would be refused."""
         everybody_waits = self._num_waiting_tenants >= self._num_tenants
         return self.places.is_full or (everybody_waits and self.tokens.is_full)
 
@@ -204,11 +204,11 @@ class Admission:
     def queue(
         self, tenant: Tenant, choices: int, tokens: int, timeout: float | None, max_tokens: int | None = None
     ) -> Iterator[QueueTicket]:
-        """Hold a place in the queue. `timeout` is how many seconds the request has to its first token, `max_tokens` how
-        many tokens a choice may get, None for as many as fit.
+        """Hold a place in the queue. `timeout` is the number of seconds until the first token must be there,
+        `max_tokens` the limit of output tokens per choice, None for as many as fit.
 
-        Raises ApiError 429 when there is no place, or none from which it could start in time, and 400 when there
-        could never be one.
+        Raises ApiError 429 if the queue is full or the request would start too late, and 400 if the request has more
+        choices than could ever wait.
         """
         self._advance(tenant)
         answer = self.wait.typical_of(tenant).part_of_answer(max_tokens)
@@ -226,7 +226,7 @@ class Admission:
             ticket.leave()
 
     def release(self, ticket: QueueTicket, choices: int, tokens: int, *, started: bool) -> None:
-        """Called by a QueueTicket, for a part of it."""
+        """Free a part of a ticket. Only the ticket calls this."""
         name = ticket.tenant.name
         self._advance(ticket.tenant)
         ticket.choices -= choices
@@ -246,16 +246,16 @@ class Admission:
                 step = self.wait.step
                 steps = self.wait.progress - ticket.progress
                 self.wait.learn_wait(steps * step, ticket.expected / ticket.step * step, name)
-                ticket.expected = None  # of the first choice only
+                ticket.expected = None  # the estimate is compared at the first choice only
 
     def ended(self, ticket: QueueTicket, num_output_tokens: int) -> None:
-        """Called by a QueueTicket, for a choice that had begun."""
+        """End a running choice of a ticket. Only the ticket calls this."""
         self.wait.end(ticket.tenant)
         if num_output_tokens and ticket.generates:
             self.wait.learn_answer(ticket.tenant, ticket.prompt_tokens, num_output_tokens)
 
     def _count_tenant(self, tenant: Tenant, change: int) -> None:
-        """The tenant is about to have its first choice waiting, or has none any more."""
+        """Add a tenant without places to the waiting ones (1), before it takes any, or remove it (-1)."""
         if not self.places.taken_by(tenant.name):
             self._num_waiting_tenants += change
             if change > 0:
@@ -267,7 +267,7 @@ class Admission:
                     self._waiting_weight = 0.0
 
     def _expected(self, tenant: Tenant, choices: int, tokens: int, answer: float) -> float | None:
-        """Seconds to the first token of the last of these choices, as the table of step costs has it."""
+        """Return the estimated seconds until the last of these new choices has its first token; None if unknown."""
         name = tenant.name
         own, own_tokens = self.places.taken_by(name), self.tokens.taken_by(name)
         others = self.places.total - own
@@ -284,7 +284,7 @@ class Admission:
 
     @property
     def queued_seconds(self) -> float:
-        """What it takes, as far as is known, until all who wait now have begun."""
+        """The estimated seconds until all queued choices have begun; 0 if unknown."""
         total = self.places.total
         if not total:
             return 0.0
@@ -309,11 +309,11 @@ class Admission:
             raise self._refusal(tenant, Limit.TENANT, f"Your queue is full: {own} of {own_limit} places are taken.")
         if not self.places.fits(name, choices):
             raise self._refusal(tenant, Limit.REQUESTS, self._full(self.places, name, "places are taken"))
-        # Who has nobody waiting is let in with any prompt: it may be longer than the tenant's reserve, and even than
-        # the limit, so there might never be room for it beside others who keep the queue full.
+        # A tenant without queued requests is admitted with a prompt of any length. The prompt may be longer than the
+        # tenant's reserve or even than the limit, so it might never fit while other tenants keep the queue full.
         if own and not self.tokens.fits(name, tokens):
             raise self._refusal(tenant, Limit.TOKENS, self._full(self.tokens, name, "prompt tokens wait"))
-        rate = self._paces[name].per_second  # its own: by their shares, nobody waits for the queue of another
+        rate = self._paces[name].per_second  # the tenant's own: no tenant waits for the queue of another
         if expected is not None:
             expected *= self.wait.correction_of(name)
         elif rate > 0:
@@ -347,7 +347,7 @@ class Admission:
         return f"The queue is full: {room.total} of {room.limit} {what}{others}."
 
     def _refusal(self, tenant: Tenant, limit: Limit, message: str, again: float | None = None) -> ApiError:
-        """`again` is in how many seconds it would not be refused, if that is known."""
+        """Count a refusal and return its error. `again` is the Retry-After in seconds, None to compute it."""
         seconds = self.retry_after(tenant) if again is None else max(1, min(math.ceil(again), MAX_RETRY_AFTER))
         self._pace.refuse()
         self._paces[tenant.name].refuse()
@@ -360,8 +360,8 @@ class Admission:
         )
 
     def retry_after(self, tenant: Tenant = ANONYMOUS) -> int:
-        """Seconds until half of those of this tenant that wait, and all that were refused lately, can be expected to
-        have had their turn. Of a tenant that has nobody waiting it is others who have to make room."""
+        """Return the seconds in which half of the tenant's queued choices and all its recently refused requests would
+        start. A tenant without queued choices gets the figures of all tenants, which hold the places that it needs."""
         pace, waiting = self._paces.get(tenant.name), self.places.taken_by(tenant.name)
         if pace is None or not waiting or pace.per_second == 0.0:
             pace, waiting = self._pace, self.places.total

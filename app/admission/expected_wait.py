@@ -1,21 +1,21 @@
-"""How long a request that comes now would wait for its first token, by what is queued before it and what steps cost.
+"""Estimate the seconds until the first token of a new request, from the queue and the measured cost of steps:
 
-    waiting for a running slot    the tenant's requests that have to end first * what it takes the engines to end one
-    prefill                       the prompts before it, and its own
+    waiting for a running slot    number of the tenant's requests that must end first * seconds per ended request
+    prefill                       the prompts queued before it and its own prompt
 
 The engines share running slots between tenants by weight: a tenant with fewer slots than its share takes slots from
 tenants with more. So a tenant waits only for its own requests, on its share of the slots and on slots that no other
 tenant asks for. The length of an answer is unknown: the estimate is the length of the tenant's latest answers, or
-`max_tokens` where that is less. There is no estimate before an answer has ended and a step was measured.
+`max_tokens` if that is less. There is no estimate before an answer has ended and a step was measured.
 
 The waits of admitted requests correct the estimate: it is multiplied by the ratio of the tenant's latest waits to their
 estimates. No request is refused while running slots are free, so there are always such waits. Waits and estimates are
 counted in steps (`ExpectedWait.progress`), because steps may become slower or faster while a request waits: counted in
 seconds, one minute on a busy machine would have requests refused for some minutes more.
 
-A tenant without answers, or without waits, gets the figures of all tenants together.
+A tenant without ended answers, or without measured waits, gets the figures of all tenants together.
 
-Pure bookkeeping on the event loop. Owned by `app.admission.admission`.
+Used on the event loop only, by `app.admission.admission`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.config import Clock
 from engine.costs.table import StepCostTable, StepLoad, TypicalRequest
 
 _MEMORY = 60.0  # seconds after which a wait counts a third
-_LEAST_WAIT = 0.25  # seconds: shorter ones say nothing of a queue
-_BELIEF = 5.0  # seconds of waits that came true, which the expectation begins with
-_MOST_OFF = 4.0
+_LEAST_WAIT = 0.25  # seconds: shorter waits say nothing about a queue
+_BELIEF = 5.0  # seconds added to both sums: the correction starts at 1 and moves only as real waits add up
+_MOST_OFF = 4.0  # the correction is at most this, and at least 1 / this
 
 
 class Waits:
@@ -39,7 +39,7 @@ class Waits:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._waited = self._expected = 0.0  # seconds, the latest counting most
+        self._waited = self._expected = 0.0  # sums in seconds that decay with age
         self._updated = clock()
 
     def learn(self, waited: float, expected: float) -> None:
@@ -49,7 +49,7 @@ class Waits:
 
     @property
     def correction(self) -> float:
-        """The latest waits, divided by their estimates."""
+        """The ratio of the latest waits to their estimates."""
         self._forget()
         off = (self._waited + _BELIEF) / (self._expected + _BELIEF)
         return min(max(off, 1 / _MOST_OFF), _MOST_OFF)
@@ -68,7 +68,7 @@ class ExpectedWait:
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self.costs: StepCostTable | None = None
-        self.num_kv_tokens = math.inf  # that fit into the KV caches of all engines that there are at first
+        self.num_kv_tokens = math.inf  # capacity of the KV caches of all engines started first, together
         self.count_engines: Callable[[], int] = lambda: settings.data_parallel_size
         self._max_num_seqs = settings.max_num_seqs
         self._engines_at_first = settings.data_parallel_size
@@ -83,7 +83,7 @@ class ExpectedWait:
         self._advanced = clock()
 
     def set_costs(self, costs: StepCostTable) -> None:
-        """An engine says what its steps cost."""
+        """Replace the table of step costs by the one an engine sent."""
         self._progress, self._advanced = self.progress, self._clock()
         self.costs = costs
 
@@ -96,15 +96,15 @@ class ExpectedWait:
 
     @property
     def progress(self) -> float:
-        """The number of such steps for which there was time since the start."""
+        """The time since the start, counted in steps of the length of `step`."""
         return self._progress + (self._clock() - self._advanced) / self.step
 
     def begin(self, tenant: Tenant) -> None:
-        """A choice has its first token."""
+        """Count a choice that has its first token as running."""
         self._count(tenant, 1)
 
     def end(self, tenant: Tenant) -> None:
-        """A choice that has begun is over."""
+        """Stop counting a running choice."""
         self._count(tenant, -1)
 
     def _count(self, tenant: Tenant, change: int) -> None:
@@ -165,7 +165,7 @@ class ExpectedWait:
         """
         running = self._num_running_of(tenant)
         others_running = self._num_running - running
-        passed = min(float(others), own * rival_weight / tenant.weight)  # others that have their turn before
+        passed = min(float(others), own * rival_weight / tenant.weight)  # other tenants' choices that start before
         for name, (_, weight) in self._running.items():
             rival_weight += weight if name != tenant.name and name not in waiting_tenants else 0.0
         slots = self._effective_slots(self.count_engines())
@@ -204,7 +204,7 @@ class ExpectedWait:
         return have_to_end / slots * part * typical.num_output_tokens * prices.step + prefill
 
     def _effective_slots(self, engines: int) -> float:
-        """Requests that run at once: fewer than there are running slots, where typical ones fill the KV caches."""
+        """Return how many requests run at once: the running slots, or fewer if typical requests fill the KV caches."""
         typical = self.typical
         num_kv_tokens = self.num_kv_tokens * engines / self._engines_at_first
         fit = num_kv_tokens / max(typical.num_prompt_tokens + typical.num_output_tokens, 1.0)

@@ -9,7 +9,7 @@ A tenant is named in the TOML file of `api_keys_file`:
     max_queued_requests = 100   # choices that wait for their first token; no limit by default
     priority_over_others = true # its requests' priorities count against other tenants', too; false by default
 
-or is simply one of `api_keys`, with a name made from a digest of the key. Without any keys everybody is anonymous.
+or is one of `api_keys`, with a name made from a digest of the key. Without any keys every client is anonymous.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MOST_CHOICES = 1_000_000
 
 
 class Tenant(BaseModel):
-    """Compared and hashed by name. `weight` is relative; the limits count choices, None is no limit. Without
-    `priority_over_others` a request's priority orders its own tenant's requests only."""
+    """A tenant, hashed by its name. `weight` is relative to other tenants; the limits count choices, None is no limit.
+    Without `priority_over_others` the priority of a request only orders the requests of its own tenant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,7 +45,7 @@ class Tenant(BaseModel):
     priority_over_others: bool = Field(default=False, strict=True)
 
     def precedence(self, priority: int) -> int:
-        """What a priority that one of its requests asks for counts against the requests of other tenants."""
+        """Return the priority of one of its requests as it counts against other tenants' requests."""
         return priority if self.priority_over_others else 0
 
     def __hash__(self) -> int:
@@ -58,7 +58,7 @@ _PROCESS_KEY = secrets.token_bytes(32)
 
 def shown_name(name: str) -> str:
     """Return a tenant's name for metrics. A name that is the digest of an API key is digested again, with a key of this
-    process: a reader of the metrics could test guesses of the API key on the digest itself. The name itself must not
+    process: with the first digest, a reader of the metrics could test guesses of the API key. The name itself must not
     change, because it salts the KV blocks that are cached on disk."""
     if not _OF_A_KEY.fullmatch(name):
         return name
@@ -73,7 +73,7 @@ class _TenantEntry(Tenant):
 
 
 class Tenants:
-    """All tenants of a server, found by key. `required` says whether there are any keys at all."""
+    """All tenants of a server, found by API key. `required` is True if there are any keys."""
 
     def __init__(self, settings: Settings) -> None:
         self._by_digest: dict[bytes, Tenant] = {}
@@ -91,7 +91,7 @@ class Tenants:
             raise SettingsError("admin_keys: one of them is a client's key, too. Give administrators their own.")
 
     def find(self, key: bytes) -> Tenant | None:
-        """Whose key this is. Compares with every key, in a time that tells nothing about how close it came."""
+        """Return the tenant with this key, or None. Takes constant time: it compares the digests of all keys."""
         given = _digest(key)
         found = None
         for digest, tenant in self._by_digest.items():
@@ -100,21 +100,21 @@ class Tenants:
         return found
 
     def replace(self, others: Tenants) -> None:
-        """Take over the clients' keys of `others`. Administrators stay."""
+        """Take over the clients' keys of `others`. The administrators' keys stay."""
         self._by_digest = others._by_digest
 
     @property
     def all(self) -> Collection[Tenant]:
-        """Everybody whose requests there may be."""
+        """Every tenant; `ANONYMOUS` if there are no keys."""
         return {tenant.name: tenant for tenant in self._by_digest.values()}.values() or (ANONYMOUS,)
 
     @property
     def administered(self) -> bool:
-        """Whether there are keys of administrators."""
+        """Return True if there are keys of administrators."""
         return bool(self._admin_digests)
 
     def is_admin(self, key: bytes) -> bool:
-        """Whether this is an administrator's key."""
+        """Return True for a key of an administrator. Takes constant time: it compares the digests of all keys."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._admin_digests) > 0
 
@@ -135,10 +135,10 @@ def _read(path: Path) -> list[_TenantEntry]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"api_keys_file: cannot read {path}: {error.strerror}. {works}") from None
-    except (ValueError, RecursionError) as error:  # of numbers and of lists in lists, too, not of TOML alone
+    except (ValueError, RecursionError) as error:  # the latter from deeply nested lists; the former from numbers, too
         raise SettingsError(f"api_keys_file: {path} is not TOML: {error}. {works}") from None
     tables = document.pop("tenants", None)
-    # A file without any tenant would open the server to everybody.
+    # A file without any tenant would leave the server open to every client.
     if document or not isinstance(tables, dict) or not tables or not all(isinstance(t, dict) for t in tables.values()):
         raise SettingsError(f"api_keys_file: {path} must hold tables named tenants.<name> and nothing else. {works}")
     entries = []
@@ -156,29 +156,28 @@ def _read(path: Path) -> list[_TenantEntry]:
 
 
 def _shown(problem: ErrorDetails) -> str:
-    """Where a table is wrong, and what was given there unless it may be a key."""
+    """Return the name of the wrong field, with its value unless that may be an API key."""
     place = ".".join(map(str, problem["loc"]))
     return f"{place} = {problem['input']!r}" if place in Tenant.model_fields and problem["type"] != "missing" else place
 
 
 # --------------------------------------------------------------------------------------------------------- queue shares
-# How tenants share the queue: half of it is kept for those that hold less than their part, the rest is for whoever
-# comes first.
+# The shares of tenants in the queue. Half of the queue is reserved, split between tenants by weight; the other half is
+# first come, first served.
 #
-# A tenant's part is its reserve: by weight, and of places at least one, where there is one for each tenant. What is
-# kept is not handed out to others even if nobody asks for it, so whoever comes finds its reserve free. A lone tenant
-# has the whole queue. Everything is counted as it changes; nothing here goes over all tenants after the start.
+# A reserve has at least one place, if there are enough. Reserved places stay empty when unused, so a tenant's first
+# request always finds one. A single tenant has the whole queue. No request costs a loop over all tenants.
 
 
 def place_reserves(limit: int, tenants: Collection[Tenant]) -> dict[str, int]:
-    """Places for each tenant: one, and of the rest of the half by weight. None that its own limit makes useless."""
+    """Return the reserved places by tenant: one, and a share by weight, but at most its own `max_queued_requests`."""
     reserves = _reserves(limit, tenants, least=1)
     own_limits = {tenant.name: tenant.max_queued_requests for tenant in tenants}
     return {name: min(reserve, own_limits[name] or reserve) for name, reserve in reserves.items()}
 
 
 def token_reserves(limit: int, tenants: Collection[Tenant]) -> dict[str, int]:
-    """Tokens for each tenant, by weight."""
+    """Return the reserved tokens of each tenant, by weight."""
     return _reserves(limit, tenants, least=0)
 
 
@@ -191,9 +190,9 @@ def _reserves(limit: int, tenants: Collection[Tenant], least: int) -> dict[str, 
 
 
 class SharedRoom:
-    """One measure of the queue, places or tokens: what is taken of it, by whom, and what is kept for whom.
+    """The use of the queue's places, or of its tokens, by tenant, and the tenants' reserves.
 
-    `total` never exceeds `limit` as long as nothing is taken that does not fit.
+    `total` never exceeds `limit` if `fits` is asked before every `take`.
     """
 
     def __init__(self, limit: int, reserves: Mapping[str, int]) -> None:
@@ -203,29 +202,29 @@ class SharedRoom:
         self.keep(reserves)
 
     def keep(self, reserves: Mapping[str, int]) -> None:
-        """From now on these are the reserves. What is taken stays taken."""
+        """Replace the reserves. What tenants hold stays counted."""
         self._reserves = reserves
         self._promised = sum(reserves.values())
-        # Of more reserves than there is room, half of the room is kept for those who come first.
+        # If the reserves exceed the limit, half of the limit is kept for all of them, first come, first served.
         self._kept = self._promised if self._promised <= self.limit else self.limit // 2
-        # What tenants have taken within their reserves.
+        # The amount that tenants hold within their reserves.
         self._inside = sum(min(taken, reserves.get(tenant, 0)) for tenant, taken in self._taken.items())
 
     def taken_by(self, tenant: str) -> int:
-        """What this tenant has taken."""
+        """Return the amount that this tenant holds."""
         return self._taken[tenant]
 
     def kept_from(self, tenant: str) -> int:
-        """What is kept for others just now."""
+        """Return the unused amount that is kept for other tenants."""
         own = max(0, self._reserves.get(tenant, 0) - self._taken[tenant])
         return max(0, self._kept - self._inside - own)
 
     def most_for(self, tenant: str) -> int:
-        """What this tenant could take if nobody else had taken anything."""
+        """Return the amount that this tenant could hold if no other tenant held anything."""
         return self.limit - max(0, self._kept - self._reserves.get(tenant, 0))
 
     def fits(self, tenant: str, amount: int) -> bool:
-        """Whether the tenant may take so much more: it stays within its reserve, or leaves what is kept for others."""
+        """Return True if the tenant may take so much more: within its reserve, or without using what others reserve."""
         taken, reserve = self._taken[tenant], self._reserves.get(tenant, 0)
         if taken + amount <= reserve and self._kept == self._promised:
             return True
@@ -234,14 +233,14 @@ class SharedRoom:
 
     @property
     def is_full(self) -> bool:
-        """Whether no tenant at all may take any more."""
-        inside = 1 if self._inside < self._promised else 0  # somebody has not used up its reserve
+        """Return True if no tenant may take any more."""
+        inside = 1 if self._inside < self._promised else 0  # some tenant has not used up its reserve
         if inside and self._kept == self._promised:
             return False
         return self.total + 1 + max(0, self._kept - self._inside - inside) > self.limit
 
     def take(self, tenant: str, amount: int) -> None:
-        """Account for what a tenant takes, or gives back if it is negative."""
+        """Count an amount that a tenant takes, or frees if it is negative."""
         taken, reserve = self._taken[tenant], self._reserves.get(tenant, 0)
         self.total += amount
         self._inside += min(taken + amount, reserve) - min(taken, reserve)

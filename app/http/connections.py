@@ -1,23 +1,24 @@
-"""Every open connection: how many there may be, and how long each may keep the server waiting.
+"""The guard of all open connections: it limits their number and how long each may keep the server waiting.
 
-`app.http.hypercorn` tells the guard of each connection, `app.application` runs it. Two ideas carry it. A connection
-is idle while no request on it is being answered; and who keeps the server waiting for longest makes room for a
-newcomer. What it promises, on every event loop:
+`app.http.hypercorn` reports each connection to the guard; `app.application` runs the guard. A connection is idle while
+no request on it is being answered. When the server is full, the connection that has kept it waiting for longest is
+closed for a new one. The guard promises, on every event loop:
 
-1. A connection without a request is closed after Hypercorn's `keep_alive_timeout`, whatever else comes in on it: the
-   time runs from its opening or from its last answer, and only a whole head of a request stops it.
-2. A head of HTTP/1 that has begun is whole within `body_timeout`, or its connection is closed.
-3. A connection on which something waits to be sent for `send_timeout` is cut, whoever sends it: answers by their own
-   scope (`app.http.scope`), which can say why, and all else a little later. So is one that does not end within that
-   time once it was to be closed.
-4. There are never more than `max_connections`, nor `max_connections_per_address` from one address. A newcomer takes the
-   place of whoever does not read its last answer before the connection is closed, else of whoever has been idle for
-   longest, both first among those of the address that has most, so that a crowd takes its own places; else of whoever
-   has left its request or its answer waiting for longest. Only if all are being served is it refused, in the words of
-   all other errors. A connection counts until it is closed, however long that takes.
-5. Where the port goes on to another server, each connection gets one more answer, which says that it ends, and one
-   that stays idle is closed after LAST_IDLE_SECONDS.
-6. When the server ends, idle connections are closed at once and all others before Hypercorn's own timeout ends.
+1. A connection without a request is closed after Hypercorn's `keep_alive_timeout`. The time runs from the opening of
+   the connection or from its last answer, and only a complete request head stops it.
+2. An HTTP/1 request head that has begun must be complete within `body_timeout`, or its connection is closed.
+3. A connection on which data waits to be sent for `send_timeout` is aborted. The scope of an answer (`app.http.scope`)
+   does this itself, because it can record why; the guard does it a little later for all other data. A connection that
+   is being closed and does not end within that time is aborted, too.
+4. There are never more than `max_connections` connections, nor more than `max_connections_per_address` from one
+   address. To make room for a new connection the guard closes, in this order: the connection that has been closing for
+   longest because its client does not read its last answer; the connection that has been idle for longest; the
+   connection that has waited for longest for its client to send or to read. The first two are taken from the address
+   with the most connections if it has any, so that a flood from one address displaces itself. If all connections are
+   being served, the new one is refused with an ordinary error body. A connection counts until it is closed.
+5. If the port passes on to another server, each connection gets one more answer, which announces its end, and a
+   connection that stays idle is closed after LAST_IDLE_SECONDS.
+6. When the server ends, idle connections are closed at once, and all others before Hypercorn's own timeout ends.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ import anyio
 from app.config.settings import Settings, SettingsError
 from protocol.errors import ApiError
 
-ENOUGH_FILES = 2**14  # what the limit of open files is raised to, where that is allowed
-USUAL_CONNECTIONS = 2**13  # at most, where no setting says more
+ENOUGH_FILES = 2**14  # the limit of open files is raised to this, if that is allowed
+USUAL_CONNECTIONS = 2**13  # the largest default of `max_connections`
 PER_ENGINE_PROCESS = 16  # descriptors: sockets, pipes, the heartbeat
-AFTER_THE_SCOPE = 1.25  # times `send_timeout`: two that cut the same client at once would not both know why
-LAST_IDLE_SECONDS = 6.0  # longer than the pools of most clients keep a connection, so that it is they who close it
-STALLED_SECONDS = 1.0  # that a client must keep its own request waiting before a newcomer takes its place
+AFTER_THE_SCOPE = 1.25  # times `send_timeout`: the scope of the answer aborts first, because it can record why
+LAST_IDLE_SECONDS = 6.0  # longer than most client pools keep an idle connection, so that the client closes it first
+STALLED_SECONDS = 1.0  # a connection may be displaced once its client has stalled it for so long
 
 _RETRY = {"connection": "close", "retry-after": "5"}
 FULL = ApiError(503, "The server has as many connections as it takes.", code="too_many_connections", headers=_RETRY)
@@ -51,7 +52,7 @@ FULL_FOR_ADDRESS = ApiError(
 
 
 class Guarded(Protocol):
-    """What the guard needs of a connection."""
+    """The methods of a connection that the guard uses."""
 
     @property
     def idle_timeout(self) -> float: ...
@@ -64,7 +65,7 @@ class Guarded(Protocol):
     @property
     def has_unsent(self) -> bool: ...
 
-    head_since: float | None  # the guard's own notes, as is the next
+    head_since: float | None  # written by the guard only: when a request head was first seen to have begun
     closing_since: float | None
 
     def seconds_blocked(self) -> float: ...
@@ -74,8 +75,8 @@ class Guarded(Protocol):
 
 
 class ConnectionGuard:
-    """The connections of one server. `longest_stalled` finds the one whose client has kept all of its own requests
-    waiting for longest, and since when; nobody asks it while there are idle ones."""
+    """The open connections of one server. `longest_stalled` returns the connection that has waited for longest for its
+    client, with all of its requests, and since when. It is called only if there is no idle connection to close."""
 
     def __init__(
         self, settings: Settings, longest_stalled: Callable[[], tuple[Guarded, float] | None] = lambda: None
@@ -85,10 +86,10 @@ class ConnectionGuard:
         self.limits = connection_limits(settings)
         self._max_per_address = settings.max_connections_per_address
         self._longest_stalled = longest_stalled
-        self._open: dict[Guarded, str] = {}  # with their addresses; "" for all that have none, or are gone already
-        self._idle: dict[Guarded, float] = {}  # since when, the longest first
-        self._closing: dict[Guarded, float] = {}  # since when, the longest first
-        self._made_room: set[Guarded] = set()  # told to end at once, and counted no more
+        self._open: dict[Guarded, str] = {}  # with the client's address; "" without one, or if the client has left
+        self._idle: dict[Guarded, float] = {}  # since when, oldest first
+        self._closing: dict[Guarded, float] = {}  # since when, oldest first
+        self._made_room: set[Guarded] = set()  # ended to make room, and not counted any more
         self._refusing = 0
         self._per_address: Counter[str] = Counter()
         self._ending_since: float | None = None
@@ -96,10 +97,10 @@ class ConnectionGuard:
         self._left = anyio.Event()  # set when a connection has been closed, while draining
         self._nobody_stalled_at = 0.0
 
-    # --- what connections say
+    # --- called by connections
 
     def enter(self, connection: Guarded) -> ApiError | None:
-        """A connection was opened. Returns why it must be refused, if it must; then it calls `leave_refused`."""
+        """Count a new connection. Return the error to refuse it with, or None. A refused one calls `leave_refused`."""
         address = _group(connection.address) or ""
         most = self._max_per_address
         crowded = address != "" and most is not None and self._per_address[address] >= most
@@ -117,28 +118,28 @@ class ConnectionGuard:
         return None
 
     def leave(self, connection: Guarded) -> None:
-        """It is closed."""
+        """Stop counting a connection that is closed."""
         self._forget(connection)
         self._made_room.discard(connection)
         self._left.set()
 
     def closing(self, connection: Guarded) -> None:
-        """It is being closed, once what is on its way has been sent."""
+        """Note that a connection will be closed once its unsent data has been sent."""
         self._idle.pop(connection, None)
         if connection in self._open:
             self._closing.setdefault(connection, time.monotonic())
 
     def leave_refused(self) -> None:
-        """One that had to be refused is closed."""
+        """Stop counting a refused connection that is closed."""
         self._refusing -= 1
 
     def busy(self, connection: Guarded) -> None:
-        """A request has begun on it."""
+        """Note that a request has begun on the connection."""
         self._idle.pop(connection, None)
         connection.head_since = None
 
     def idle(self, connection: Guarded) -> None:
-        """No request is in flight on it, as from now."""
+        """Note that from now on no request is in flight on the connection."""
         if connection not in self._open or connection in self._closing:
             return
         self._idle.pop(connection, None)
@@ -146,22 +147,22 @@ class ConnectionGuard:
         if self._ending_since is not None:
             self._close(connection)
 
-    # --- what the server says
+    # --- called by the server
 
     def drain(self) -> None:
-        """The port goes on to another server: each connection ends after its next answer."""
+        """End each connection after its next answer, because the port passes on to another server."""
         self._draining = True
         for connection in self._open:
             connection.answer_once_more()
 
     async def wait_empty(self) -> None:
-        """Until no connection is open."""
+        """Wait until no connection is open."""
         while self._open:
             self._left = anyio.Event()
             await self._left.wait()
 
     def end(self) -> None:
-        """The server ends."""
+        """Close idle connections now, others after their answer or when their time is up: the server ends."""
         self._ending_since = time.monotonic()
         for connection in list(self._idle):
             self._close(connection)
@@ -171,11 +172,11 @@ class ConnectionGuard:
         timeout = min(self._send_timeout, self._head_timeout, 8.0)
         while True:
             await anyio.sleep(0.1 if self._draining or self._ending_since is not None else timeout / 8)
-            await anyio.sleep(0.01)  # what came while the process stood still is read first: it makes connections busy
+            await anyio.sleep(0.01)  # after a pause of the process, requests that have arrived are read first
             self.tick(time.monotonic())
 
     def tick(self, now: float) -> None:
-        """End what has taken too long."""
+        """Close or abort every connection that is over one of its time limits. `now` is `time.monotonic()`."""
         for connection, since in list(self._idle.items()):
             if now - since >= (LAST_IDLE_SECONDS if self._draining else connection.idle_timeout):
                 self._close(connection)
@@ -210,7 +211,7 @@ class ConnectionGuard:
                 del self._per_address[address]
 
     def _make_room(self, address: str | None = None) -> bool:
-        """End a connection, of this address if that is given, on which no request is being answered."""
+        """End one connection without a request in flight, of this address if given. Return False if there is none."""
         return self._end_longest(self._closing, address) or self._end_longest(self._idle, address)
 
     def _end_longest(self, waiting: Mapping[Guarded, float], address: str | None) -> bool:
@@ -223,7 +224,7 @@ class ConnectionGuard:
                 continue
             self._forget(connection)
             self._made_room.add(connection)
-            if has_unsent:  # and the client does not read it: closing in order would keep the socket
+            if has_unsent:  # the client does not read; an orderly close would wait for it and keep the socket
                 connection.abort()
             else:
                 connection.close()
@@ -232,7 +233,7 @@ class ConnectionGuard:
 
     def _abort_longest_stalled(self) -> bool:
         now = time.monotonic()
-        if now - self._nobody_stalled_at < STALLED_SECONDS / 4:  # newcomers may come faster than all can be looked at
+        if now - self._nobody_stalled_at < STALLED_SECONDS / 4:  # not a search through all for each new connection
             return False
         found = self._longest_stalled()
         if found is None or now - found[1] < STALLED_SECONDS or found[0] not in self._open:
@@ -245,28 +246,28 @@ class ConnectionGuard:
 
     def _refuse(self, connection: Guarded, error: ApiError) -> ApiError:
         self._refusing += 1
-        if self._refusing > self.limits.refusals:  # saying so takes descriptors, too
+        if self._refusing > self.limits.refusals:  # a connection that is sent its refusal holds a descriptor
             connection.abort()
         return error
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the process has descriptors for, beside what it needs itself."""
+    """The numbers of connections that the process has file descriptors for."""
 
     connections: int
-    refusals: int  # more connections, which are told why they cannot stay
-    newcomers: int  # more connections, which wait for being counted
+    refusals: int  # further connections, which are being sent their refusal
+    newcomers: int  # further connections, which are accepted but not counted yet
 
 
 def connection_limits(settings: Settings) -> Limits:
-    """Raises the process's limit of open files as far as that helps. Raises `SettingsError` if it does not suffice.
+    """Return the limits of connections, after raising the limit of open files. Raises `SettingsError` if it is too low.
 
-    Beside connections the process needs descriptors for what is open already, for its engines, and for files that it
-    opens now and then; and newcomers take one each before they can be counted.
+    Descriptors are set aside for files that are open already, for engine processes, for files that are opened from time
+    to time, and for connections that are accepted but not counted yet.
     """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < ENOUGH_FILES:  # usually 1024, for the sake of programs that use select()
+    if limit < ENOUGH_FILES:  # the default is usually 1024, for programs that use select()
         limit = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     engines = (
@@ -290,7 +291,7 @@ def connection_limits(settings: Settings) -> Limits:
 
 
 def _group(address: str | None) -> str | None:
-    """Whom an address counts for: of IPv6, all that a subscriber commonly has."""
+    """Return the address that a client is counted by: for IPv6 its /64 network, which one subscriber commonly has."""
     if address is None or ":" not in address:
         return address
     try:

@@ -1,34 +1,31 @@
 """Patches of Hypercorn: how connections end and how messages reach the application.
 
-`app.application` and `app.serving.process` apply it before the first connection. What it promises, and why Hypercorn
-does not:
+`app.application` and `app.serving.process` apply the patches before the first connection. The second part of this file
+has the patches that concern single requests. What the first part promises, and what Hypercorn does instead:
 
-1. A connection is closed when its client has left, and when its client has had its time. Hypercorn's keep-alive timer
-   does neither: it is a task that nobody stops when the client hangs up, so that every client that leaves without being
-   told to would cost a socket in CLOSE_WAIT until it runs out. So there is no such timer; `app.http.connections` ends
-   connections, and limits their number.
-2. A client that does not read is noticed after some ten kilobytes, and can be cut. Kernel and transport would buffer
-   megabytes by themselves, hours of a slow stream; and there is no way from an application to its connection, so
+1. A connection is closed when its client has left, and when its time is up. Hypercorn's keep-alive timer does neither:
+   it is a task that is not stopped when the client hangs up, so each such client would cost a socket in CLOSE_WAIT
+   until the timer runs out. The timer is removed; `app.http.connections` ends connections and limits their number.
+2. A client that does not read is noticed after some ten kilobytes, and its connection can be aborted. The kernel and
+   the transport would buffer megabytes, hours of a slow stream. ASGI gives an application no access to its connection;
    `current_connection` finds it by a context variable, which every task of the connection inherits. A client that has
    closed its side without reading to the end is gone, too: on trio the send that waits for it cannot be cancelled.
-3. The application is asked to drain before the listening socket is closed. Hypercorn closes it at once and tells the
-   application last, so nothing could be refused politely and no probe could see that the server is going away. Where
-   others serve at the same port, `app.http.listening` closes it first, without losing what waits there.
+3. The application drains before the listening socket is closed. Hypercorn closes the socket at once and informs the
+   application last, so no request could be refused with an error and no probe could see that the server is draining. If
+   other processes serve at the same port, `app.http.listening` closes the socket first, without losing connections.
 4. A worker that fails makes the server fail. `hypercorn app:main` runs the application in a worker process and loses
-   the status of one that has failed: it joins the remaining workers, of whom there are none, and returns theirs, 0.
-   To systemd or Docker that reads as a server that is done.
-5. A worker ends with the server. If Hypercorn's parent process is killed, its worker would serve on, on a port that
-   nobody else can have and with a model that nobody can unload.
-6. A connection fails alone. Whatever escapes from the task of one connection would, on trio, end the server. And no
-   crowd of them takes the last descriptors, which files and engines may need: asyncio and uvloop accept whoever waits
-   at the port before anybody can be counted, so no more may wait there than there is room for. If there is none after
-   all, asyncio says so a thousand times, each with a traceback; once is enough.
-7. A piece of a stream may go straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn and h11
-   it passes fifteen calls, locks and checks, which cost several times what making the piece does.
-8. What an answer has to say at once is written at once. Hypercorn writes head, body and the end of the body one by one,
-   and each costs a call of the kernel here and one at the client.
-
-`app.http.hypercorn` has the rest: what concerns single requests.
+   the status of a failed one: it joins the remaining workers, of which there are none, and returns 0. systemd and
+   Docker take that for a server that is done.
+5. A worker ends with the server. If Hypercorn's parent process were killed, its worker would go on serving, and hold
+   the port and the memory of the model.
+6. A connection fails alone. On trio, an exception that escapes from the task of one connection would end the server.
+   A flood of connections does not take the last file descriptors, which files and engines may need: asyncio and uvloop
+   accept connections before they can be counted, so the backlog is limited. If descriptors run out all the same,
+   asyncio logs it a thousand times with a traceback each; here it is logged once.
+7. A piece of a stream can be written straight to the transport, on asyncio and HTTP/1.1. Through Starlette, Hypercorn
+   and h11 it passes fifteen calls, locks and checks, which cost several times what making the piece costs.
+8. The parts of an answer that are ready together are written together. Hypercorn writes the head, the body and the end
+   of the body one by one, and each costs a system call here and one at the client.
 """
 
 from __future__ import annotations
@@ -72,20 +69,18 @@ from protocol.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-SEND_BUFFER = 64 * 1024  # bytes in the kernel, which accounts for twice as many
+SEND_BUFFER = 64 * 1024  # bytes in the kernel, which allocates twice as many
 WRITE_BUFFER = 16 * 1024  # bytes in the transport beyond which send() waits
-REFUSAL_SECONDS = 1.0  # that a newcomer who is refused has to say what it speaks, and to hear it
+REFUSAL_SECONDS = 1.0  # the time in which a refused connection must send its first bytes and take its error
 
-_SOCKET_IS_GONE = (OSError, ValueError)  # the latter is uvloop's, which has given the file descriptor away by then
+_SOCKET_IS_GONE = (OSError, ValueError)  # the latter from uvloop, once it has given up the file descriptor
 _SERVERS = ("hypercorn.asyncio.run", "hypercorn.trio.run")
 _connection: ContextVar[Connection | None] = ContextVar("headrace_connection", default=None)
 
 
 def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
-    """Points 1, 2 and 6, for those of Hypercorn's workers that are imported in this process. Idempotent.
-
-    Called again with the guard of the application, once there is one and before the first connection.
-    """
+    """Apply points 1, 2 and 6 to those of Hypercorn's worker modules that are imported in this process. Idempotent.
+    Called again with the guard of the application, before the first connection."""
     patch_streams()
     if guard is not None:
         Connection.guard = guard
@@ -102,8 +97,8 @@ def patch_hypercorn(guard: ConnectionGuard | None = None) -> None:
 async def _start_server(
     on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, backlog: int, **more: Any
 ) -> asyncio.Server:
-    """As asyncio's, but for point 6. asyncio accepts as many at once as may wait; the kernel is told the latter after
-    it."""
+    """Start asyncio's server with a limited backlog (point 6). asyncio accepts up to `backlog` connections at once, so
+    it gets an eighth; `listen` then sets the kernel's backlog."""
     waiting = backlog if Connection.guard is None else min(backlog, Connection.guard.limits.newcomers)
     server = await start_server(on_connection, sock=sock, backlog=max(1, waiting // 8), **more)
     sock.listen(waiting)
@@ -111,10 +106,11 @@ async def _start_server(
 
 
 def outlive_lack_of_descriptors() -> None:
-    """Point 6, on asyncio: uvloop hangs up on who cannot be accepted, and trio waits a tenth of a second."""
+    """Log a lack of descriptors on asyncio at most once per second (point 6). uvloop closes a connection that cannot be
+    accepted, and trio waits a tenth of a second."""
     try:
         loop = asyncio.get_running_loop()
-    except RuntimeError:  # trio's
+    except RuntimeError:  # on trio
         return
     others = loop.get_exception_handler()
     last = -math.inf
@@ -137,7 +133,8 @@ def outlive_lack_of_descriptors() -> None:
 def drain_before_shutdown(
     drain: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]], guard: ConnectionGuard
 ) -> None:
-    """Point 3: `drain` gets what Hypercorn waits for, waits for it, and returns when the server may be shut down."""
+    """Make Hypercorn drain before it shuts down (point 3): `drain` awaits the function that it is given, by which
+    Hypercorn waits for the signal to end, and returns when the server may be shut down."""
 
     async def raise_shutdown(trigger: Callable[[], Awaitable[None]]) -> None:
         await drain(trigger)
@@ -151,22 +148,22 @@ def drain_before_shutdown(
 
 
 def end_parent() -> None:
-    """Point 4: end the process that Hypercorn started this one from, if any, by SIGUSR1, which it does not handle."""
+    """End Hypercorn's parent process, if this is its worker, by SIGUSR1, which it does not handle (point 4)."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
         return
-    # What it would have cleared away on a better day; otherwise a warning about it would have the last word in the log.
-    # Before it ends, because point 5 ends this process then.
-    gc.unfreeze()  # what is frozen would not be found
+    # Remove the parent's semaphores, as it would at an orderly end. Otherwise the log would end with a warning about
+    # them. This must come before the signal, because point 5 ends this process with the parent.
+    gc.unfreeze()  # gc.get_objects() does not return frozen objects
     for lock in gc.get_objects():
-        if issubclass(type(lock), SemLock):  # isinstance would ask objects that warn when they are asked
+        if issubclass(type(lock), SemLock):  # isinstance would read __class__, at which some objects warn
             SemLock._cleanup(lock._semlock.name)  # type: ignore[attr-defined]
-    with suppress(ProcessLookupError):  # it has ended already
+    with suppress(ProcessLookupError):  # the parent has ended already
         os.kill(parent.pid, signal.SIGUSR1)
 
 
 def end_with_parent() -> None:
-    """Point 5."""
+    """Start a thread that ends this process when its parent process ends (point 5)."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -179,12 +176,12 @@ def end_with_parent() -> None:
 
 
 def current_connection() -> Connection | None:
-    """The connection that the current task serves; None if that is not under a patched Hypercorn."""
+    """Return the connection that the current task serves; None if the server is not a patched Hypercorn."""
     return _connection.get()
 
 
 class _NoTimer:
-    """In the place of Hypercorn's keep-alive timer."""
+    """A replacement of Hypercorn's keep-alive timer that does nothing."""
 
     async def restart(self, *_: object) -> None: ...
 
@@ -192,18 +189,18 @@ class _NoTimer:
 
 
 class Connection:
-    """Mixed into Hypercorn's `TCPServer`s, which for this purpose are nearly alike on asyncio and trio."""
+    """A mixin of Hypercorn's `TCPServer` classes for asyncio and for trio, which differ little in what is used here."""
 
     guard: ClassVar[ConnectionGuard | None] = None
     config: Any
     idle_task: Any
     head_since: float | None = None
     closing_since: float | None = None
-    _transport: Any = None  # asyncio's; trio has none
+    _transport: Any = None  # on asyncio only
     _client_gone = False
     _num_sending = 0
     _sending_since = 0.0
-    _held: bytes | None = None  # what is to be sent together with what follows
+    _held: bytes | None = None  # bytes that are kept until `let_go`; None unless `hold` was called
 
     async def run(self) -> None:
         _connection.set(self)
@@ -233,21 +230,21 @@ class Connection:
             finally:
                 guard.leave(self)
 
-    # --- what the guard asks and does
+    # --- used by the guard
 
     @property
     def idle_timeout(self) -> float:
-        """Seconds without a request."""
+        """The seconds that a connection may be open without a request."""
         return float(self.config.keep_alive_timeout)
 
     @property
     def grace(self) -> float:
-        """Seconds until the end of the server, well before Hypercorn cancels what is left."""
+        """The seconds that a connection may last after the server's end: half of Hypercorn's own timeout."""
         return float(self.config.graceful_timeout) / 2
 
     @property
     def address(self) -> str | None:
-        """The client's, if it comes from a network."""
+        """The client's IP address; None for a Unix socket or a closed one."""
         with suppress(*_SOCKET_IS_GONE):
             peer = self._socket().getpeername()
             return peer[0] if isinstance(peer, tuple) else None
@@ -255,24 +252,24 @@ class Connection:
 
     @property
     def has_part_of_a_head(self) -> bool:
-        """Whether a request of HTTP/1 has begun to arrive."""
+        """True if an HTTP/1 request head has arrived in part."""
         http = getattr(getattr(self, "protocol", None), "protocol", None)
         return isinstance(http, H11Protocol) and bool(http.connection.trailing_data[0])
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the kernel has not yet taken all that was sent, without anybody waiting for it. Never so on trio."""
+        """True if the transport holds data that the kernel has not taken yet. Never on trio, where each send waits."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def answer_once_more(self) -> None:
-        """Say in every answer from now on that the connection ends with it; and so do all others. HTTP/1 only."""
-        self.config.keep_alive_max_requests = 1  # with the one that is answered
+        """Announce in each answer that it is the last, on all connections: they share `config`. HTTP/1 only."""
+        self.config.keep_alive_max_requests = 1  # the count includes the request that is being answered
 
     def close(self) -> None:
-        """Close the connection in order, once what is in the transport has been sent."""
+        """Close the connection once the data in the transport has been sent. With TLS on asyncio, abort it."""
         if hasattr(self, "writer"):
             if self.writer.get_extra_info("ssl_object") is not None:
-                self.abort()  # would wait for the client's part of the farewell
+                self.abort()  # an orderly close would wait for the client's close_notify
             else:
                 self.closing_since = self.closing_since or time.monotonic()
                 self.writer.transport.close()
@@ -280,9 +277,9 @@ class Connection:
             self._shut_down()
 
     def abort(self) -> None:
-        """Close the connection now, with what has not been sent yet thrown away."""
+        """Close the connection now, and drop its unsent data."""
         with suppress(*_SOCKET_IS_GONE):
-            # Lingering for no time at all makes closing a reset: the kernel keeps nothing for a peer that never reads.
+            # SO_LINGER of 0 seconds makes the close a reset: the kernel keeps no data for a peer that never reads.
             self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if hasattr(self, "writer"):
             self.writer.transport.abort()
@@ -290,14 +287,14 @@ class Connection:
             self._shut_down()
 
     def seconds_blocked(self) -> float:
-        """For how long the client has not read what is being sent to it; 0 if nothing is."""
+        """Return for how many seconds the client has not read the data that is being sent; 0 if none is."""
         return time.monotonic() - self._sending_since if self._num_sending else 0.0
 
     # --- pieces of streams
 
     @property
     def takes_more(self) -> bool:
-        """Whether `write_piece` may be called: no send is waiting, and the client keeps up."""
+        """True if `write_piece` may be called: no send is waiting, and the client keeps up."""
         transport = self._transport
         return (
             transport is not None
@@ -308,18 +305,18 @@ class Connection:
         )
 
     def hold(self) -> None:
-        """Keep what is sent from now on until `let_go`. Nothing may be waited for in between. HTTP/1 only."""
+        """Keep the data that is sent from now on until `let_go`. The caller must not wait in between. HTTP/1 only."""
         if self._held is None:
             self._held = b""
 
     async def let_go(self) -> None:
-        """Send what was kept, at once."""
+        """Send the kept data in one write."""
         held, self._held = self._held, None
         if held:
             await self.protocol_send(RawData(held))
 
     def write_piece(self, data: bytes) -> None:
-        """Write a piece of the body of an HTTP/1.1 answer whose head is out and says that it comes in chunks."""
+        """Write a chunk of an HTTP/1.1 body in chunked transfer encoding. The head must have been sent."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _socket(self) -> Any:
@@ -330,17 +327,17 @@ class Connection:
 
     def _shut_down(self) -> None:
         with suppress(OSError):
-            self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; Hypercorn closes then
+            self._socket().shutdown(socket.SHUT_RDWR)  # ends send_all and receive_some; then Hypercorn closes it
 
     async def _refuse(self, error: ApiError) -> None:
-        """Tell a newcomer why it cannot stay, once it has sent something."""
+        """Send the error to a refused connection after its first bytes, and close it."""
         body = error.body()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
         head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
         head += [f"{name}: {value}" for name, value in headers.items()]
         answer = "\r\n".join([*head, "", ""]).encode() + body
-        # Nobody has to hear it. It is read first because closing with something unread would be a reset, which may
-        # overtake the answer.
+        # Errors are ignored. The client's data is read first because a close with unread data would be a reset, which
+        # may overtake the answer.
         with anyio.move_on_after(REFUSAL_SECONDS), suppress(Exception):
             if hasattr(self, "writer"):
                 if await self.reader.read(2**16):  # type: ignore[attr-defined]
@@ -354,15 +351,15 @@ class Connection:
         if self.guard is not None:
             self.guard.closing(self)
         try:
-            # Hypercorn tells its protocols only on trio, and afterwards: whoever waits to read would wait on.
+            # Hypercorn passes `Closed` on trio only, and after the close: a task that waits to read would wait on.
             if (protocol := getattr(self, "protocol", None)) is not None:
                 await protocol.handle(Closed())
         finally:
             if hasattr(self, "writer"):
                 await super()._close()  # type: ignore[misc]
             else:
-                # Not by send_eof(): it takes a turn of the loop, and who sends meanwhile gets an error nobody expects.
-                with suppress(OSError, AttributeError):  # the latter is of TLS
+                # Not send_eof(): it yields to the loop, and a task that sends in that time gets an unexpected error.
+                with suppress(OSError, AttributeError):  # the latter with TLS
                     self.stream.socket.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
                 await self.stream.aclose()  # type: ignore[attr-defined]
 
@@ -397,28 +394,25 @@ class Connection:
 
 
 # ---------------------------------------------------------------------------------------------------- hypercorn streams
-# Patches of how Hypercorn 0.18 carries the messages of a request over HTTP/1.1.
+# Patches of how Hypercorn 0.18 carries the messages of a request over HTTP/1.1. They promise, unlike Hypercorn:
 #
-# `app.http.hypercorn` applies them with everything else. What they promise, and why Hypercorn does not:
-#
-# 1. An upload that was refused before it had arrived does not block its connection. An application that answers and
-#    ends without reading leaves a queue of ten messages that nobody reads; the eleventh part of the body waits for room
-#    in it for ever, and with it the connection and its end. A client needs no key to be refused, so anybody could fill
+# 1. An upload that is refused before it has arrived does not block its connection. In Hypercorn, an application that
+#    answers and ends without reading leaves an unread queue of ten messages; the eleventh part of the body waits for
+#    ever for room in it, and the connection never ends. A client needs no key to be refused, so any client could fill
 #    the server with such connections.
-# 2. A connection that is lost lets go of a request that waits for the answer before it. Otherwise the process would
-#    wait for that request.
-# 3. An answer that ends before its head, because its client was cut, ends its connection. Hypercorn would send another
-#    head.
-# 4. An answer that comes before its request has arrived says that the connection will be closed. Hypercorn closes it
-#    without a word, and the client sends its next request into it.
-# 5. Bytes that are no HTTP/1.1 are refused in the words of all other errors, and so is the preface of HTTP/2, which
-#    only a TLS connection may negotiate. Hypercorn's own answer has no body.
-# 6. An offer of another protocol (WebSocket, h2c) is declined by not taking it up: nothing here speaks them. Hypercorn
-#    would answer a failed handshake and leave the connection open for ever; and a proxy that lets an upgrade through
-#    does not see the requests that follow it.
-# 7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task that waits for the
-#    message beside each request is a tenth of what a short one costs, and only the garbage collector finds what its
-#    cancellation leaves behind.
+# 2. When a connection is lost, a pipelined request that waits for the answer before it ends. Otherwise the process
+#    would wait for that request.
+# 3. An answer that ends before its head, because its client was cut off, ends its connection. Hypercorn would send
+#    another head.
+# 4. An answer that is sent before its request has arrived has `connection: close`. Hypercorn closes the connection
+#    without this header, and the client sends its next request into it.
+# 5. Bytes that are not HTTP/1.1 get an ordinary error body, and so does the preface of HTTP/2, which only a TLS
+#    connection may negotiate. Hypercorn's own answer has no body.
+# 6. An upgrade to another protocol (WebSocket, h2c) is ignored: no other protocol is supported. Hypercorn would answer
+#    a failed handshake and leave the connection open for ever; and a proxy that passes an upgrade on does not see the
+#    requests that follow it.
+# 7. The extension CALL_ON_DISCONNECT of ASGI's scope calls a function when the client leaves. A task per request that
+#    waits for the disconnect message would cost a tenth of a short request, and leave garbage to the collector.
 # 8. The messages of a request are kept in a list. An asyncio.Queue takes three kilobytes.
 
 
@@ -426,29 +420,29 @@ CALL_ON_DISCONNECT = "headrace.call_on_disconnect"
 
 
 def patch_streams() -> None:
-    """For every connection that is opened from now on. Idempotent."""
+    """Apply the patches to every connection that is opened from now on. Idempotent."""
     modules: Any = hypercorn.protocol
     modules.H11Protocol = _Http1
     modules.h11.HTTPStream = _Stream
 
 
 class _Stream(HTTPStream):
-    """Point 1: messages for an application that has ended are not waited for. And point 3: Hypercorn notes that an
-    answer has begun when its head has been sent. And points 7 and 8."""
+    """A request and its answer, with points 7 and 8. Messages for an application that has ended are dropped (point 1).
+    An answer has begun when the application starts it, not when its head has been sent (point 3)."""
 
     _app_has_ended = False
     _answer_has_begun = False
     _on_disconnect: Callable[[], None] | None = None
-    _changed: anyio.Event | None = None  # of who waits for a message, or for room for one
+    _changed: anyio.Event | None = None  # set for the tasks that wait for a message, or for room for one
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._messages: list[Any] = []
         self._tasks: Any = self.task_group
-        self.task_group: Any = self  # until the application runs
+        self.task_group: Any = self  # Hypercorn calls its `spawn_app`, which puts the task group back
 
     async def spawn_app(self, app: Any, config: Any, scope: Any, send: Any) -> Callable[[Any], Awaitable[None]]:
-        """Point 8: in the place of Hypercorn's task groups. Returns what gives the application a message."""
+        """Run the application, instead of Hypercorn's task group (point 8). Return what passes a message to it."""
         self.task_group = self._tasks
         scope["extensions"][CALL_ON_DISCONNECT] = self._call_on_disconnect
         run_app = sys.modules[type(self._tasks).__module__]._handle
@@ -463,7 +457,7 @@ class _Stream(HTTPStream):
     async def app_send(self, message: Any) -> None:
         if message is None:
             self._app_has_ended = True
-            self.app_put, self._on_disconnect = _ignore, None  # nor does the stream hold itself any more
+            self.app_put, self._on_disconnect = _ignore, None  # this also frees the reference of the stream to itself
             if self._answer_has_begun and self.state is ASGIHTTPState.REQUEST:
                 self.state = ASGIHTTPState.RESPONSE
             self._tell()
@@ -472,7 +466,7 @@ class _Stream(HTTPStream):
         await super().app_send(message)
 
     async def _put(self, message: Any) -> None:
-        # The application itself brings about the last message, by its last byte; it must not wait for itself to read.
+        # The disconnect message is sent in the application's own task, by its last byte, so it must not wait for room.
         if message["type"] != "http.disconnect":
             while len(self._messages) >= self.config.max_app_queue_size and not self._app_has_ended:
                 await self._wait()
@@ -505,7 +499,7 @@ async def _ignore(message: Any) -> None:
 
 
 class _Http1(H11Protocol):
-    """Points 2 and 4 to 6."""
+    """Hypercorn's HTTP/1.1 protocol with points 2 and 4 to 6."""
 
     connection: Any
 
@@ -520,7 +514,7 @@ class _Http1(H11Protocol):
             await self.can_read.set()
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        """Leave the protocol as it is: point 6."""
+        """Never change the protocol (point 6)."""
 
     async def _create_stream(self, request: h11.Request) -> None:
         if any(name == b"upgrade" for name, _ in request.headers):
@@ -554,9 +548,9 @@ class _Http1(H11Protocol):
 
 
 class _Http1Connection(h11.Connection):
-    """Points 2 and 5: nothing more comes from a connection that is lost, whatever has arrived. Nor is there
-    anything to say about what follows the last request, be it a line break too many. To Hypercorn "head" is HEAD, which
-    has no body; so it is here, where the body of any other method would be missed."""
+    """h11's connection with points 2 and 5. A lost connection yields no more events, even if data has arrived. Data
+    after the last request, such as a line break, is ignored. Hypercorn takes the method "head" for HEAD and sends no
+    body; h11 gets it in upper case, because it would miss a body after any other method."""
 
     is_lost = False
     _request_method: bytes | None

@@ -1,16 +1,16 @@
 """Listening sockets: port sharing at a restart, and sockets passed by systemd.
 
-The kernel hands a connection to a listening socket before anybody accepts it, and resets it when that socket is closed.
-Two ways to share a port, and what each of them needs so that nothing is lost:
+The kernel queues new connections at a listening socket until they are accepted, and resets them when that socket is
+closed. Processes can share a port in two ways; each needs a different procedure so that no connection is lost:
 
-1. One socket, which several processes have inherited: who closes its own descriptor closes nothing. All that
-   has to be waited for are connections that were accepted in this moment.
-2. A socket for each process (SO_REUSEPORT). The kernel spreads new connections over all of them until the very moment
-   one is closed, so this one is made to ignore new ones first: a filter drops their first packet, which a client
-   sends again after a second. By then those that had begun are accepted, the socket is closed, and the second try
-   arrives at another. (`net.ipv4.tcp_migrate_req` would do without the second, but it is the machine's to set.)
+1. The processes have inherited one socket. A process that closes its descriptor does not close the socket. The process
+   only waits for the connections that it is just accepting.
+2. Each process has its own socket (SO_REUSEPORT). The kernel spreads new connections over all of them until one is
+   closed. So first a filter on that socket drops the first packet of new connections, which a client sends again after
+   a second. By then the connections that had begun are accepted, the socket is closed, and the packet arrives at a
+   socket of another process. (`net.ipv4.tcp_migrate_req` would save the second, but it is a setting of the machine.)
 
-`app.http.hypercorn` puts this in the place of what asyncio and trio listen by; `app.application` stops it.
+`app.http.hypercorn` replaces the listening functions of asyncio and trio by these; `app.application` stops them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SECONDS_TO_BEGIN = 0.5  # for a handshake on its way, of any distance; less than clients wait before they try again
-SO_ATTACH_FILTER = 26  # of Linux
-# Classic BPF over a TCP segment: drop it if of SYN and ACK (0x12, in byte 13) only SYN is set, else keep all of it.
+SECONDS_TO_BEGIN = 0.5  # enough for a handshake over any distance; shorter than the second before a client's retry
+SO_ATTACH_FILTER = 26  # the value on Linux
+# Classic BPF over a TCP segment: drop it if its flags (byte 13) have SYN but not ACK (mask 0x12), else keep all of it.
 _DROP_SYN = ((0x30, 0, 0, 13), (0x54, 0, 0, 0x12), (0x15, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 
-_listening: list[tuple[Any, Callable[[], object], Callable[[], object]]] = []  # sockets, how to stop, how to close
+_listening: list[tuple[Any, Callable[[], object], Callable[[], object]]] = []  # sockets with their stop and close
 
 
 is_open = anyio.Event()  # set when the server listens
@@ -50,7 +50,8 @@ is_open = anyio.Event()  # set when the server listens
 async def start_server(
     on_connection: Callable[..., Awaitable[None]], *, sock: socket.socket, **more: Any
 ) -> asyncio.Server:
-    """asyncio's, to be stopped by `stop_listening`. uvloop has served whom it has accepted, and has no such reader."""
+    """Start asyncio's server so that `stop_listening` can stop it. uvloop has no reader to remove, and needs none: it
+    serves every connection that it has accepted."""
     server = await asyncio.start_server(on_connection, sock=sock, **more)
     _listening.append((sock, partial(asyncio.get_running_loop().remove_reader, sock), server.close))
     is_open.set()
@@ -58,7 +59,7 @@ async def start_server(
 
 
 async def serve_listeners(handler: Callable[..., Awaitable[None]], listeners: list[Any], **more: Any) -> None:
-    """trio's, which ends, instead of never, when `stop_listening` is called."""
+    """Run trio's `serve_listeners` until `stop_listening` is called."""
     import trio
 
     with trio.CancelScope() as scope:
@@ -68,16 +69,16 @@ async def serve_listeners(handler: Callable[..., Awaitable[None]], listeners: li
 
 
 async def stop_listening(*, inherited: bool) -> None:
-    """Close the sockets, whether they were inherited or are this process's own. Returns when every connection that they
-    had is the server's, or another process's that has the same socket."""
+    """Close the listening sockets, which other processes have, too, if `inherited`. Returns when every connection that
+    was queued at them is served here, or left to a process with the same socket."""
     for listener, _, _ in () if inherited else _listening:
         _ignore_newcomers(listener)
         await anyio.sleep(SECONDS_TO_BEGIN)
-        while _num_waiting(listener):  # noqa: ASYNC110 - the kernel's to know
+        while _num_waiting(listener):  # noqa: ASYNC110 - the kernel has no event for this
             await anyio.sleep(0.01)
     for _, stop, _ in _listening:
         stop()
-    await anyio.sleep(0.05)  # asyncio loses whom it has accepted and does not serve yet when it closes
+    await anyio.sleep(0.05)  # on close, asyncio would lose connections that it has accepted but does not serve yet
     for _, _, close in _listening:
         close()
 
@@ -93,23 +94,23 @@ def _ignore_newcomers(listener: Any) -> None:
 
 
 def _num_waiting(listener: Any) -> int:
-    """Connections that nobody has accepted yet: `tcpi_unacked`, by which a listening socket tells them."""
+    """Return the number of connections that wait to be accepted: `tcpi_unacked` of a listening socket."""
     info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
     return int(struct.unpack_from("I", info, 24)[0])
 
 
 # -------------------------------------------------------------------------------------------------------------- systemd
-# What systemd and a service tell each other: the socket that it has opened (sd_listen_fds), and how the server is
-# (sd_notify). Without it, nothing happens here. Any other supervisor may speak the same.
+# The protocol between systemd and a service: systemd passes the socket that it has opened (sd_listen_fds), the service
+# reports its state (sd_notify). Other supervisors may use it, too. Without its variables nothing happens here.
 
 
 FIRST_DESCRIPTOR = 3  # SD_LISTEN_FDS_START
 
 
 def inherited_listener() -> socket.socket | None:
-    """The listening socket that came with the process, if one did. Other processes may have it, too.
+    """Return the listening socket that the supervisor passed to the process, or None. Other processes may have it, too.
 
-    Raises SettingsError if what came is something else."""
+    Raises SettingsError if it passed anything else."""
     process, count = (os.environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS"))
     if process != str(os.getpid()):
         return None
@@ -128,10 +129,10 @@ def inherited_listener() -> socket.socket | None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, if it asked to be told: ``READY=1``."""
+    """Send a state such as ``READY=1`` to systemd, if NOTIFY_SOCKET is set. Never blocks."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
-        # A word that is lost costs a restart at worst; one that is waited for would cost every stream.
+        # A lost message costs a restart at worst; waiting for a blocked socket would stall every stream.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
             channel.setblocking(False)
             channel.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)

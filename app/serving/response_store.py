@@ -1,10 +1,9 @@
 """Kept responses and their event logs, in bounded memory for each tenant.
 
-What is made in the background counts from its beginning, with its conversation and its events.
-
-A response is kept with the whole conversation that led to it, so it can be continued after those before it are gone.
-The oldest are dropped when there are too many, when they take too much memory, and when their time is over. Nothing is
-written to disk, and a restart forgets everything. Used on the event loop; `keep`, of long responses, on worker threads.
+A response is kept with the whole conversation that led to it, so it can be continued after the earlier responses are
+dropped. The oldest responses are dropped when there are too many, when they take too much memory, and when their time
+is over. A background response counts from its beginning, with its conversation and its events. Nothing is written to
+disk, so a restart loses all responses. Used on the event loop; `keep` of long responses runs on worker threads.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from protocol.errors import ApiError
 from protocol.responses.output import ResponseStreamWriter
 
 # ------------------------------------------------------------------------------------------------------------ event log
-# The events of a response that is made in the background, for readers who come and go.
+# The events of a background response, for clients that connect and disconnect while it is generated.
 #
-# What the stream's writer makes is appended as it comes; whoever reads has a place of its own, and asks for what is
-# behind it. Nobody waits for a reader: one that lags too far behind finds its events gone. Belongs to the event loop,
-# but for `forget`, which any thread may call.
+# The writer of the stream appends events. Each reader keeps its own position and asks for the events after it. The
+# writer never waits for a reader: a reader that lags too far behind finds its events dropped. Used on the event loop
+# only, except for `forget`, which any thread may call.
 
 
-READ_AT_ONCE = 2**15  # bytes, about: of a long log, a reader takes one piece after the other
-_END = b"\n\n"  # of an event; JSON has no raw line breaks
-_EVENT_LOG_OVERHEAD = 150  # bytes of a piece beside its events
+READ_AT_ONCE = 2**15  # bytes, about, that one `read` returns of a long log
+_END = b"\n\n"  # the end of an event; JSON has no raw line breaks
+_EVENT_LOG_OVERHEAD = 150  # bytes of a piece in addition to its events
 
 
 class EventLog:
     """Events, numbered from 0 in the order of their `sequence_number`.
 
-    `on_growth` is told by how many bytes it has grown; `num_bytes` is theirs who do the accounting.
+    `on_growth` is called with the number of bytes that were added. `num_bytes` is maintained by `ResponseStore`.
     """
 
     def __init__(self) -> None:
         self.on_growth: Callable[[int], None] = lambda num_bytes: None
-        self.abandoned = anyio.Event()  # whoever makes the response shall not go on
-        self.is_over = False  # nothing more will come
+        self.abandoned = anyio.Event()  # set when the response shall not be generated any further
+        self.is_over = False  # no more events will be appended
         self.is_forgotten = False
         self.num_bytes = 0
         self.next_number = 0
-        self._pieces: list[tuple[int, bytes]] = []  # events as they came, after the number of the first of them
+        self._pieces: list[tuple[int, bytes]] = []  # the number of a piece's first event, and the piece's events
         self._error: ApiError | None = None
         self._grown = anyio.Event()
 
@@ -63,29 +62,29 @@ class EventLog:
         piece = (self.next_number, frames)
         self.next_number += frames.count(_END)
         if self.is_forgotten:
-            self._pieces = [piece]  # for those who follow it still
+            self._pieces = [piece]  # for the readers that still follow the log
         else:
             self._pieces.append(piece)
             self.on_growth(len(frames) + _EVENT_LOG_OVERHEAD)
         self._wake()
 
     def end(self, error: ApiError | None = None) -> None:
-        """Nothing more will come. `error` is what readers are told who have read everything. Idempotent."""
+        """End the log. Readers that have read all events get `error`, if there is one. Idempotent."""
         if not self.is_over:
             self.is_over, self._error = True, error
             self._wake()
 
     def abandon(self, error: ApiError) -> None:
-        """Nobody wants the response any more. `error` is what readers are told."""
+        """End the log with an error for its readers, and ask the generation of the response to stop."""
         self.end(error)
         self.abandoned.set()
 
     def forget(self) -> None:
-        """Free the memory. Who follows gets what is appended from now on."""
+        """Free the memory. Readers get only the events that are appended from now on."""
         self.is_forgotten, self._pieces, self.num_bytes = True, [], 0
 
     def forget_oldest(self, num_bytes: int) -> int:
-        """Free so many bytes at least, if there are as many beside the latest piece. Returns how many it were."""
+        """Free at least so many bytes of the oldest events, but never the latest piece. Return the freed bytes."""
         freed = count = 0
         while freed < num_bytes and count < len(self._pieces) - 1:
             freed += len(self._pieces[count][1]) + _EVENT_LOG_OVERHEAD
@@ -95,9 +94,9 @@ class EventLog:
         return freed
 
     def read(self, number: int) -> tuple[bytes, int]:
-        """Events from this number on, and the number behind them; none if there are none yet.
+        """Return events from this number on, and the number of the event after them; b"" if there are none yet.
 
-        Raises what the log has ended with when there is nothing more, and ApiError 404 if they are gone.
+        Raises the log's error if all events have been read, and ApiError 404 if they have been dropped.
         """
         pieces = self._pieces
         place = bisect_right(pieces, number, key=lambda piece: piece[0]) - 1
@@ -119,7 +118,7 @@ class EventLog:
         return b"".join(found), number
 
     async def wait(self, number: float) -> None:
-        """Wait until the event of this number is there, or nothing more will come."""
+        """Wait until the event of this number is appended or the log ends."""
         while self.next_number <= number and not self.is_over:
             await self._grown.wait()
 
@@ -133,11 +132,11 @@ class EventLog:
 
 
 def _without(frames: bytes, count: int) -> bytes:
-    """The events behind the first `count` of them."""
+    """Return the events after the first `count` events."""
     start = 0
     for _ in range(count):
         start = frames.find(_END, start) + len(_END)
-        if start < len(_END):  # there are not so many
+        if start < len(_END):  # there are fewer events
             return b""
     return frames[start:]
 
@@ -145,17 +144,15 @@ def _without(frames: bytes, count: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- response store
 
 
-RETRY_AFTER = 5  # seconds; nobody knows when a response will have ended
-_OVERHEAD = 512  # bytes of an entry beside its texts
+RETRY_AFTER = 5  # seconds, a guess: the end of a background response cannot be predicted
+_OVERHEAD = 512  # bytes of an entry in addition to its texts
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """The response object and the items before it, as JSON; `context` is empty if they were too large.
+    """A response object and the items before it, as JSON; `context` is empty if they were too large.
 
-    `expires` is in seconds of `time.monotonic()`.
-
-    `log` has its events, if it was made in the background.
+    `expires` is in seconds of `time.monotonic()`. `log` has the events of a background response.
     """
 
     body: bytes
@@ -168,23 +165,23 @@ class StoredResponse:
         return len(self.body) + len(self.context) + _OVERHEAD
 
     def output(self) -> list[dict[str, Any]]:
-        """The items of the response."""
+        """Return the output items of the response."""
         items: list[dict[str, Any]] = orjson.loads(self.body)["output"]
         return items
 
     def context_items(self) -> list[dict[str, Any]]:
-        """The items that the response was made from, instructions not among them."""
+        """Return the items that the response was generated from, without instructions."""
         items: list[dict[str, Any]] = orjson.loads(self.context)
         return items
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The items that a next response continues: those before this one, and its output."""
+        """Return the items that a next response continues: the items before this response, and its output."""
         return self.context_items() + self.output()
 
 
 @dataclass(slots=True)
 class _TenantLRU:
-    """One tenant's responses, the oldest first, and what it has in the background; `num_bytes` is of both."""
+    """One tenant's kept responses, oldest first, and its running background responses; `num_bytes` is of both."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     num_bytes: int = 0
@@ -202,20 +199,20 @@ class _TenantLRU:
 
     @property
     def undroppable_bytes(self) -> int:
-        """The bytes of responses that are still made in the background."""
+        """The bytes of background responses that are still being generated."""
         return self.num_bytes - sum(
             each.num_bytes + (each.log.num_bytes if each.log else 0) for each in self.responses.values()
         )
 
     def fit(self, max_count: int, max_bytes: int) -> None:
-        """Drop the oldest until there is room for the others."""
+        """Drop the oldest responses until the rest fits."""
         while self.responses and (len(self.responses) + self.num_background > max_count or self.num_bytes > max_bytes):
             self.drop(next(iter(self.responses)))
 
 
 @dataclass(frozen=True, slots=True)
 class RunningResponse:
-    """A response that is being made: by which request, how far it is, and the items before it, as JSON."""
+    """A response that is being generated: its request, the writer of its events, and the items before it, as JSON."""
 
     request: RequestScope
     writer: ResponseStreamWriter
@@ -224,16 +221,16 @@ class RunningResponse:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds in the background beside its events."""
+        """The bytes that a background response holds in addition to its events."""
         return len(self.context) + len(self.request.body) + _OVERHEAD
 
     def response(self) -> dict[str, Any]:
-        """The response as far as it is."""
+        """Return the response object as far as it has been generated."""
         return self.writer.response(self.request.progress)
 
 
 class ResponseStore:
-    """The responses of all tenants; nobody finds another's. `on_refused` is told of every 429."""
+    """The responses of all tenants. A tenant finds only its own. `on_refused` is called at every 429."""
 
     def __init__(self, settings: Settings, on_refused: Callable[[], None] = lambda: None) -> None:
         self._max_count = settings.response_store_size
@@ -241,13 +238,13 @@ class ResponseStore:
         self._max_age = settings.response_store_age
         self._max_background = min(settings.max_background_responses, self._max_count)
         self._on_refused = on_refused
-        self._lock = threading.RLock()  # of all that is kept; held for a few lookups, never while anything is made
+        self._lock = threading.RLock()  # guards all fields below; held for a few lookups, never during serialization
         self._by_tenant: dict[str, _TenantLRU] = {}
         self._running: dict[tuple[str, str], RunningResponse] = {}
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is ever kept."""
+        """True if no response is ever kept."""
         return self._max_count == 0
 
     def keep(
@@ -259,11 +256,11 @@ class ResponseStore:
         log: EventLog | None = None,
         too_large: bytes = b"",
     ) -> None:
-        """Keep a response, and drop the tenant's oldest ones to make room for it.
+        """Keep a response, and drop the tenant's oldest responses to make room for it.
 
-        A response that is larger than all the room is not kept, and no other one is dropped for it; if it was made in
-        the background (it has a `log`), `too_large` is kept instead, without its context. A background response that
-        was deleted meanwhile is not kept either.
+        A response that could not fit even alone is not kept, and no other response is dropped for it. If it is a
+        background response (it has a `log`), `too_large` is kept instead, without its context. A background response
+        that was deleted before it ended is not kept.
         """
         response = StoredResponse(body, context, time.monotonic() + self._max_age, log)
         with self._lock:
@@ -289,14 +286,14 @@ class ResponseStore:
             kept.fit(self._max_count, self._max_bytes)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """A response of this tenant's, unless it is gone."""
+        """Return a kept response of this tenant, or None."""
         with self._lock:
             self.expire(time.monotonic())
             kept = self._by_tenant.get(tenant)
             return kept.responses.get(response_id) if kept is not None else None
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forget a response. Returns whether there was one."""
+        """Drop a kept response. Return False if there was none."""
         with self._lock:
             if self.find(tenant, response_id) is None:
                 return False
@@ -305,7 +302,7 @@ class ResponseStore:
 
     @contextmanager
     def running(self, response_id: str, response: RunningResponse) -> Iterator[None]:
-        """Lets a response be found while it is made. Raises ApiError 409 if one in the background has this id."""
+        """Make a response findable while it is generated. Raises ApiError 409 if a background response has this id."""
         self._begin(response_id, response)
         try:
             yield
@@ -313,9 +310,10 @@ class ResponseStore:
             self.end(response_id, response)
 
     def begin(self, response_id: str, response: RunningResponse, log: EventLog) -> None:
-        """Lets a response be found that is made in the background, until `end` or until it is kept.
+        """Make a background response findable until `end` is called or the response is kept.
 
-        Raises ApiError 429 if its tenant has too much there, 409 if one of them has this id.
+        Raises ApiError 429 if its tenant has too much in the background, 400 if its conversation alone exceeds the
+        tenant's memory, and 409 if a running background response has this id.
         """
         tenant = response.request.tenant.name
         with self._lock:
@@ -339,7 +337,7 @@ class ResponseStore:
         log.on_growth = lambda num_bytes: self._on_growth(tenant, log, num_bytes)
 
     def end(self, response_id: str, response: RunningResponse) -> None:
-        """It is not made any more. In the background, what was not kept is forgotten. Idempotent."""
+        """Remove a response that is not generated any more, with its events if it was not kept. Idempotent."""
         with self._lock:
             if self._running.get((response.request.tenant.name, response_id)) is response:
                 own = self._by_tenant.get(response.request.tenant.name)
@@ -374,7 +372,7 @@ class ResponseStore:
             log.num_bytes += num_bytes
             own.num_bytes += num_bytes
             own.fit(self._max_count, self._max_bytes)
-            if own.num_bytes > self._max_bytes:  # nothing is left but what is being made
+            if own.num_bytes > self._max_bytes:  # only background responses that are being generated are left
                 own.num_bytes -= log.forget_oldest(own.num_bytes - self._max_bytes + log.num_bytes // 8)
 
     def _refusal(self, full: str) -> ApiError:
@@ -387,11 +385,11 @@ class ResponseStore:
         )
 
     def find_running(self, tenant: str, response_id: str) -> RunningResponse | None:
-        """A response of this tenant's that is being made."""
+        """Return a response of this tenant that is being generated, or None."""
         return self._running.get((tenant, response_id))
 
     def expire(self, now: float) -> None:
-        """Drop what is too old. Called every so often, so that the memory of a tenant who is gone comes back."""
+        """Drop responses that are too old. Called periodically, so that memory of inactive tenants is freed, too."""
         with self._lock:
             for tenant, kept in list(self._by_tenant.items()):
                 while kept.responses and next(iter(kept.responses.values())).expires <= now:

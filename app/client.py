@@ -3,8 +3,8 @@
 An `Exchange` is one request, and the reads that brought its answer with their times. The time of a read is when its
 last byte reached this machine: the kernel notes it (SO_TIMESTAMPNS), so a client that has to wait for a processor, or
 has 256 streams to look at, does not add its own lateness to what it measures. Behind TLS, where the kernel's note is
-lost, it is the time of the look. Whether an answer has ended is seen from its framing alone; what it says is read
-later (`app.client`).
+lost, it is the time of the look. Whether an answer has ended is seen from its framing alone; its text is read
+later (`read_answer`).
 """
 
 from __future__ import annotations

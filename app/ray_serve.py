@@ -1,6 +1,7 @@
 """The application on Ray Serve, with its routing and scaling policies.
 
-Imported where Serve decides, in its proxies and its controller, so it brings neither the web server nor the engine.
+Serve imports it in its proxies and its controller to apply the policies, so importing it loads neither the web server
+nor the engine.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ class HeadraceRouter(RequestRouter):
 # --------------------------------------------------------------------------------------------------------- serve on ray
 # Headrace as an application of Ray Serve: a replica is a whole server without a port, behind Serve's proxies.
 #
-# `deploy/ray/serve.yaml` names `build`. Serve checks a replica's health by what `/livez` says, and sends it nothing
-# before its model is loaded; `app.ray_serve` has who gets a request, and how many replicas there are. Needs the extra
-# `ray`.
+# `deploy/ray/serve.yaml` names `build`. Serve checks a replica's health by `/livez`, and sends it no request before its
+# model is loaded. The policies above choose the replica of a request and the number of replicas. Needs the extra `ray`.
 
 
 DRAIN_MARGIN = 5.0  # seconds beyond `drain_timeout` until Serve kills a replica that it has told to end

@@ -1,4 +1,4 @@
-"""Processes that the kernel bounds and that are killed at a deadline, seen from their parent (`bounded_child`)."""
+"""Child processes under limits of the kernel, from their parent's side; one that misses its deadline is killed."""
 
 from __future__ import annotations
 

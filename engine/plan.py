@@ -33,7 +33,7 @@ class NewRequestData(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     token_ids: list[int]  # the prompt and, when resumed, what was generated before
     num_prompt_tokens: int
     num_computed_tokens: int  # tokens whose KV is in the cache already (prefix hits)
-    block_ids: list[int]  # as `engine.plan` has it
+    block_ids: list[int]  # the block table, as described above
     sampling: SamplingParams  # `seed` is always set here
     stop_token_ids: list[int]  # EOS (unless ignored) and the request's own: masked until min_tokens
     pooling: Pooling | None = None

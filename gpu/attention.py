@@ -1,9 +1,10 @@
 """Attention over the paged KV cache.
 
-Imported by whoever builds the model. Keys and values are gathered through the block table into contiguous memory and
-handed to torch's own scaled-dot-product attention; queries of one KV head share its keys without repeating them.
+The torch backend is the reference, and serves where no kernel does: keys and values are gathered through the block
+table into contiguous memory and handed to torch's own scaled-dot-product attention; queries of one KV head share its
+keys without repeating them.
 
-What is promised:
+The Triton backend calls the kernels of `gpu.kernels`. Both backends promise:
 
 - Only the slots of a request's own tokens are read, never a slot past its length. Free blocks may hold anything, NaN
   included: masking alone would not do, because 0 * NaN is NaN.
@@ -290,15 +291,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-# -------------------------------------------------------------------------------------------------------------   init
-# Attention over the paged KV cache: the interface that models call and the metadata of one step.
-#
-# A backend owns the layout of its cache. Models only hand it queries, keys and values of the step's tokens; `forward`
-# writes the keys and values to their slots and attends over everything the block tables reach. The backends, in reading
-# order:
-#
-# torch_backend   in plain torch: the reference, and what serves where no kernel does
-# triton_backend  by the kernels of `gpu.kernels`: what serves on CUDA
+# ---------------------------------------------------------------------------------------------- the backends' interface
+# A backend owns the layout of its cache. Models hand it queries, keys and values of the step's tokens; `forward` writes
+# the keys and values to their slots and attends over everything that the block tables reach.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Messages to the text that the model was trained on.
 
 A template is foreign code: it sees JSON values only, and runs in Jinja's immutable sandbox and, unless it is one that
-is known to do no harm, in a process of its own (`protocol.chat_template`). Messages are foreign text: where one
+is known to do no harm, in a process of its own (`TemplateProcesses`). Messages are foreign text: where one
 spells a control token (``<|im_end|>``) it must not become that token, or a user could end their turn and speak as the
 system (CVE-2026-44222 in vLLM). Before rendering, each such spelling is put between markers nobody can guess; after it,
 the text is split there, and the caller encodes the marked segments without special tokens. Text that spells no control
@@ -61,7 +61,7 @@ class ChatTemplateError(HeadraceError):
 
 
 class Renderer(Protocol):
-    """A template that can be rendered, here (`CompiledTemplate`) or elsewhere (`protocol.chat_template`)."""
+    """A template that can be rendered, in this process (`CompiledTemplate`) or in a child (`TemplateProcesses`)."""
 
     @property
     def variables(self) -> Set[str]:

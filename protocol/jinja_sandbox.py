@@ -2,8 +2,8 @@
 
 It keeps a template from what it must not touch, and bounds its output; it cannot bound the work and the memory that a
 template takes, because one call of C (the `repr` of a list, the width of a field, a constant that the compiler folds)
-can take all there is. So it runs in the server for templates that are known, and in `protocol.jinja_sandbox` for
-others, which imports this file and little else: the standard library and Jinja.
+can take all there is. So known templates run in the server, and others in a child process whose main module
+this is; it imports the standard library and Jinja only.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ _ENVIRONMENT = _environment()
 
 
 # ------------------------------------------------------------------------------------------------------- template child
-# The main of a process that renders one chat template which nobody here has read, under limits of the kernel.
+# The main function of a process that renders one unknown chat template under limits of the kernel.
 #
 # It is started by `protocol.chat_template`, and imports the standard library and Jinja only, which takes a tenth of a
-# second. What bounds it is told in `engine.child_main`.
+# second. `engine.child_main` has its limits.
 #
 #     parent → child   first the template's source, then the variables of one rendering each (JSON)
 #     child → parent   0 and the text (first: the names of its variables, as JSON), or a `Failure` and words

@@ -31,7 +31,7 @@ from engine.errors import HeadraceError
 from protocol.syntax.message_syntax import ReasoningParser, ToolParser
 
 # -------------------------------------------------------------------------------------------------------- setting rules
-# What settings must be together. Imported by `app.config.settings`, which checks each alone.
+# The rules between settings. `Settings` checks each setting alone.
 
 
 def check_together(settings: Settings) -> None:
@@ -175,7 +175,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
-        enable_decoding=False,  # `app.config.settings` reads lists, with commas or as JSON
+        enable_decoding=False,  # the types below read lists, with commas or as JSON
         env_ignore_empty=True,  # `HEADRACE_X=` in a compose file means "not set"
         extra="forbid",
         frozen=True,

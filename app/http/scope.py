@@ -414,7 +414,7 @@ class RequestScope:
 
 
 # --------------------------------------------------------------------------------------------------------- request body
-# The headers of a request, and its body, whole and in time, or why not. For `app.http.scope`, which owns `receive()`.
+# The headers of a request, and its body: whole and in time, or the reason why not. The scope owns `receive()`.
 
 
 BYTES_BESIDE_PROMPT: Final = 4 * 2**20  # tools, schemas, parts of the conversation that are cut, several prompts

@@ -442,8 +442,7 @@ class CacheConfigCollector(Collector):
 # A histogram that takes many equal values at once.
 #
 # prometheus-client's own takes one value a call, at about two microseconds; the inter-token latency has one value for
-# every token, but the tokens of one step mostly share theirs. Used by `app.observability.metrics`, on the event loop
-# alone.
+# every token, but the tokens of one step mostly share theirs. Used on the event loop only.
 
 
 class WeightedHistogram(Collector):

@@ -1,6 +1,6 @@
 """Probes, models, timelines and administration.
 
-Without such keys these routes do not exist.
+The administration's routes exist only if there are `admin_keys`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The dashboard, /docs and /openapi.json.
 
-They are read once, when the first is asked for. A browser asks whether a file has changed (`ETag`), so that the files
-of two versions are never mixed.
+The files of a page are read once, at the first request. A browser asks whether a file has changed (`ETag`), so that the
+files of two versions are never mixed.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class Shutdown:
         """Of a signal that has just come, whether the end had been asked for before."""
         if self._signalled or self._asked_since is None:
             return self._signalled
-        # Without a parent only a signal can have asked for the end, although `app.serving.process`'s trigger may have
+        # Without a parent only a signal can have asked for the end, although the shutdown trigger of `serve` may have
         # taken it.
         return not self._has_parent or time.monotonic() - self._asked_since >= ONE_SIGN_SECONDS
 

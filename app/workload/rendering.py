@@ -1,6 +1,7 @@
 """A result in a terminal and as an HTML page with plots.
 
-Refusals and failures stand beside every latency: a server that refuses half is fast for the others.
+Refusals and failures are shown next to every latency, because a server that refuses half of its requests is fast for
+the others.
 """
 
 from __future__ import annotations

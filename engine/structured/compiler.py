@@ -1,4 +1,4 @@
-"""Grammars, compiled within limits and kept in `grammar_cache`. Used by the front door and by the core.
+"""Compile grammars within limits and keep them in a `GrammarCache`. Used by the front door and by the core.
 
 What is compiled comes from clients, so everything is bounded: the size of the text, the work and the memory of the
 compiler and of every mask (llguidance counts both), the stack, and the cache. The compiler works through chains of

@@ -9,7 +9,7 @@ requests may lack outputs without a sign of it.
 On one machine over Unix sockets in a private directory; between machines over TCP with CURVE: encrypted, and each side
 shows the other a key that was made for this one engine.
 
-Who imports it: `engine.transport.wire` and those on it above, `engine.transport.process_core` and `remote_core` below.
+The front end's clients import it, and so do `engine.transport.process_core` and `remote_core` on the engine's side.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A Hugging Face config.json as the model's configuration.
 
-Old and new spellings are read (`gpu.checkpoint.hf_config`). A missing key has transformers' default,
-which differs between families (`Architecture.defaults`). A key that would change the numbers and is not implemented is
-refused, never ignored.
+Old and new spellings are read. A missing key has transformers' default, which differs between families
+(`Architecture.defaults`). A key that would change the numbers and is not implemented is refused, never ignored.
 """
 
 from __future__ import annotations

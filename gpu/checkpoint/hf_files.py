@@ -1,8 +1,9 @@
 """JSON files and safetensors headers, read within bounds.
 
-Layout (github.com/huggingface/safetensors): a u64 with the length of the header, the header as a JSON object of
-name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. Shapes are compared with the
-configuration before anything is allocated, and `gpu.weights` reads the tensors where they are said to lie.
+The layout of a safetensors file (github.com/huggingface/safetensors): a u64 with the length of the header, the header
+as a JSON object of name -> {dtype, shape, data_offsets}, and the data, which the tensors cover without a hole. Shapes
+are compared with the configuration before anything is allocated, and `gpu.weights` reads the tensors where they are
+said to lie.
 """
 
 from __future__ import annotations

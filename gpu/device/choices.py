@@ -1,4 +1,4 @@
-"""Which kernels a card runs, found out on the card before anything is captured or served. Used by `memory`.
+"""Which kernels a card runs, found out on the card before anything is captured or served. Used by `warm_up`.
 
 Two things no reading can tell: whether a matrix is multiplied by a few rows faster by cuBLAS or by the kernel of
 `gpu.kernels.product`, and whether kernels may be started before their predecessors have ended

@@ -1,6 +1,5 @@
 """The steps that are run before serving, and the memory they take.
 
-Used by `memory`.
 They take the most memory, so that what is left can be given to the KV cache; and they start every kernel in every form
 in which a step may want it, so that none is compiled while streams wait.
 """

@@ -1,7 +1,10 @@
 """Linear layers, norms, rotary embedding, activations, embeddings, and their weights.
 
-Whatever form the weight has, a linear layer is `forward` and `weight_slots`: a packed, quantized or sharded one is
-another class with these two methods, and models do not see the difference.
+Each layer is made from the parts of a model that it computes with (`gpu.checkpoint.architecture`), owns their
+parameters and loads them under their names, so that merging or packing weights never shows in a model file. A linear
+layer has `forward` and `weight_slots`; a packed, quantized or sharded one is another class with these two methods.
+Layers are for inference only: parameters are created empty and need no gradient, and the caller runs them under
+`torch.inference_mode()`. Operations that a kernel fuses are one call here too.
 """
 
 from __future__ import annotations
@@ -365,23 +368,3 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     """As `torch.nn.functional.linear`: [..., in] -> [..., out]"""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
-
-
-# -------------------------------------------------------------------------------------------------------------   init
-# What a transformer is built of: linear, norm, rotary, activation, embedding; in plain torch, and on CUDA by kernels.
-#
-# Imported by gpu.models, which only wires them. Each layer is made from the parts of a model that it computes with
-# (`gpu.checkpoint.architecture`), owns their parameters and takes them in under their names (`gpu.models.layers`), so
-# that merging or packing weights never shows in a model file. Layers are for inference only: parameters are created
-# empty, need no gradient, and the caller runs them under `torch.inference_mode()`. Where two operations are fused by
-# the kernels of a device, they are one call here too.
-#
-# In reading order:
-#
-# linear      linear layers, merged where one input feeds several of them
-# norm        root-mean-square normalization
-# rotary      rotary position embedding, with the frequency scalings of long contexts
-# activation  the gated activation of the feed-forward network
-# embedding   the two ends of a model: token ids to vectors, vectors to logits
-# weights     the way of a checkpoint tensor into a layer
-# packed      matrices laid out once for the processor

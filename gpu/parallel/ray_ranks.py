@@ -1,7 +1,8 @@
 """Ranks as Ray actors on several machines.
 
-Nothing else goes through Ray. Plans and outputs cross over ZMQ, to each rank with keys that were made for it. What a
-rank does is `gpu.parallel.rank`'s, what its driver does `gpu.parallel.multiproc`'s.
+Ray places and starts the ranks, and reports their death; nothing else goes through Ray. Plans and outputs cross over
+ZMQ, to each rank with keys that were made for it. What a rank does is `gpu.parallel.rank`'s, what its driver does
+`gpu.parallel.multiproc`'s.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ def join_cluster() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- ray rank
-# One rank in an actor of Ray's, and how it talks with its driver (`gpu.parallel.ray_ranks`) and its neighbours.
+# One rank in a Ray actor, and its messages to its driver and to neighbouring ranks.
 #
 # What goes between machines goes over ZMQ, to each with keys that were made for it; what tensor ranks say within a
 # layer over the memory of their machine, if they have one in common, else over torch.distributed.

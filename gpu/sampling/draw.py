@@ -1,6 +1,6 @@
 """Greedy choice, counter-based noise, and sampling over ranks that each hold a part of the vocabulary.
 
-All ranks make the same calls, and all of them get the same tokens. A draw is that of `gpu.sampling.torch_draw`,
+With several ranks, all make the same calls and get the same tokens. A draw is that of `gpu.sampling.torch_draw`,
 with the sum of all weights, the most likely tokens (if there are filters) and the weight of what is left put together.
 """
 

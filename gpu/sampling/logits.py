@@ -1,8 +1,8 @@
 """Bias, penalties and masks.
 
-The input batch keeps `Penalized`: the `SeenTokens` of each request that asks for a penalty, and of no other. The
-sampler applies the sparse table that they make together; cost and memory follow the number of distinct tokens seen, not
-the vocabulary.
+For penalties, the input batch keeps `Penalized`: the `SeenTokens` of each request that asks for a penalty, and of no
+other. The sampler applies the sparse table that they make together; cost and memory follow the number of distinct
+tokens seen, not the vocabulary.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def weights_of(
     """Yield the weights of `gpu.weights.reading.read_weights` as tensors on `device`, in the dtype of the file, or in
     float32 where the file is quantized.
 
-    On the CPU they may share memory with the mapped file. On another device they come one at a time
-    (`gpu.weights.tensors`), so that the host holds at most the largest of them besides those that the caller keeps.
+    On the CPU they may share memory with the mapped file. On another device they come one at a
+    time, through two staging buffers, so that the host holds at most the largest of them besides the caller's.
     """
     if device == "cpu":
         return as_tensors(read_weights(files, spec))

@@ -55,7 +55,7 @@ class _OpenItem:
     call_id: str = ""  # of a call
     form: CallForm = _FUNCTION
     text: list[str] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)  # JSON of one or more entries: see `long_lists`
+    logprobs: list[bytes] = field(default_factory=list)  # JSON of one or more entries: see `protocol.openai.logprobs`
 
     def as_item(self, status: str) -> dict[str, Any]:
         text = "".join(self.text)

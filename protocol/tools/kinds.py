@@ -1,7 +1,7 @@
 """Functions and built-in tools of a request.
 
-The model is told of each as a function; its call comes back as an item of the tool's own, and both are such
-items in earlier turns. What a model left free has written wrongly becomes the nearest call that the item can say.
+The prompt describes each built-in tool as a function; its call comes back as an item of the tool's own, and both are
+such items in earlier turns. What a model left free has written wrongly becomes the nearest call that the item can say.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """All families by their names in files, with their specifications.
 
-Its checkpoints have the experts of a layer as one tensor, gate and up by turns, in bfloat16 or MXFP4.
+Checkpoints of gpt-oss have the experts of a layer as one tensor, with rows of gate and up in turn, in bfloat16 or
+MXFP4.
 """
 
 from __future__ import annotations
@@ -208,19 +209,7 @@ MISTRAL = Architecture(
 )
 
 
-# -------------------------------------------------------------------------------------------------------------   init
-# The families of models that are served: a file for each, and its line in `FAMILIES`.
-#
-# In reading order:
-#
-# llama      Llama, and the many that took over its shape
-# mistral    Mistral, with a sliding window
-# qwen2      Qwen 2 and 2.5, with biases on queries, keys and values
-# qwen3      Qwen 3, with norms on queries and keys
-# gemma      Gemma 2 and 3, with windows in some layers, and norms of their own
-# mixtral    Mistral with experts
-# qwen3_moe  Qwen 3 with experts
-# gpt_oss    gpt-oss: experts, sinks, and windows in every second layer
+# ------------------------------------------------------------------------------------------------------------- table
 
 
 _FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS)

@@ -27,7 +27,6 @@ INLINE_BODY_BYTES: Final = 64 * 1024  # parsing and checking them takes about a 
 INLINE_ANSWER: Final = 2048  # tokens and log-probabilities; writing them takes about three milliseconds
 READING_THREADS: Final = 2
 WRITING_THREADS: Final = 2
-CHECKING_THREADS: Final = 2
 
 _PER_OUTPUT = 8  # what an output weighs beside its tokens
 _FLOATS_PER_TOKEN = 8  # of an embedding
@@ -36,12 +35,11 @@ T = TypeVar("T")
 
 
 class Workload:
-    """The threads of one server's requests. Reading, writing and checking have their own, so none waits for another."""
+    """The threads of one server's requests. Reading does not wait for writing, nor writing for reading."""
 
     def __init__(self) -> None:
         self._reading = FairThreads(READING_THREADS)
         self._writing = FairThreads(WRITING_THREADS)
-        self._checking = FairThreads(CHECKING_THREADS)
 
     async def read(self, request: RequestScope, function: Callable[[], T], num_bytes: int = 0) -> T:
         """What `function` makes of the request's body, and of `num_bytes` more. It may run on when nobody waits."""
@@ -54,10 +52,6 @@ class Workload:
         if weight <= INLINE_ANSWER:
             return function()
         return await self._writing.run(function, abandon=False)
-
-    async def check(self, function: Callable[[], T]) -> T:
-        """What `function` makes of an answer that it waits for a check of."""
-        return await self._checking.run(function, abandon=False)
 
 
 def weight_of(outputs: Iterable[RequestOutput]) -> int:

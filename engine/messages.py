@@ -72,7 +72,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 128
 MAX_READ_OFTEN = 1024  # ids in a tuple; `check` looks once at the types in a longer one
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
-MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema of which a grammar of the size above enforces what it can
+MAX_LENIENT_CHARACTERS = 2 * 1024 * 1024  # of a schema that has the size above without its remarks
 MAX_WHITESPACE_PATTERN_CHARACTERS = 1024
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 RANGES: dict[str, tuple[float, float]] = {
@@ -124,7 +124,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     value: str
     any_whitespace: bool = True  # whether blanks and line breaks may stand between the tokens of JSON
     closed: bool = False  # whether objects take no properties but those they declare, where a schema leaves it open
-    lenient: bool = False  # whether its schemas (of tags: those marked so) are enforced as far as a grammar can
+    lenient: bool = False  # leaves out keywords of its schemas (of tags: the marked ones) that no grammar enforces
     whitespace_pattern: str | None = None  # a regular expression for what may stand there instead
     reasoning: tuple[str, str] | None = None  # tags around free text that may come first; opened already if "" opens it
 
@@ -148,14 +148,6 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
                 f"structured_output takes at most {limit} characters, got {len(self.value)}.",
                 param="structured_output",
             )
-
-
-class Unenforced(msgspec.Struct, frozen=True, kw_only=True):
-    """What a grammar leaves out of a lenient JSON Schema. It can be checked when the answer is there."""
-
-    number: int  # of the tag that has it, or 0
-    pointers: tuple[str, ...]  # JSON pointers to keywords of `schema`, the first ones of many; "" is all but a type
-    schema: str  # the whole schema in draft 2020-12, as JSON
 
 
 SPECIAL_MARK = "\ud800"

@@ -13,8 +13,6 @@ tools           Kinds of tools, and tools that are not supported.
 request_fields  The fields that requests of every dialect have.
 syntax          How models write reasoning and tool calls.
 answers         Shapes of answers, writers, and frames of event streams.
-answer_check    The check of finished answers against a JSON Schema.
-check_child     The main module of the process that checks answers.
 operations      The parts of a dialect's record.
 openai          OpenAI's chat, completions and embeddings, and the common chat request.
 translation     Dialects that are translated into chat requests.

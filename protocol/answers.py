@@ -16,7 +16,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from engine.messages import FinishReason, RequestOutput
-from protocol.answer_check import AnswerCheck
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.syntax.message_parts import MessageFormat, MessageParser, TokenBytes
 
@@ -181,11 +180,6 @@ class AnswerContext:
     message_format: MessageFormat
     hidden_ids: Container[int] = frozenset()
     fingerprint: str | None = None  # of the model and of how it is computed
-    check: AnswerCheck | None = None  # of what no grammar could enforce
-
-    def told(self, index: int = 0) -> dict[str, Any]:
-        """What a choice that has ended, or a whole answer, says of its check: nothing if there is none."""
-        return {} if self.check is None else self.check.told(index)
 
     def parser(self) -> MessageParser:
         """A parser for one choice."""

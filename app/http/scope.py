@@ -125,6 +125,10 @@ class RequestScope:
 
     # --- what handlers use
 
+    def warn(self, warning: str | None) -> None:
+        """Add `warning`, if there is one, to the header `x-headrace-warning`, which must not have been sent yet."""
+        self.warning = "; ".join(filter(None, (self.warning, warning))) or None
+
     @property
     def dialect(self) -> Dialect:
         """The dialect that its client speaks."""

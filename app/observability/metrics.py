@@ -40,7 +40,6 @@ from app.admission.tenants import shown_name
 from app.runtime import LONG_HOLD, warn_of_hold
 from engine.frontend.request_stream import FinishedRequest
 from engine.messages import FinishReason, RoutingStats, SchedulerStats, TierStats
-from protocol.answer_check import OUTCOMES, Outcome
 from protocol.tools.unsupported import FAMILIES, family
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -158,9 +157,6 @@ class Metrics:
         self._computed_tokens, self._reused_tokens = by_source.values()
         text = "Requests that were refused with 429, by the limit that refused them."
         self._rejections = by("reason", "admission_rejections", text, Limit)
-        text = "JSON of which a grammar could enforce a part only, by what the check of the answer has found."
-        checks = Counter("headrace:structured_output_checks", text, ("outcome",), registry=self._registry)
-        self._checks = {outcome: checks.labels(outcome) for outcome in OUTCOMES}
         # Not vLLM's, so they have a name of their own whatever the prefix is.
         text = "How late the event loop woke a task that slept for 50 ms."
         self._loop_lag = WeightedHistogram("headrace:event_loop_lag_seconds", text, {}, self._registry, LOOP_BUCKETS)
@@ -352,11 +348,6 @@ class Metrics:
         """A request offered tools of these types, of which the model is not told."""
         for kind in {family(each) for each in types}:
             self._left_out[kind].inc()
-
-    def on_checks(self, outcomes: Mapping[Outcome, int]) -> None:
-        """JSON was checked of which a grammar could enforce a part only."""
-        for outcome, count in outcomes.items():
-            self._checks[outcome].inc(count)
 
     def on_lost_traces(self, reason: Loss, count: int) -> None:
         """So many traces were lost. May be called by any thread."""

@@ -74,7 +74,7 @@ async def create(server: Server, request: RequestScope) -> None:
     )
 
     def reading(answer: AnswerContext) -> ResponseBodyWriter:
-        return writer.read_with(answer.parser(), answer.told)
+        return writer.read_with(answer.parser())
 
     async def tokenize(model: ServedModel) -> list[list[int]]:
         longest = model.engine_info.max_model_len
@@ -97,6 +97,7 @@ async def create(server: Server, request: RequestScope) -> None:
             await generate(server, request, task)
         return
     background = BackgroundScope(server, request, log, writer.fail_stream)
+    background.warn(request.warning)
     running = RunningResponse(background, writer, context, log)
     server.responses.begin(head.id, running, log)
     log.append(writer.queue())
@@ -110,6 +111,7 @@ async def create(server: Server, request: RequestScope) -> None:
     except ApiError:  # it was never there
         server.responses.delete(request.tenant.name, head.id)
         raise
+    request.warning = background.warning
     if body.stream:
         await follow(server, request, log, 0)
     else:

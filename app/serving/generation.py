@@ -24,14 +24,12 @@ from app.serving.server import ServedModel, Server
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.frontend.request_stream import RequestStream
 from engine.messages import EngineCoreRequest, Pooling, RequestOutput
-from protocol.answer_check import AnswerCheck
 from protocol.answers import CONTENT_TYPE, KEEP_ALIVE, AnswerContext, BodyWriter, Head, StreamWriter
 from protocol.body import M, parse_body
 from protocol.errors import ApiError, deadline_exceeded
 from protocol.openai.chat import ChatCompletionRequest
 from protocol.openai.generation import GenerationRequest
 from protocol.request_fields import MAX_PRIORITY
-from protocol.syntax.message_parts import MessageFormat
 from protocol.syntax.message_syntax import PROMPT_TAIL
 from protocol.tools.unsupported import LeftOut
 
@@ -83,9 +81,10 @@ def tell_left_out(server: Server, request: RequestScope, left_out: LeftOut, body
     that the model's chat template does not read."""
     if isinstance(body, ChatCompletionRequest):
         syntax = server.model.prompts.syntax
-        left_out = left_out._replace(unread=syntax.unread_fields(body.documents, body.chat_template_kwargs))
+        unread = syntax.unread_fields(body.documents, body.chat_template_kwargs)
+        left_out = left_out._replace(unread=unread, grammars=body.lark_tools)
     server.metrics.on_tools_left_out(left_out.tools)
-    request.warning = left_out.warning()
+    request.warn(left_out.warning())
 
 
 def new_head(
@@ -209,6 +208,7 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
         if sampling.structured_output is not None:
             request.mark(Phase.COMPILE_GRAMMAR)
         async with model.llm.stream(*core_requests, begins_message=body.begins_message) as outputs:
+            request.warn(LeftOut(keywords=outputs.unenforced).warning())
             request.attend(outputs)
             outputs.on_begin, outputs.on_end = ticket.begin, ticket.end
             message_format = body.message_format(model.prompts.syntax, prompt_end)
@@ -221,12 +221,9 @@ async def _generate(server: Server, request: RequestScope, work: GenerationTask)
                 message_format=message_format,
                 hidden_ids=model.llm.vocabulary.special_ids if body.skip_special_tokens else frozenset(),
                 fingerprint=model.fingerprint,
-                check=_check_of(server, body, outputs, message_format),
             )
             send = _send_stream if body.stream else _send_whole
             await send(server, request, work, outputs, answer)
-            if answer.check is not None:
-                server.metrics.on_checks(answer.check.outcomes)
 
 
 def _will_go_on(body: bytes) -> bool:
@@ -244,16 +241,6 @@ def _transcript(
     return Transcript(("user", decode(each[:MAX_CHARACTERS])) for each in prompts[:MAX_MESSAGES])
 
 
-def _check_of(
-    server: Server, body: GenerationRequest, outputs: RequestStream, message_format: MessageFormat
-) -> AnswerCheck | None:
-    """The check of what the grammar does not enforce; None if it enforces all."""
-    if not outputs.unenforced:
-        return None
-    token_bytes = server.model.llm.vocabulary.token_bytes
-    return AnswerCheck(outputs.unenforced, body.tagged_functions, message_format, token_bytes, server.checks.check)
-
-
 async def _send_whole(
     server: Server, request: RequestScope, work: GenerationTask, outputs: RequestStream, answer: AnswerContext
 ) -> None:
@@ -264,18 +251,15 @@ async def _send_whole(
 
     def write() -> bytes:
         writer = work.body_writer(answer)
-        feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
+        feed: Callable[[RequestOutput], object] = writer.feed_output
         if request.transcript is not None:
             feed = request.transcript.before(feed)
         for output in deltas:
             feed(output)
         return writer.body()
 
-    if answer.check is not None:
-        body = await server.workload.check(write)
-    else:
-        weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
-        body = await server.workload.write(weight, write)
+    weight = weight_of(deltas) + _weight_of_prompts(work.body, outputs)
+    body = await server.workload.write(weight, write)
     await request.send_json(200, body)
 
 
@@ -289,7 +273,7 @@ async def _send_stream(
 ) -> None:
     assert work.stream_writer is not None
     writer = await server.workload.write(_weight_of_prompts(work.body, outputs), partial(work.stream_writer, answer))
-    feed = writer.feed_output if answer.check is None else answer.check.before(writer.feed_output)
+    feed: Callable[[RequestOutput], bytes] = writer.feed_output
     if request.transcript is not None:
         feed = request.transcript.before(feed)
 
@@ -325,10 +309,7 @@ async def _send_stream(
         outputs.listen(None)  # nor may it write while this does
         weight = weight_of([output])
         # Raises for a failed output: before the first byte, that is a plain answer.
-        if answer.check is not None and output.finish_reason is not None:
-            frames = await server.workload.check(partial(feed, output))
-        else:
-            frames = await server.workload.write(weight, partial(feed, output))
+        frames = await server.workload.write(weight, partial(feed, output))
         outputs.listen(forward)
         if outputs.is_drained:
             break  # these frames and the end in one piece

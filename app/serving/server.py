@@ -34,7 +34,6 @@ from app.runtime import Workload, collect_seldom, frozen_imports
 from app.serving.response_store import ResponseStore
 from engine.errors import EngineDead
 from engine.messages import FinishReason
-from protocol.answer_check import CheckProcesses
 from protocol.body import build_models
 from protocol.errors import ApiError
 from protocol.openai.dialect import unknown_model
@@ -95,7 +94,6 @@ class Server:
         self.timelines = Timelines(settings.timeline_size)
         self.responses = ResponseStore(settings, partial(self.metrics.on_rejection, Limit.BACKGROUND))
         self.workload = Workload()
-        self.checks = CheckProcesses()
         self._requests: set[RequestScope] = set()  # all there are
         self._open_requests: set[RequestScope] = set()  # those that a drain waits for
         self._idle = anyio.Event()  # set when the last of them has ended, while draining
@@ -328,7 +326,7 @@ class Server:
 
         files = await to_thread.run_sync(lambda: open_files(settings, self.start_up.report))
         prompts = await to_thread.run_sync(open_prompts, settings, files)
-        with closing(prompts), closing(self.checks):
+        with closing(prompts):
             await self._serve(files, prompts)
 
     async def _serve(self, files: ModelFiles, prompts: PromptEncoder) -> None:

@@ -129,8 +129,6 @@ ROWS: dict[str, list[Panel]] = {
          [rate("http_requests_total", "status", J)]),
         ("Answers by route", "reqps", "Without probes and metrics.",
          [rate("http_requests_total", "handler, status", f'handler=~"/v1/.*",{J}')]),
-        ("Checks of structured output", "ops", "Of JSON that no grammar could enforce whole.",
-         [rate("headrace:structured_output_checks_total", "outcome", I)]),
         ("Tools left out", "reqps", "Requests with tools that nobody serves here.",
          [rate("headrace:tools_left_out_total", "type", I)]),
     ],

@@ -52,7 +52,6 @@ from engine.messages import (
     SamplingParams,
     SchedulerStats,
     StructuredOutput,
-    Unenforced,
 )
 from engine.snapshot import EngineSnapshot
 from engine.structured.compile_queue import Owner
@@ -162,10 +161,10 @@ class AsyncLLM:
 
     async def _with_grammars(
         self, requests: tuple[EngineCoreRequest, ...]
-    ) -> tuple[tuple[EngineCoreRequest, ...], tuple[Unenforced, ...]]:
-        """The requests, asking for what can be enforced, and what of the first one's grammar cannot."""
+    ) -> tuple[tuple[EngineCoreRequest, ...], tuple[str, ...]]:
+        """Return the requests with grammars that can be enforced, and the keywords that the first one's leaves out."""
         sampling = requests[0].sampling
-        unenforced: tuple[Unenforced, ...] = ()
+        unenforced: tuple[str, ...] = ()
         changed: dict[int, SamplingParams] = {}  # by the one before: requests mostly share theirs
         grammars: dict[StructuredOutput, CompiledGrammar | None] = {}
         for request in requests:

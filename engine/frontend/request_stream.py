@@ -20,7 +20,6 @@ from engine.messages import (
     RequestEvent,
     RequestOutput,
     SchedulerStats,
-    Unenforced,
 )
 
 Listener = Callable[[Collection[RequestOutput]], bool]
@@ -63,7 +62,7 @@ class RequestStream:
         self.error: Exception | None = None  # what the engine died of
         self.on_begin: Callable[[], None] | None = None  # called with the first output of each choice
         self.on_end: Callable[[int], None] | None = None  # with how many tokens each choice has got when it ends
-        self.unenforced: tuple[Unenforced, ...] = ()  # of the JSON Schemas that the answer has to fit
+        self.unenforced: tuple[str, ...] = ()  # keywords of the request's JSON Schemas that no grammar enforces
         self._pending: dict[int, RequestOutput] = {}
         self._arrived: anyio.Event | None = None
         self._waits_for_end = False  # the reader waits for the end

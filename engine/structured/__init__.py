@@ -4,11 +4,6 @@ In reading order:
 
 json_schema    Preparation of a client's JSON Schema for llguidance.
 grammar        A `StructuredOutput` as the text that llguidance compiles.
-pointers       JSON pointers and references within one document.
-one_of         `oneOf` branches that exclude each other.
-relaxation     What is left of a schema that a grammar cannot enforce whole.
-lenient        Lenient structured output that can be enforced in part.
-quoted_lark    Lark grammars inside JSON strings.
 compile_queue  The queue of grammars to compile, and the cache of compiled ones.
 compiler       Compilation within limits, on threads.
 matchers       A request's position in its grammar, token rules and the thinking budget.

@@ -15,17 +15,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from msgspec import structs
 
 from engine.detokenizer import Vocabulary
 from engine.errors import InvalidRequest
-from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, Unenforced
+from engine.messages import GRAMMAR_TOO_COMPLEX, MAX_GRAMMAR_CHARACTERS, StructuredOutput
 from engine.structured.compile_queue import CompileQueue, GrammarCache, Owner
-from engine.structured.grammar import refused, rewritten_grammars, to_llguidance
-from engine.structured.lenient import loosened
+from engine.structured.grammar import refused, supported_part, to_llguidance
 
 TRIED_TOKENS = 32
 TRIED_SECONDS = 0.1  # of processor time: others wait for it
@@ -60,18 +58,16 @@ ANYBODY = Owner()
 class CompiledGrammar:
     """A grammar at its start. Matchers are copies of it.
 
-    `enforced` is what it was compiled from; what that leaves out of what was asked for is `unenforced`.
+    It was compiled from `enforced`. `unenforced` names the keywords of JSON Schema that were left out of the request's.
     """
 
-    def __init__(
-        self, prototype: LLMatcher, enforced: StructuredOutput, unenforced: tuple[Unenforced, ...] = ()
-    ) -> None:
+    def __init__(self, prototype: LLMatcher, enforced: StructuredOutput, unenforced: tuple[str, ...] = ()) -> None:
         self._prototype = prototype
         self.enforced = enforced
         self.unenforced = unenforced
 
-    def leaving_out(self, unenforced: tuple[Unenforced, ...]) -> CompiledGrammar:
-        """The same grammar for somebody who asked for more."""
+    def leaving_out(self, unenforced: tuple[str, ...]) -> CompiledGrammar:
+        """Return the same grammar for a schema with these keywords, too."""
         return CompiledGrammar(self._prototype, self.enforced, unenforced)
 
     def matcher(self) -> LLMatcher:
@@ -151,13 +147,15 @@ class GrammarCompiler:
             return found
         try:
             structured.check()
-            enforced, unenforced = loosened(structured, lambda tried: isinstance(self._whole(tried), CompiledGrammar))
+            enforced, left_out = supported_part(structured)
         except InvalidRequest as error:
             return error
-        except (msgspec.DecodeError, RecursionError):
-            return found  # which says so
+        except RecursionError:
+            return found  # which says that it is nested too deeply
+        if not left_out and len(structured.value) <= MAX_GRAMMAR_CHARACTERS:
+            return found
         found = self._whole(enforced)
-        return found.leaving_out(unenforced) if isinstance(found, CompiledGrammar) else found
+        return found.leaving_out(left_out) if isinstance(found, CompiledGrammar) else found
 
     def _whole(self, structured: StructuredOutput) -> CompiledGrammar | InvalidRequest:
         """The grammar of all that this asks for."""
@@ -170,7 +168,7 @@ class GrammarCompiler:
         if not prototype.is_error():
             prototype = self._tried_out(prototype)
         if prototype.is_error():
-            reason = _error_in_own_grammar(structured) or prototype.get_error()
+            reason = prototype.get_error()
             if "NoExtension" in reason:
                 return refused("no output fits it.")
             return refused(_first_words(reason), code=GRAMMAR_TOO_COMPLEX if _LIMIT_MET.search(reason) else None)
@@ -258,12 +256,6 @@ def _unless_refused(found: CompiledGrammar | InvalidRequest) -> CompiledGrammar:
     if isinstance(found, InvalidRequest):
         raise InvalidRequest(str(found), param=found.param, code=found.code)  # each with a traceback of its own
     return found
-
-
-def _error_in_own_grammar(structured: StructuredOutput) -> str:
-    """What is wrong with a grammar as the client has written it, where the compiler got it in another form."""
-    errors = (LLMatcher.validate_grammar(text, limits=_LIMITS) for text in rewritten_grammars(structured))
-    return next(filter(None, errors), "")
 
 
 def _first_words(error: str) -> str:

@@ -6,18 +6,22 @@ the token of that id, and a terminal marked ``[lazy]`` ends as early as it can.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec import structs
 
 from engine.errors import InvalidRequest
 from engine.messages import GRAMMAR_TOO_COMPLEX, StructuredOutput, StructuredOutputKind
-from engine.structured.json_schema import excessive_divisor, prepared, uncountable
-from engine.structured.quoted_lark import ANY_QUOTED, NotQuotable, quoted_lark, quoted_regex
+from engine.structured.json_schema import prepared, uncountable, without_unsupported
 
 # Compiling a chain of definitions takes time quadratic in its length: 0.3 s for 300 of them, 7 s for 1,000.
 MAX_DEFINITIONS = 400
@@ -39,7 +43,7 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
     Raises InvalidRequest for what is refused before it is compiled.
     """
     if structured.kind in _WITH_SCHEMAS:
-        excess = excessive_divisor(structured.value, combined=structured.kind is not StructuredOutputKind.JSON_SCHEMA)
+        excess = _excessive_divisor(structured.value, combined=structured.kind is not StructuredOutputKind.JSON_SCHEMA)
         if excess is not None:
             raise refused(excess, code=GRAMMAR_TOO_COMPLEX)
     grammar = _grammar(structured, special_tokens)
@@ -60,7 +64,7 @@ def _may_never_end(structured: StructuredOutput) -> bool:
         return True
     if structured.kind is StructuredOutputKind.STRUCTURAL_TAG:
         tags = _parsed(structured.value)["tags"]
-        return any("lark" in tag or "regex" in tag or not tag["end"].startswith("}") for tag in tags)
+        return any("regex" in tag or not tag["end"].startswith("}") for tag in tags)
     return '"x-guidance"' in structured.value
 
 
@@ -85,11 +89,24 @@ def refused(reason: str, *, code: str | None = None) -> InvalidRequest:
     return InvalidRequest(f"structured_output cannot be enforced: {reason}", param="structured_output", code=code)
 
 
-def rewritten_grammars(structured: StructuredOutput) -> list[str]:
-    """The client's Lark grammars that `to_llguidance` puts into another form."""
-    if structured.kind is not StructuredOutputKind.STRUCTURAL_TAG:
-        return []
-    return [tag["lark"] for tag in _parsed(structured.value)["tags"] if "lark" in tag]
+def supported_part(structured: StructuredOutput) -> tuple[StructuredOutput, tuple[str, ...]]:
+    """Return a lenient `StructuredOutput` without the keywords that llguidance lacks, and the names of these keywords.
+
+    Of tags, only the lenient ones lose keywords. Raises InvalidRequest for what is no JSON, RecursionError for what is
+    nested too deeply.
+    """
+    value = _parsed(structured.value)
+    is_tagged = structured.kind is StructuredOutputKind.STRUCTURAL_TAG
+    places = value["tags"] if is_tagged else [{"schema": value, "lenient": True}]
+    left_out: dict[str, None] = {}
+    patterns: dict[str, bool] = {}
+    for place in places:
+        place["schema"] = prepared(place["schema"], closed=structured.closed)
+        if place["lenient"] and isinstance(place["schema"], dict):
+            place["schema"], names = without_unsupported(place["schema"], patterns)
+            left_out |= dict.fromkeys(names)
+    text = msgspec.json.encode(value if is_tagged else places[0]["schema"]).decode()
+    return structs.replace(structured, value=text, lenient=False, closed=False), tuple(left_out)
 
 
 def _parsed(value: str) -> Any:
@@ -186,8 +203,6 @@ def _tagged(value: Mapping[str, Any], structured: StructuredOutput, special_toke
     """Lark for what `protocol.syntax.grammars.tagged_json` describes."""
     tags, triggers = value["tags"], value["triggers"]
     lines: list[str] = []
-    if (count := sum(len(_DEFINITION.findall(tag.get("lark", ""))) for tag in tags)) > MAX_DEFINITIONS:
-        raise refused(f"it takes at most {MAX_DEFINITIONS} rules and terminals, got {count}.")
     inside = [_between_tags(tag, structured, value["required"]) for tag in tags]
     rules = {text: f"inside_{number}" for number, text in enumerate(dict.fromkeys(inside))}  # most are alike
     lines += [f"{rule}: {text}" for text, rule in rules.items()]
@@ -240,14 +255,14 @@ def _grammar_of(start: str, lines: Sequence[str]) -> str:
 
 def _between_tags(tag: Mapping[str, Any], structured: StructuredOutput, required: bool) -> str:
     """What stands between the two texts of a tag, as the right side of a rule."""
-    if "lark" not in tag and "regex" not in tag:
+    if "regex" not in tag:
         return f"%json {_json_schema(tag['schema'], structured)}"
     try:
-        return f"%lark {{\n{quoted_lark(tag['lark']) if 'lark' in tag else quoted_regex(tag['regex'])}\n}}"
-    except NotQuotable as error:
+        return f"%lark {{\nstart: /{_quoted_regex(tag['regex'])}/\n}}"
+    except InvalidRequest:
         if required:
-            raise refused(f"{error}.") from None
-        return f"%lark {{\n{ANY_QUOTED}\n}}"  # the client only wishes for it
+            raise
+        return f"%lark {{\nstart: /{_ANY_QUOTED}/\n}}"  # where no call is demanded, the pattern is a wish
 
 
 def _trigger_of(begin: str, triggers: Iterable[str]) -> str | None:
@@ -261,3 +276,150 @@ def _pieces(text: str, special_tokens: Mapping[str, int]) -> list[str]:
         return [_quoted(text)]
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
     return [f"<[{special_tokens[part]}]>" if part in special_tokens else _quoted(part) for part in parts if part]
+
+
+# --- regular expressions behind JSON's escapes
+#
+# The text of a tool is one string among a call's arguments, so its pattern has to hold behind JSON's escapes. Escaping
+# maps each character by itself, and no code begins another: so it is enough to escape each atom of the pattern.
+
+_ESCAPES = {
+    character: msgspec.json.encode(character).decode()[1:-1]
+    for character in [*map(chr, range(0x20)), '"', "\\"]  # those that JSON takes in no other way
+}
+_PLAIN = r'[^"\\\x00-\x1F]'
+_SHORT = {character: code[1] for character, code in _ESCAPES.items() if len(code) == 2}
+_LONG = {character: code[-2:] for character, code in _ESCAPES.items() if len(code) > 2}
+_ALL_LONG = "0[0-7bef]|1[0-9a-f]"
+_CODE_OF_ANY = rf'\\(?:["\\bfnrt]|u00(?:{_ALL_LONG}))'
+_ANY_QUOTED = rf"(?:{_PLAIN}|{_CODE_OF_ANY})*"
+_REGEX_ATOM = re.compile(
+    r"""
+    (?P<group> \( (?: \? (?: P?<\w+> | [A-Za-z-]*:? ) )? )
+  | (?P<repeat> \{ [0-9, ]* \} [?+]? )
+  | (?P<set> \[ \^? \]? (?: \\. | [^\]\\] )* \] | \. | \\[dDwWsS] | \\p(?: [LMN] | \{[LMN][a-z]?\} ) )
+  | (?P<one> \\x[0-9A-Fa-f]{2} | \\u[0-9A-Fa-f]{4} | \\[^pPxubBAzZ0-9] | \\0 | [^\\()|*+?^$\[\]{}.] )
+  | (?P<operator> [)|*+?^$] )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_IN_LITERAL = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # of Lark's regular expressions
+
+
+def _quoted_regex(pattern: str) -> str:
+    """Return the regular expression for the same texts as they stand in a JSON string, escaped."""
+    literal = re.sub(r"\\.|/|\n", lambda found: _IN_LITERAL.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return "".join(_atoms(literal))
+
+
+def _with_ascii_digits(atom: str) -> str:
+    """Return a set or an escape with ASCII's digits, which JSON Schema's patterns mean."""
+    if atom.startswith("["):
+        return re.sub(r"\\(.)", lambda each: "0-9" if each[1] == "d" else each[0], atom, flags=re.DOTALL)
+    return "[0-9]" if atom == r"\d" else atom
+
+
+def _atoms(pattern: str) -> Iterator[str]:
+    position = 0
+    while position < len(pattern):
+        found = _REGEX_ATOM.match(pattern, position)
+        if found is None:
+            raise _unquotable(repr(pattern[position : position + 8]))
+        position = found.end()
+        atom = _with_ascii_digits(found[0])
+        if found["group"] and re.search(r"\?[^:<]*[sx]|\?[=!]", atom):
+            raise _unquotable(atom[:20])
+        if found["set"] or found["one"]:
+            is_repeated = pattern[position : position + 1] in ("*", "+", "?", "{")
+            # A code of two characters has to be repeated as one.
+            yield _one_character(f"\\{atom}" if is_repeated and atom in _ESCAPES else atom)
+        else:
+            yield atom
+
+
+@lru_cache(maxsize=256)
+def _one_character(atom: str) -> str:
+    """Return what matches the codes of the characters that `atom` matches."""
+    if atom.startswith(r"\p"):  # letters, marks and numbers
+        return atom
+    if atom in _ESCAPES or (len(atom) == 1 and atom != "."):
+        return re.escape(_ESCAPES[atom]) if atom in _ESCAPES else atom
+    if atom[0] == "[" and re.search(r"\[|&&|--|~~|\\[pPbBuUxzZA](?![0-9A-Fa-f])", atom[1:]):
+        raise _unquotable(atom[:20])
+    try:
+        matches = re.compile(atom, re.ASCII).fullmatch
+    except re.error:
+        raise _unquotable(atom[:20]) from None
+    special = [character for character in _ESCAPES if matches(character)]
+    if not special:
+        return atom
+    short = "".join(re.escape(_SHORT[each]) for each in special if each in _SHORT)
+    long = "|".join(_LONG[each] for each in special if each in _LONG)
+    if len(long) == 3 * len(_LONG) - 1:
+        long = _ALL_LONG
+    codes = [f"[{short}]"] if short else []
+    codes += [f"u00(?:{long})"] if long else []
+    escaped = rf"(?-i:\\(?:{'|'.join(codes)}))"
+    if atom[0] != "[" and atom not in (".", r"\D", r"\W", r"\S", r"\s"):
+        return escaped  # one character and no more
+    plain = _PLAIN if atom == "." else f"[{atom}&&{_PLAIN}]"
+    return f"(?:{plain}|{escaped})"
+
+
+def _unquotable(part: str) -> InvalidRequest:
+    return refused(f"{part} in a regular expression cannot be enforced within a JSON string.")
+
+
+# --- divisors
+
+# The compiler's automaton has a state for each remainder and none of its own limits stops its construction: 10,000 take
+# 0.3 s and some MB, 500,000 take 10 s and 170 MB. Decimals count by their digits: 0.25 counts as 25.
+MAX_DIVISOR = 10_000
+
+_DIVISOR = re.compile(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]*)')
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+# Where these stand two divisors may meet in one number, whose automaton then has a state for each pair of remainders.
+_COMBINING = re.compile(r'"(?:allOf|anyOf|oneOf|patternProperties)"\s*:|"\$ref"\s*:\s*"[^"]*"\s*,|,\s*"\$ref"\s*:')
+
+
+def _excessive_divisor(text: str, *, combined: bool) -> str | None:
+    """What is too much of `multipleOf` in a text that holds JSON Schemas, in words; None if nothing is.
+
+    `combined` says that its schemas may be alternatives for one place. The text is searched and not parsed: so it is
+    found at any depth and in any notation, at worst where it is an example's and demands nothing.
+    """
+    text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+    divisors: set[Fraction] = set()
+    total = 0
+    for (number,) in map(re.Match.groups, _DIVISOR.finditer(text)):
+        states = _states(number)
+        if states > MAX_DIVISOR:
+            return f"multipleOf takes at most {MAX_DIVISOR}, decimals counted by their digits, got {number[:40]}."
+        divisor = abs(Fraction(repr(float(number)))) if states else None
+        if divisor is not None and divisor not in divisors:
+            divisors.add(divisor)
+            total += states
+            if total > MAX_DIVISOR:
+                return f"multipleOf takes at most {MAX_DIVISOR} in all, got {number[:40]} beside others."
+    if divisors and (combined or _COMBINING.search(text)):
+        common = math.lcm(*(divisor.numerator for divisor in divisors))
+        shared = math.gcd(*(divisor.denominator for divisor in divisors))
+        states = next(scaled for k in range(400) if (scaled := common * 10**k) % shared == 0) // shared
+        if states > MAX_DIVISOR:
+            return (
+                f"multipleOf takes at most {MAX_DIVISOR} for the least common multiple of all its values where"
+                f" alternatives meet, got {states if states < 10**20 else 'much more'}."
+            )
+    return None
+
+
+def _states(number: str) -> int:
+    """A divisor without its decimal point, which is how many remainders there are. What is no number counts as 0."""
+    try:
+        value = Decimal(repr(abs(float(number)))).normalize()  # as the compiler reads it
+    except ValueError:
+        return 0
+    _, digits, exponent = value.as_tuple()
+    if not isinstance(exponent, int) or exponent > 10:  # infinite, or as good as
+        return MAX_DIVISOR + 1
+    return int("".join(map(str, digits)) + "0" * exponent)

@@ -1,88 +1,127 @@
-"""What has to be done to a client's JSON Schema before it is compiled."""
+"""Prepare a client's JSON Schema for llguidance, and leave out the keywords that llguidance lacks."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote, urljoin
 
-from engine.structured.one_of import Disjointness
+import msgspec
+from llguidance import LLMatcher
 
 # The formats that JSON Schema defines (draft 2020-12, validation, 7.3). The compiler enforces some of them and refuses
 # the others by name. Any other `format` is a remark: OpenAPI's int32, double, password and so on.
-STANDARD_FORMATS = frozenset(
-    (
-        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
-        *("uri", "uri-reference", "uri-template", "iri", "iri-reference", "json-pointer", "relative-json-pointer"),
-        *("uuid", "regex"),
-    )
-)
-
-# The compiler's automaton has a state for each remainder and none of its own limits stops its construction: 10,000 take
-# 0.3 s and some MB, 500,000 take 10 s and 170 MB. Decimals count by their digits: 0.25 counts as 25.
-MAX_DIVISOR = 10_000
-
-_DIVISOR = re.compile(r'"multipleOf"\s*:\s*(-?[0-9][0-9.eE+-]*)')
-_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
-# Where these stand two divisors may meet in one number, whose automaton then has a state for each pair of remainders.
-_COMBINING = re.compile(r'"(?:allOf|anyOf|oneOf|patternProperties)"\s*:|"\$ref"\s*:\s*"[^"]*"\s*,|,\s*"\$ref"\s*:')
+_ENFORCED_FORMATS = {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+STANDARD_FORMATS = _ENFORCED_FORMATS | {
+    *("idn-email", "idn-hostname", "uri-reference", "uri-template", "iri", "iri-reference"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+}
+_UNSUPPORTED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+    *("$dynamicRef", "$recursiveRef", "$dynamicAnchor", "$recursiveAnchor"),
+}
+MAX_PATTERNS = 64  # per request, that are compiled on their own to see whether llguidance supports them
 _SAYS_MORE = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref"}
-SCHEMA = (
+_SCHEMA = (
     *("additionalProperties", "items", "not", "if", "then", "else", "contains", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
-LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
-MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LIST_OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAP_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 # What only people read, in whatever form they wrote it; and the draft, since what is left is the latest.
-_REMARKS = frozenset(
-    (
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("$comment", "$schema", "discriminator", "externalDocs", "xml"),
-    )
-)
+_REMARKS = {
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$comment", "$schema", "discriminator", "externalDocs", "xml"),
+}
 
 
 def prepared(schema: Any, *, closed: bool) -> Any:
-    """A copy in the words of draft 2020-12, without remarks and without what demands nothing.
+    """Return a copy in the words of draft 2020-12, without remarks and without keywords that demand nothing.
 
-    Of the drafts before it and of OpenAPI 3.0 it knows arrays as `items`, bounds that are true or false, and
-    `nullable`. A `oneOf` whose schemas exclude each other is an `anyOf`. If `closed`, objects take no properties but
-    those that they declare or require, unless they say more about others. What is no schema, such as a constant, is
-    left as it is.
+    Of older drafts and of OpenAPI 3.0, arrays as `items`, bounds that are true or false, and `nullable` are understood.
+    A `oneOf` becomes an `anyOf` if its branches exclude each other. If `closed`, objects take no properties but those
+    that they declare or require, unless they say more about others. A value that is no schema is returned unchanged.
     """
     if not isinstance(schema, dict):
         return schema
-    copy = _prepared(schema, closed, is_root=True)
-    return _with_merged_options(copy, Disjointness(copy))
+    schema = {key: value for key, value in schema.items() if key != "nullable"}
+    # Within a part that has an address of its own, references mean places in that part.
+    return _prepared(schema, closed, None if _addresses({**schema, "$id": None}) else schema)
 
 
-def _prepared(schema: Any, closed: bool, *, is_root: bool = False) -> Any:
+def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a `prepared` schema without the keywords that llguidance lacks, and the names of these keywords.
+
+    The result takes every value that `schema` takes, and more. A `oneOf` becomes an `anyOf`. `known` keeps which
+    patterns llguidance takes, for all schemas of a request.
+    """
+    left_out: dict[str, None] = {}
+    addresses = _addresses(schema)
+
+    def compiles(part: dict[str, Any]) -> bool:
+        text = msgspec.json.encode(part).decode()
+        if text not in known and len(known) < MAX_PATTERNS:
+            known[text] = not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+        return known.get(text, True)
+
+    def supports(key: str, value: Any, part: dict[str, Any]) -> bool:
+        match key, value:
+            case "format", str():
+                return value not in STANDARD_FORMATS - _ENFORCED_FORMATS
+            case "pattern", str():
+                return compiles({"type": "string", "pattern": value})
+            case "patternProperties", dict():
+                return compiles({"type": "object", "patternProperties": {name: {} for name in value}})
+            case "additionalProperties", _:  # means the properties that match no pattern
+                return supports("patternProperties", part.get("patternProperties"), part)
+            case "oneOf", _:
+                return "anyOf" not in part
+            case "minProperties" | "maxProperties", _:
+                declared = part.get("properties", {})
+                return isinstance(declared, dict) and declared.keys() <= _required(part).keys() and _may_count(part)
+            case "$ref", str():
+                if not value.startswith("#/"):
+                    return value.startswith("#") or value.partition("#")[0] in addresses
+                return len(addresses) > 1 or resolved(schema, value) is not None
+        return key not in _UNSUPPORTED
+
+    def reduced(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        copy = {key: value for key, value in part.items() if supports(key, value, part)}
+        left_out.update(dict.fromkeys(key for key in part if key not in copy or key == "oneOf"))
+        copy = _with_any_of(copy)
+        replace_subschemas(copy, lambda _, entry: reduced(entry))
+        return copy
+
+    return reduced(schema), tuple(left_out)
+
+
+def _prepared(schema: Any, closed: bool, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     copy = {key: value for key, value in schema.items() if key not in _REMARKS}
     if isinstance(copy.get("format"), str) and copy["format"] not in STANDARD_FORMATS:
         del copy["format"]
-    if copy.get("uniqueItems") is False:
-        del copy["uniqueItems"]
-    if copy.get("allOf") == []:
-        del copy["allOf"]
+    for key, nothing in (("uniqueItems", False), ("allOf", [])):
+        if key in copy and copy[key] == nothing:
+            del copy[key]
+    if "anyOf" not in copy and _exclude_each_other(copy.get("oneOf"), root):
+        copy = _with_any_of(copy)
     if isinstance(address := copy.get("$id"), str) and "#" in address:
         copy["$id"] = address.partition("#")[0]  # older drafts had names there, and generators the place itself
         if not copy["$id"]:
             del copy["$id"]
     _use_latest_words(copy)
     if closed and isinstance(copy.get("properties"), dict) and not _SAYS_MORE & copy.keys():
-        required = copy.get("required")
-        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        copy["properties"] = {**copy["properties"], **{name: {} for name in names if name not in copy["properties"]}}
+        declared = copy["properties"]
+        copy["properties"] = declared | {name: {} for name in _required(copy) if name not in declared}
         copy["additionalProperties"] = False
     # Each of `allOf` declares a part: closed, one would forbid what another asks for.
-    replace_subschemas(copy, lambda keys, entry: _prepared(entry, closed and keys[0] != "allOf"))
-    nullable = copy.pop("nullable", False)
-    return _or_null(copy) if nullable is True and not is_root else copy
+    replace_subschemas(copy, lambda key, entry: _prepared(entry, closed and key != "allOf", root))
+    return _or_null(copy) if copy.pop("nullable", False) is True else copy
 
 
 def _use_latest_words(schema: dict[str, Any]) -> None:
@@ -104,9 +143,7 @@ def _use_latest_words(schema: dict[str, Any]) -> None:
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, which takes null as well."""
-    if not schema.keys() & {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"}:
-        return schema
+    """Return the schema, changed so that it takes null as well."""
     if schema.keys() & {"const", "$ref", "allOf", "anyOf", "oneOf"}:
         return {"anyOf": [schema, {"type": "null"}]}
     asked = schema.get("type")
@@ -117,95 +154,95 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-Keys = tuple[str | int, ...]
-
-
-def replace_subschemas(schema: dict[str, Any], replacement: Callable[[Keys, Any], Any]) -> None:
-    """Put others in the place of the schemas directly in this one, which are told with the keys that lead to them."""
+def replace_subschemas(schema: dict[str, Any], replacement: Callable[[str, Any], Any]) -> None:
+    """Replace each schema directly in this one; `replacement` gets the keyword that has it, and the schema."""
     for key, value in schema.items():
-        if key in MAP_OF_SCHEMAS and isinstance(value, dict):
-            schema[key] = {name: replacement((key, name), entry) for name, entry in value.items()}
-        elif key in LIST_OF_SCHEMAS and isinstance(value, list):
-            schema[key] = [replacement((key, number), entry) for number, entry in enumerate(value)]
-        elif key in SCHEMA:
-            schema[key] = replacement((key,), value)
+        if key in _MAP_OF_SCHEMAS and isinstance(value, dict):
+            schema[key] = {name: replacement(key, entry) for name, entry in value.items()}
+        elif key in _LIST_OF_SCHEMAS and isinstance(value, list):
+            schema[key] = [replacement(key, entry) for entry in value]
+        elif key in _SCHEMA:
+            schema[key] = replacement(key, value)
         elif key == "components" and isinstance(value, dict) and isinstance(value.get("schemas"), dict):
-            described = {name: replacement((key, "schemas", name), entry) for name, entry in value["schemas"].items()}
-            schema[key] = {**value, "schemas": described}
+            schema[key] = {**value, "schemas": {name: replacement(key, it) for name, it in value["schemas"].items()}}
 
 
-def replace_one_of(schema: dict[str, Any]) -> None:
-    """Call `oneOf` `anyOf`, in its place: properties come in the order of what declares them."""
-    items = [("anyOf" if key == "oneOf" else key, value) for key, value in schema.items()]
-    schema.clear()
-    schema.update(items)
+def _with_any_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Rename `oneOf` in its position: the model writes properties in the order of the keywords that declare them."""
+    return {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
 
 
-def _with_merged_options(schema: Any, disjointness: Disjointness) -> Any:
-    """The same schema, in which each `oneOf` whose schemas exclude each other has become an `anyOf`."""
-    if not isinstance(schema, dict):
-        return schema
-    options = schema.get("oneOf")
-    if isinstance(options, list) and "anyOf" not in schema and disjointness.all_apart(options):
-        replace_one_of(schema)
-    replace_subschemas(schema, lambda _, entry: _with_merged_options(entry, disjointness))
-    return schema
+def _exclude_each_other(options: Any, root: Any) -> bool:
+    """Return True if types differ, or constants of one required property. References lead into `root`, if given."""
+    if not isinstance(options, list):
+        return False
+    branches = [resolved(root, each["$ref"]) if isinstance(each, dict) and "$ref" in each else each for each in options]
+    types = [each.get("type") if isinstance(each, dict) and not each.get("nullable") else None for each in branches]
+    others = ["number" if name == "integer" else name for name in types if name != "object"]
+    if not all(isinstance(name, str) for name in types) or len(set(others)) < len(others):
+        return False
+    objects = [each for each, name in zip(branches, types, strict=True) if name == "object"]
+    return len(objects) < 2 or any(_tells_apart(name, objects) for name in _required(objects[0]))
+
+
+def _tells_apart(name: str, objects: Sequence[dict[str, Any]]) -> bool:
+    seen: set[Any] = set()
+    for each in objects:
+        declared = properties.get(name) if isinstance(properties := each.get("properties"), dict) else None
+        values = declared.get("enum", [declared.get("const")]) if isinstance(declared, dict) else [None]
+        # The first value that was seen ends the loop. So however often one schema is referred to, it is read twice.
+        is_constant = isinstance(values, list) and all(isinstance(value, str | int) for value in values)
+        if not is_constant or not seen.isdisjoint(values):
+            return False
+        seen.update(values)
+    return all(name in _required(each) for each in objects)
+
+
+def _required(schema: dict[str, Any]) -> dict[str, None]:
+    names = schema.get("required")
+    return dict.fromkeys(name for name in names if isinstance(name, str)) if isinstance(names, list) else {}
+
+
+def resolved(root: Any, reference: Any) -> Any:
+    """Return the part of a document that a reference such as ``#/$defs/a`` names; None if there is none."""
+    if not isinstance(reference, str) or reference[:1] != "#" or reference[1:2] not in ("", "/"):
+        return None
+    found = root
+    for part in unquote(reference[2:]).split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and len(key) < 9 and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            return None
+    return found
+
+
+def _addresses(schema: Any, base: str = "") -> set[str]:
+    """Return the addresses that a schema and those in it have by `$id`, as written and in full."""
+    found: set[str] = set()
+    if isinstance(schema, dict):
+        if isinstance(given := schema.get("$id"), str) and (address := given.partition("#")[0]):
+            with suppress(ValueError):  # for what is no URL
+                base = urljoin(base, address)
+            found = {address, base}
+        replace_subschemas(dict(schema), lambda _, entry: found.update(_addresses(entry, base)))
+    return found
+
+
+def _may_count(schema: dict[str, Any]) -> bool:
+    least = schema.get("minProperties")  # undeclared names may repeat in the text, and count once in the object
+    return not isinstance(least, int | float) or least <= len(_required(schema)) + 1
 
 
 def uncountable(schema: Any) -> str | None:
-    """What of `minProperties` no grammar can hold, in words; None if nothing is.
-
-    Names that no schema declares may repeat in the text, and count once in the object.
-    """
+    """Return why no grammar can enforce a `minProperties` in a schema, in words; None if there is no such one."""
     if not isinstance(schema, dict):
         return None
-    least, required = schema.get("minProperties"), schema.get("required")
-    names = {str(name) for name in required} if isinstance(required, list) else set()
-    if isinstance(least, int | float) and least > len(names) + 1:
+    if not _may_count(schema):
+        least = schema["minProperties"]
         return f"minProperties is only supported up to one more than the required properties, got {least}."
     found: list[str | None] = []
     replace_subschemas(dict(schema), lambda _, entry: found.append(uncountable(entry)))
     return next(filter(None, found), None)
-
-
-def excessive_divisor(text: str, *, combined: bool) -> str | None:
-    """What is too much of `multipleOf` in a text that holds JSON Schemas, in words; None if nothing is.
-
-    `combined` says that its schemas may be alternatives for one place. The text is searched and not parsed: so it is
-    found at any depth and in any notation, at worst where it is an example's and demands nothing.
-    """
-    text = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
-    divisors: set[Fraction] = set()
-    total = 0
-    for (number,) in map(re.Match.groups, _DIVISOR.finditer(text)):
-        states = _states(number)
-        if states > MAX_DIVISOR:
-            return f"multipleOf takes at most {MAX_DIVISOR}, decimals counted by their digits, got {number[:40]}."
-        divisor = abs(Fraction(repr(float(number)))) if states else None
-        if divisor is not None and divisor not in divisors:
-            divisors.add(divisor)
-            total += states
-            if total > MAX_DIVISOR:
-                return f"multipleOf takes at most {MAX_DIVISOR} in all, got {number[:40]} beside others."
-    if divisors and (combined or _COMBINING.search(text)):
-        common = math.lcm(*(divisor.numerator for divisor in divisors))
-        shared = math.gcd(*(divisor.denominator for divisor in divisors))
-        states = next(scaled for k in range(400) if (scaled := common * 10**k) % shared == 0) // shared
-        if states > MAX_DIVISOR:
-            return (
-                f"multipleOf takes at most {MAX_DIVISOR} for the least common multiple of all its values where"
-                f" alternatives meet, got {states if states < 10**20 else 'much more'}."
-            )
-    return None
-
-
-def _states(number: str) -> int:
-    """A divisor without its decimal point, which is how many remainders there are. What is no number counts as 0."""
-    try:
-        value = Decimal(repr(abs(float(number)))).normalize()  # as the compiler reads it
-    except ValueError:
-        return 0
-    _, digits, exponent = value.as_tuple()
-    if not isinstance(exponent, int) or exponent > 10:  # infinite, or as good as
-        return MAX_DIVISOR + 1
-    return int("".join(map(str, digits)) + "0" * exponent)

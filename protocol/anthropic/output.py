@@ -41,7 +41,6 @@ class MessageStreamWriter:
         self._head = answer.head
         self._request_id = answer.request_id  # told by errors
         self._parser = answer.parser()
-        self._told = answer.told
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
         self._last: RequestOutput | None = None
@@ -68,7 +67,7 @@ class MessageStreamWriter:
         delta = {**_stop(self._last, self._parser, self._max_tokens), "container": None, "stop_details": None}
         usage = _usage(self._last, self._parser)
         frames += [
-            _event("message_delta", {"delta": delta, "usage": usage, **self._told()}),
+            _event("message_delta", {"delta": delta, "usage": usage}),
             _event("message_stop", {}),
         ]
         return b"".join(frames)
@@ -123,7 +122,6 @@ class MessageBodyWriter:
     def __init__(self, request: MessagesRequest, answer: AnswerContext) -> None:
         self._head = answer.head
         self._parser = answer.parser()
-        self._told = answer.told
         self._shows_thinking = request.shows_thinking
         self._max_tokens = request.max_tokens
         self._parts: list[MessagePart] = []
@@ -138,7 +136,7 @@ class MessageBodyWriter:
         """The response body."""
         assert self._last is not None
         message = _message(self._head, self._blocks(), _usage(self._last, self._parser))
-        return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens) | self._told())
+        return orjson.dumps(message | _stop(self._last, self._parser, self._max_tokens))
 
     def _blocks(self) -> list[dict[str, Any]]:
         blocks: list[dict[str, Any]] = []

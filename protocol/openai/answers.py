@@ -105,18 +105,6 @@ class AssistantMessage(Answer):
 FinishReasonName = Literal["stop", "length", "tool_calls", "function_call", "abort"]
 
 
-class SchemaCheck(Answer):
-    """What no grammar could enforce of a JSON Schema, by JSON pointers, and whether the answer fits all of it.
-
-    `valid` is null where that was not found out. `tool_calls` says the same of calls, with `index` and `name`.
-    """
-
-    valid: bool | None
-    not_enforced: list[str] = Field(default_factory=list)
-    errors: list[str] = Field(default_factory=list)
-    tool_calls: list[dict[str, Any]] = Field(default_factory=list)
-
-
 class ChatChoice(Answer):
     index: int
     message: AssistantMessage
@@ -124,7 +112,6 @@ class ChatChoice(Answer):
     finish_reason: FinishReasonName
     stop_reason: int | str | None
     token_ids: list[int] | None
-    structured_output: SchemaCheck = Field(default_factory=lambda: SchemaCheck(valid=None))
 
 
 class ChatCompletion(Answer):
@@ -152,7 +139,6 @@ class CompletionChoice(Answer):
     token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    structured_output: SchemaCheck = Field(default_factory=lambda: SchemaCheck(valid=None))
 
 
 class Completion(Answer):

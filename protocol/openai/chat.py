@@ -20,7 +20,7 @@ from protocol.body import ClientModel, at_most, at_most_inside, check_size, fail
 from protocol.errors import shown
 from protocol.openai.generation import GenerationRequest, WireFormat
 from protocol.openai.logprobs import ChatLogprobs
-from protocol.openai.structured import BEYOND_GRAMMARS
+from protocol.openai.structured import BEYOND_GRAMMARS, LEAVES_OUT
 from protocol.openai.tools import (
     AnyTool,
     CalledFunction,
@@ -32,6 +32,7 @@ from protocol.openai.tools import (
     ToolChoice,
     ToolName,
     Tools,
+    check_demanded_grammars,
     check_tool_choice,
     tool_use,
     tools_of,
@@ -39,7 +40,7 @@ from protocol.openai.tools import (
 from protocol.request_fields import RequestFields
 from protocol.syntax.message_parts import MessageFormat
 from protocol.syntax.message_syntax import MessageSyntax
-from protocol.tools.kinds import ToolUse
+from protocol.tools.kinds import CustomTool, ToolUse
 from protocol.tools.unsupported import LeftOut, Unread, none_of, read_or_unread, types_of
 
 # Of a template: a request cannot set them on the side.
@@ -239,6 +240,8 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         if self.functions is None and isinstance(self.function_call, ToolName):
             raise InvalidRequest("function_call needs functions; send some or leave it out.", param="function_call")
         check_tool_choice(*self._tools, self._tool_fields)
+        if self.tool_use is not None and self.tool_use.choice == "required":
+            check_demanded_grammars(self.tool_use, self._tool_fields)
         # A response format is about answers in words, which there is none of then; other grammars are about all text.
         grammars = self.grammars_asked_for.keys() - {"response_format"}
         if grammars and self.tool_use is not None and self.tool_use.choice == "required":
@@ -311,7 +314,7 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
             field = self._tool_fields[0]
             message = str(error).replace("structured_output", field)
             if BEYOND_GRAMMARS.search(message):
-                message += " Without strict, parameters are enforced as far as they can be, and the rest is checked."
+                message += f" Without strict, {LEAVES_OUT}"
             error = InvalidRequest(message, param=field, code=error.code)
         return super().in_client_words(error)
 
@@ -322,10 +325,10 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         return LeftOut(types_of(self.tools) + searches, types_of(parts), self.without_effect)
 
     @property
-    def tagged_functions(self) -> Sequence[str] | None:
-        if self.tool_use is None or not self._tools_give_the_grammar:
-            return None
-        return [function.name for function in self.tool_use.callable_functions]
+    def lark_tools(self) -> tuple[str, ...]:
+        """The names of the custom tools with a Lark grammar, which is shown to the model and not enforced."""
+        functions = () if self.tool_use is None else self.tool_use.functions
+        return tuple(each.name for each in functions if isinstance(each, CustomTool) and each.syntax == "lark")
 
     @property
     def _tools_give_the_grammar(self) -> bool:

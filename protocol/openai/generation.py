@@ -129,11 +129,6 @@ class GenerationRequest(RequestFields, StructuredOutputFields):
         """True if the answer begins a new message; false if it continues the prompt's text."""
         return False
 
-    @property
-    def tagged_functions(self) -> Sequence[str] | None:
-        """The functions whose calls the grammar describes, in its order; None if it is of the content."""
-        return None
-
     def check_logprobs(self, prompt_lengths: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
         """Raise `InvalidRequest` if the log-probabilities of prompts of these lengths, or of the tokens generated after
         them, would take too much memory. One choice that fills the context is always allowed, unless it asks for

@@ -170,7 +170,7 @@ class ChoicesStreamWriter(_ChoicesWriter):
             frames.append(choice.frame(output.text))
         if output.finish_reason is not None:
             finish_reason = self._finish_reason(output.finish_reason, choice.parser)
-            finish = {"finish_reason": finish_reason, "stop_reason": output.stop_reason, **self._answer.told(index)}
+            finish = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
             frames.append(self._frame(index, self._wire.closing, finish=finish))
         return b"".join(frames)
 
@@ -300,7 +300,6 @@ class ChoicesBodyWriter(_ChoicesWriter):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._wire.choice_nulls,
-            **self._answer.told(index),
         }
         if self._has_token_ids:
             body["token_ids"] = choice.token_ids

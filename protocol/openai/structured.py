@@ -25,8 +25,9 @@ from protocol.syntax import grammars
 MAX_CHOICES = 4096
 MAX_TAGS = 128
 
-# What the compiler says of a schema that is right, but more than a grammar can hold.
-BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry|too ")
+# What llguidance says of a schema that is right, but has keywords that it lacks.
+BEYOND_GRAMMARS = re.compile("Unimplemented|not supported|only supported|Unknown format|disjoint|registry")
+LEAVES_OUT = "keywords that no grammar enforces are left out, and the header x-headrace-warning names them."
 _OF_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.STRUCTURAL_TAG)
 
 
@@ -52,7 +53,7 @@ Choices = Annotated[list[Text], fail_fast, at_most(MAX_CHOICES, "choices"), Fiel
 
 
 class NamedSchema(ClientModel):
-    """A named schema. Without `strict`, a grammar enforces what it can; the complete answer is checked for the rest.
+    """A named schema. Without `strict`, keywords that no grammar enforces are left out, with a warning.
 
     Without `schema` the answer is any JSON object.
     """
@@ -209,12 +210,12 @@ class StructuredOutputFields(RequestBody):
         return "response_format", None
 
     def advice_on(self, refusal: str) -> str:
-        """What to do where a schema that has to be enforced whole cannot be."""
+        """Return what to do about a schema that has to be enforced whole and cannot be."""
         name, grammar = self.structured_output()
         if grammar is None or grammar.lenient or grammar.kind not in _OF_SCHEMAS or not BEYOND_GRAMMARS.search(refusal):
             return ""
         where = "Without strict" if name == "response_format" else "In response_format without strict"
-        return f" {where}, a schema is enforced as far as it can be, and the rest is checked."
+        return f" {where}, {LEAVES_OUT}"
 
     @property
     def without_effect(self) -> tuple[str, ...]:

@@ -336,6 +336,17 @@ def check_tool_choice(
             )
 
 
+def check_demanded_grammars(use: ToolUse, fields: tuple[str, str]) -> None:
+    """Raise `InvalidRequest` for a demanded call of a custom tool with a Lark grammar. `fields` as above."""
+    for function in use.callable_functions:
+        if isinstance(function, CustomTool) and function.syntax == "lark":
+            raise InvalidRequest(
+                f"{fields[0]} has the tool {function.name!r} with a Lark grammar, which is not enforced within the JSON"
+                f" of a call, but {fields[1]} demands one; use a grammar with the syntax regex, or {fields[1]} auto.",
+                param=fields[0],
+            )
+
+
 def tool_use(tools: Sequence[AnyTool], choice: Choice | None, *, parallel: bool) -> ToolUse | None:
     """The checked fields in no wire format's words; None if no tool may be called."""
     served = _served(tools)

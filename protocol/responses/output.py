@@ -84,7 +84,6 @@ class ResponseStreamWriter:
     ) -> None:
         self._head = head
         self._parser: MessageParser | None = None
-        self._told: Callable[[], dict[str, Any]] = dict
         self._echo = echo
         self._call_forms = call_forms or {}
         self._write_logprobs = write_logprobs
@@ -97,11 +96,9 @@ class ResponseStreamWriter:
         self._logprobs: list[Any] = []  # of tokens whose text has not come yet
         self._skipped = 0  # log-probabilities of reasoning, which are not shown
 
-    def read_with(self, parser: MessageParser, told: Callable[[], dict[str, Any]] = dict) -> Self:
-        """Set how the answer is read, which only the end of the prompt tells, and what is `told` of its check at the
-        end. Returns this writer."""
+    def read_with(self, parser: MessageParser) -> Self:
+        """Set how the answer is read, which depends on the end of the prompt. Returns this writer."""
         self._parser = parser
-        self._told = told
         return self
 
     def queue(self) -> bytes:
@@ -170,9 +167,9 @@ class ResponseStreamWriter:
             frames += self._begin_item(ContentDelta, "msg")
         frames += self._close("completed" if is_whole else "incomplete")
         if is_whole:
-            response = self.response("completed", completed_at=int(time.time()), **self._told())
+            response = self.response("completed", completed_at=int(time.time()))
         else:  # an abort by the operator and an end within a call have no reason of their own: the answer is cut off
-            response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"}, **self._told())
+            response = self.response("incomplete", incomplete_details={"reason": "max_output_tokens"})
         self._done(response)
         return frames, response
 

@@ -81,12 +81,9 @@ class ToolFormat:
                 return self.tag(function.name, ANY_OBJECT)
             return self.tag(function.name, _of_object(function.schema))._replace(lenient=not function.strict)
         tag = self.tag(function.name, function.schema)
-        if function.syntax is None:
+        if function.syntax != "regex":  # a Lark grammar is only shown to the model
             return tag
-        tag = Tag(f'{tag.begin}{{"{INPUT}": "', True, f'"}}{tag.end}')
-        if function.syntax == "regex":
-            return tag._replace(regex=function.definition)
-        return tag._replace(lark=function.definition)
+        return Tag(f'{tag.begin}{{"{INPUT}": "', True, f'"}}{tag.end}', regex=function.definition)
 
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:

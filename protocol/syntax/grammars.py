@@ -18,20 +18,19 @@ JsonSchema = Mapping[str, Any] | bool
 class Tag(NamedTuple):
     """JSON between two pieces of text, such as ``<tool_call>`` and ``</tool_call>``.
 
-    Where `begin` or `end` hold the text of a special token of the model, that token itself is meant. With `lark` or
-    `regex`, a JSON string stands there whose text follows that, and its quotation marks belong to `begin` and `end`.
+    Where `begin` or `end` contain the text of a special token of the model, that token itself is meant. With `regex`,
+    there is a JSON string instead, its text matches `regex`, and its quotation marks belong to `begin` and `end`.
     """
 
     begin: str
     schema: JsonSchema
     end: str
-    lenient: bool = False  # enforced as far as a grammar can
-    lark: str | None = None
+    lenient: bool = False  # keywords that no grammar enforces are left out
     regex: str | None = None
 
 
 def json_schema(schema: JsonSchema, *, lenient: bool = False) -> StructuredOutput:
-    """The output is one JSON value that fits `schema`; if `lenient`, as far as a grammar can enforce that."""
+    """The output is one JSON value that fits `schema`; if `lenient`, unsupported keywords are left out."""
     return StructuredOutput(kind=StructuredOutputKind.JSON_SCHEMA, value=_canonical(schema), lenient=lenient)
 
 

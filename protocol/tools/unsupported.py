@@ -55,13 +55,16 @@ class Unread(Unserved):
 class LeftOut(NamedTuple):
     """The parts of a request that have no effect, each once: types of tools, types of items, names of fields.
 
-    `unread` are the fields for the chat template that the served model's template does not read.
+    `unread` are the fields for the chat template that the served model's template does not read, `keywords` those of
+    JSON Schemas that no grammar enforces, `grammars` the names of custom tools with a grammar that is not enforced.
     """
 
     tools: tuple[str, ...] = ()
     items: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    grammars: tuple[str, ...] = ()
 
     def warning(self) -> str | None:
         """Return the value of the header `x-headrace-warning`; None if every part of the request has its effect."""
@@ -73,6 +76,12 @@ class LeftOut(NamedTuple):
             warnings.append(f"fields without effect: {_listed(self.fields)} (this server does not use them)")
         if self.unread:
             warnings.append(f"fields without effect: {_listed(self.unread)} (the chat template does not read them)")
+        if self.keywords:
+            warnings.append(f"schema keywords without effect: {', '.join(self.keywords)} (no grammar enforces them)")
+        if self.grammars:
+            warnings.append(
+                f"grammars without effect: {_listed(self.grammars)} (Lark in a tool's call is not enforced)"
+            )
         return "; ".join(filter(None, warnings)) or None
 
 

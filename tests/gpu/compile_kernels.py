@@ -27,8 +27,7 @@ from triton.runtime.jit import JITFunction
 from gpu import kernels
 from gpu.device.tables import DeviceTables, device_columns
 from gpu.kernels.dispatch import interpreted
-from gpu.kernels.jit import dependent, prefill
-from gpu.kernels.product import TILES
+from gpu.kernels.jit import prefill
 from gpu.runner.rows import BatchSizes
 
 TYPES = {
@@ -52,7 +51,6 @@ def compile_instead(
     warmup=False,
     num_warps=4,
     num_stages=3,
-    launch_pdl=False,
     **keywords,
 ) -> None:
     """In place of `JITFunction.run`: specialize as a launch would, compile, and say what came of it."""
@@ -81,20 +79,19 @@ def compile_instead(
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl},
+        options={"num_warps": num_warps, "num_stages": num_stages},
     )
     name = kernel.fn.__name__
-    report = {"kernel": name, "shared": compiled.metadata.shared, "overlaps": launch_pdl}
+    report = {"kernel": name, "shared": compiled.metadata.shared}
     report["joins"] = compiled.metadata.enable_fp_fusion
-    report |= resources(compiled.asm["cubin"], with_instructions=launch_pdl or name == "_race")
+    report |= resources(compiled.asm["cubin"], with_instructions=name == "_race")
     report["matrix_instructions"] = len(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", compiled.asm["ptx"]))
     print(json.dumps(report), flush=True)
 
 
 def resources(cubin: bytes, *, with_instructions: bool) -> dict[str, int]:
     """Registers per thread and bytes of stack, where registers that do not fit are spilled; if asked for, since every
-    start of the disassembler costs half a second, the number of instructions, and how many of them touch memory before
-    the kernel has waited for its predecessor, or are what decides whether it waits."""
+    start of the disassembler costs half a second, the number of instructions."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -108,12 +105,7 @@ def resources(cubin: bytes, *, with_instructions: bool) -> dict[str, int]:
     if not with_instructions:
         return usage
     instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/ +(?!NOP)(\S.*?) ;", listing, re.MULTILINE)
-    waits = instructions.index("ACQBULK") if "ACQBULK" in instructions else len(instructions)
-    early = re.compile(r"(@!?U?P\d+ )?(LD|ST|ATOM|RED|BRA|EXIT|CALL|BSSY)(?!C|S)")
-    return usage | {
-        "instructions": len(instructions),
-        "before_waiting": sum(early.match(instruction) is not None for instruction in instructions[:waits]),
-    }
+    return usage | {"instructions": len(instructions)}
 
 
 def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
@@ -140,8 +132,6 @@ def call_all(dtype: torch.dtype = torch.bfloat16) -> None:
     kernels.grouped_linear(zeros(4, 4096), zeros(8, 512, 4096), zeros(8, 512), groups, gather=True)
     kernels.grouped_linear(zeros(8, 2880), zeros(8, 512, 2880), None, groups, scatter=True)
     kernels.combine(zeros(8, 4096), floats(4, 2))
-    for tile in TILES if dtype.itemsize == 2 else ():  # no card multiplies longer ones by it
-        kernels.linear(zeros(4, 4096), zeros(6144, 4096), zeros(6144), tile)
     cache = zeros(4, 2, 8, 16, 128)
     table = zeros(2, 64, 128)
     kernels.rope_and_cache(zeros(4, 48, 128), longs(4), table, cache, longs(4), num_heads=32, qk_norm=zeros(2, 128))
@@ -189,7 +179,6 @@ if __name__ == "__main__":
         compile_instead(capability, sys.argv[3:], kernel, *args, **keywords)
 
     JITFunction.run = run
-    dependent.turn(capability >= 90)
     prefill.capability_of = lambda device: divmod(capability, 10)  # type: ignore[assignment]
     with interpreted():  # CPU tensors to the launchers
         call_all(getattr(torch, sys.argv[2]))

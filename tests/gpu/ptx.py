@@ -1,11 +1,10 @@
 """A CUDA device for tests: executes what Triton compiles for Hopper, on CPU tensors, an instruction at a time.
 
 Triton's interpreter computes what a kernel means; this computes what the compiler made of it: layouts, matrix
-instructions of bfloat16, asynchronous copies, barriers, early starts. It is strict where a card may not be: an
-asynchronous copy arrives when it is waited for and not before, warps run from barrier to barrier in any order, shared
-memory begins as NaN, and no kernel reaches beyond its arguments, or for them before it has waited for its
-predecessor. It knows the instructions that the kernels of a layer need. What it cannot show: what becomes of PTX on the
-card, and time.
+instructions of bfloat16, asynchronous copies, barriers. It is strict where a card may not be: an asynchronous copy
+arrives when it is waited for and not before, warps run from barrier to barrier in any order, shared memory begins as
+NaN, and no kernel reaches beyond its arguments. It knows the instructions that the kernels of a layer need. What it
+cannot show: what becomes of PTX on the card, and time.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ COMPARE |= {"eq": np.equal, "ne": np.not_equal, "neu": np.not_equal}
 
 def run_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **keywords: Any) -> None:
     """In place of `JITFunction.run`: specialize and compile as a launch would, and execute all programs."""
-    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in keywords}
+    options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
     given = dict(zip(kernel.arg_names, args, strict=False)) | keywords
     signature, constants, attributes, values, tensors = {}, {}, {}, [], []
     for index, parameter in enumerate(kernel.params):
@@ -79,7 +78,7 @@ def run_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    program, memory = Program(compiled.asm["ptx"], options.get("launch_pdl", False)), Memory(tensors)
+    program, memory = Program(compiled.asm["ptx"]), Memory(tensors)
     sizes = (*grid, 1, 1)[:3]
     for place in itertools.product(*(range(size) for size in sizes)):
         program.run(values, place, sizes, memory, options.get("num_warps", 4))
@@ -105,11 +104,10 @@ class Memory:
 class Program:
     """A compiled kernel."""
 
-    def __init__(self, ptx: str, waits: bool) -> None:
+    def __init__(self, ptx: str) -> None:
         body = ptx[ptx.index(".visible .entry") :].partition("\n}")[0]
         head, _, code = body.partition("{")
         self.parameters = re.findall(r"\.param [^\n]*?(\w+_param_\d+)", head)
-        self.waits = waits
         self.lines: list[str] = []
         self.labels: dict[str, int] = {}
         code = re.sub(r"//[^\n]*|^\s*\.(loc|reg|pragma)[^\n]*", "", code, flags=re.MULTILINE)
@@ -150,7 +148,6 @@ class Warp:
         self.program, self.memory, self.shared = program, memory, shared
         self.registers: dict[str, Lanes] = {name: lanes.astype(np.uint64) for name, lanes in special.items()}
         self.copies: list[list[tuple[int, int, int, int]]] = [[]]
-        self.has_waited = not program.waits
 
     def run(self) -> Iterator[bool]:
         """To the next barrier, each time."""
@@ -272,18 +269,9 @@ class Warp:
         source = {"bfly": lane ^ by, "idx": by, "up": np.where(lane < by, lane, lane - by)}[name[2]]
         self.set(operands[0], self.get(operands[1], "b32")[source])
 
-    def _prefetch(self, name: list[str], operands: list[str], active: Lanes) -> None:
-        for address in self.addresses(operands[0]):
-            self.memory.at(address, 1)
-
-    def _griddepcontrol(self, name: list[str], operands: list[str], active: Lanes) -> None:
-        self.has_waited |= name[1] == "wait"
-        assert self.has_waited
-
     def _place(self, name: list[str], address: int, size: int) -> NDArray[np.uint8]:
         if name[1] == "shared":
             return self.shared[address : address + size]
-        assert self.has_waited, "memory before the predecessor has ended"
         return self.memory.at(address, size)
 
     def _ld(self, name: list[str], operands: list[str], active: Lanes) -> None:

@@ -11,10 +11,7 @@ import pytest
 
 import gpu.kernels.jit
 
-OVERLAPPING = ("_add_rms_norm", "_silu_and_mul", "_rope_and_cache", "_product", "_decode", "_merge")
-
-
-MULTIPLYING = ("_decode", "_prefill", "_product", "_grouped_linear")
+MULTIPLYING = ("_decode", "_prefill", "_grouped_linear")
 # What a multiprocessor gives one block.
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = ("bfloat16", "float16", "float32")
@@ -49,9 +46,6 @@ def test_every_kernel_compiles_for_hopper_without_spilling_registers(tmp_path):
     for report in reports:
         # Those of the draw are what it costs, sixteen tokens at a time; most of them make random bits.
         assert report["kernel"] != "_race" or report["instructions"] < 1000, report
-        # What is started early touches nothing, nor may it end, before its predecessor has.
-        assert report["overlaps"] == (report["kernel"] in OVERLAPPING), report
-        assert not report["overlaps"] or report["before_waiting"] == 0, report
 
 
 @pytest.mark.timeout(600)
@@ -63,8 +57,7 @@ def test_attention_compiles_for_a_card_with_operands_in_registers_without_spilli
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_compiles_for_every_card_without_spilling_registers(tmp_path, capability, dtype):
-    wanted = launched_kernels() - ({"_product"} if dtype == "float32" else set())
-    assert {report["kernel"] for report in compiled(tmp_path, capability, dtype)} == wanted
+    assert {report["kernel"] for report in compiled(tmp_path, capability, dtype)} == launched_kernels()
 
 
 def launched_kernels() -> set[str]:

@@ -6,7 +6,6 @@ In reading order:
 norm               residual addition and RMSNorm: one program per row
 activation         SwiGLU's elementwise half
 experts            of a mixture: products of rows grouped by expert, and their sum
-product            a matrix product for few rows
 gather             rows by index
 rope               rotation, and the write to the KV cache
 work_lists         of `attention`: which program does what
@@ -18,7 +17,6 @@ cutoff             of `sample`: top-k, top-p and min-p as the lowest logit that 
 logits_processors  bias, penalties and token masks, in place
 step               a step's diffs, inputs and tokens: one program per segment or request
 logprobs           log-probabilities: one program per row
-dependent          of all that a layer starts: how a kernel is started before its predecessor has ended
 """
 
 import os

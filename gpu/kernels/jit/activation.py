@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-
 BLOCK = 1024
 
 
@@ -26,7 +24,6 @@ def silu_and_mul(
             ALPHA=alpha,
             LIMIT=limit,
             BLOCK=BLOCK,
-            **launch_options(),
         )
     return output
 
@@ -41,9 +38,7 @@ def _silu_and_mul(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

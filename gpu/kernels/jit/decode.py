@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
 from gpu.kernels.jit.online import accumulate, beginning, capped
 
 MERGED_TOGETHER = 16
@@ -68,7 +67,6 @@ def paged_decode(
         **sizes,
         num_warps=4,
         num_stages=3,
-        **launch_options(),
     )
     _merge[(num_requests, num_heads)](
         out,
@@ -80,7 +78,6 @@ def paged_decode(
         **sizes,
         CHUNK=MERGED_TOGETHER,
         num_warps=4,
-        **launch_options(),
     )
 
 
@@ -115,9 +112,7 @@ def _decode(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
     place = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     request = tl.load(parts_ptr + place * 4).to(tl.int64)
@@ -184,9 +179,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     begin = tl.load(part_starts_ptr + request)

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-
 
 def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows, size = residual.shape
@@ -26,7 +24,6 @@ def add_rms_norm(residual: torch.Tensor, delta: torch.Tensor | None, weight: tor
             HAS_DELTA=delta is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
-            **launch_options(),
         )
     return output
 
@@ -43,9 +40,7 @@ def _add_rms_norm(
     SIZE: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE

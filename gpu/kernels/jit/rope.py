@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gpu.kernels.jit.dependent import launch_options, wait_for_predecessor
-
 # Heads of one token per program. Eight heads of 128 are 2 KiB: enough work for four warps, and a single token of a
 # decode still spreads over several multiprocessors.
 BLOCK_HEADS = 8
@@ -48,7 +46,6 @@ def rope_and_cache(
             HAS_NORM=qk_norm is not None,
             BLOCK_HEADS=BLOCK_HEADS,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-            **launch_options(),
         )
     return qkv[:, :num_heads]
 
@@ -75,9 +72,7 @@ def _rope_and_cache(
     HAS_NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    wait_for_predecessor(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

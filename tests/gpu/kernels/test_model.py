@@ -10,10 +10,8 @@ from gpu.attention import TorchAttention, TritonAttention
 from gpu.checkpoint import ModelConfig
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.kernels.dispatch import on_triton
-from gpu.kernels.product import TILES
 from gpu.kv_cache import kv_layout
 from gpu.models.decoder import CausalLM
-from gpu.models.layers import Product
 from tests.gpu.paging import Span, make_group_metadata, positions_of
 
 BLOCK_SIZE = 4
@@ -94,9 +92,5 @@ CONFIGS = {
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_a_model_on_the_kernels_gives_the_logits_of_plain_torch(name, wanted, form):
     model = build(CONFIGS[name], TritonAttention)
-    if name == "qwen2":
-        for layer in model.modules():
-            if isinstance(layer, Product):
-                layer.tile = TILES[1]
     for actual, expected in zip(logits_of(model, kernels_expected=form == "kernel"), wanted[name], strict=True):
         torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)

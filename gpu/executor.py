@@ -16,7 +16,8 @@ from gpu.checkpoint import ModelFiles
 from gpu.host import processor_name
 from gpu.kv_tiers.opening import check_tiers, digest_of_weights, open_tier
 from gpu.kv_tiers.tier import KVTier
-from gpu.model_loader import WorkerOptions, rank_spec, resolve_device
+from gpu.model_loader import rank_spec, resolve_device
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.weights.quantization import Quantization
 from gpu.weights.reading import read_weights

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from engine.errors import ConfigError
 from gpu.checkpoint import ModelConfig
@@ -23,35 +21,13 @@ from gpu.cpu.library import Library, load_library
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.host import available_memory, has_torch, usable_cores
 from gpu.kv_cache import check_max_model_len, check_weights_fit
-from gpu.runner.runner import LanguageModel
+from gpu.runner.runner import LanguageModel, WorkerOptions
 from gpu.sampling.draw import Shards
 from gpu.sharding import Layout, sharded
 
 logger = logging.getLogger(__name__)
 
 LIBRARY_DTYPES = ("auto", "bfloat16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """How a model is run, as the operator chose it."""
-
-    dtype: str = "auto"  # "float32", "bfloat16", "float16", or "auto": see `load_model`
-    quantization: str = "none"  # or "int8", "int4": of weights that come in 16 or 32 bits
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; "auto" is CUDA where there is one
-    num_threads: int | None = None  # that compute on a CPU; None: one for each core that this process may use
-    max_model_len: int | None = None  # None: the model's own, or what the KV cache holds if that is less
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
-    kv_cache_memory: int | None = None  # bytes; None: chosen from what is free
-    kv_cache_share: float = 1.0  # of that choice on a CPU, where several engines share the memory
-    kv_cache_dir: Path | None = None  # where keys and values are kept that outlive the process
-    kv_cache_dir_size: int = 0  # bytes
-    kv_cache_ram: int = 0  # bytes of the host's memory for what a device's own does not hold
-    gpu_memory_utilization: float = 0.9  # share of a CUDA device's memory that weights, activations and KV may fill
-    # Where the batch is kept (see `gpu.device`): "auto" is on the device if that is a card, and else on the host.
-    runner: Literal["auto", "host", "device"] = "auto"
 
 
 class ServedModel(LanguageModel, Protocol):

@@ -22,10 +22,10 @@ from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.host import usable_cores
 from gpu.kv_cache import CPU_MEMORY_LIMIT, CPU_MEMORY_SHARE, GIB, KVCacheSize, check_memory, kv_cache_size, kv_layout
-from gpu.model_loader import ServedModel, WorkerOptions, free_memory, load_model, use_device
+from gpu.model_loader import ServedModel, free_memory, load_model, use_device
 from gpu.runner.host_runner import MAX_LOGITS_ROWS, ModelRunner
 from gpu.runner.rows import BatchSizes
-from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks
+from gpu.runner.runner import NO_LINKS, LanguageModel, ModelInputs, Runner, StageLinks, WorkerOptions
 from gpu.sampling.sampler import token_logprobs
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from gpu.checkpoint import open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator, make_segment
 from gpu.cpu.decoder import CPUCausalLM
 from gpu.cpu.library import load_library
-from gpu.model_loader import WorkerOptions, rank_spec
-from gpu.runner.runner import ModelInputs
+from gpu.model_loader import rank_spec
+from gpu.runner.runner import ModelInputs, WorkerOptions
 from gpu.sharding import Layout
 from gpu.weights.reading import read_weights
 from loadtest.cpu_builds import BLOCK_SIZE, CONTEXT, PROMPT, ROWS, inputs_of

@@ -70,7 +70,8 @@ def open_files(settings: Settings, progress: Progress | None) -> ModelFiles:
 
 def _check_layout(settings: Settings, files: ModelFiles) -> None:
     from gpu.checkpoint.families.table import spec_of
-    from gpu.model_loader import WorkerOptions, library_for
+    from gpu.model_loader import library_for
+    from gpu.runner.runner import WorkerOptions
     from gpu.sharding import Layout, check_cuts
 
     computes_here = settings.executor != "ray"  # who computes on machines of Ray, its ranks find out
@@ -276,7 +277,8 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
     """Load the model onto the device that the settings ask for. Tests put an executor that fails in front of it."""
     with frozen_imports("gpu.executor"):
         from gpu.executor import load_executor
-        from gpu.model_loader import WorkerOptions, import_what_computes
+        from gpu.model_loader import import_what_computes
+        from gpu.runner.runner import WorkerOptions
 
     options = WorkerOptions(
         dtype=settings.dtype,

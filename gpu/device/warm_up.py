@@ -18,10 +18,9 @@ from engine.plan import NewRequestData, SchedulerOutput, TokenMasks
 from gpu.checkpoint.model_files import Progress, no_progress
 from gpu.device.runner import DeviceRunner, make_device_runner
 from gpu.kv_cache import check_max_model_len, kv_layout
-from gpu.model_loader import WorkerOptions
 from gpu.models.torch_model import TorchModel
 from gpu.runner.rows import BatchSizes
-from gpu.runner.runner import Runner
+from gpu.runner.runner import Runner, WorkerOptions
 
 PHASE = "Compiling kernels"  # the first step of each form compiles its kernels; with a warm cache it is quick
 PLAIN = SamplingParams(temperature=1.0, top_p=0.999, seed=0)

@@ -30,7 +30,7 @@ from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import PIECE_BYTES, BlockStore, KVTier
 
 if TYPE_CHECKING:
-    from gpu.model_loader import WorkerOptions
+    from gpu.runner.runner import WorkerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ class RankSetup(msgspec.Struct, kw_only=True):
     cache_dir: str | None
     load_format: str
     seed: int = 0
-    options: dict[str, Any]  # of `gpu.model_loader.WorkerOptions`
+    options: dict[str, Any]  # of `gpu.runner.runner.WorkerOptions`
     ring: Group
     before: Group | None = None  # activations from the stage before
     after: Group | None = None  # activations to the stage behind

@@ -32,7 +32,7 @@ from engine.executor import StepHandle
 from engine.plan import MasksHandle, ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import Progress as ReportProgress
 from gpu.host import usable_cores
-from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.model_loader import resolve_device
 from gpu.parallel.links import RingWriter, link_bytes
 from gpu.parallel.messages import (
     Answer,
@@ -52,6 +52,7 @@ from gpu.parallel.messages import (
     decode_up,
     encode,
 )
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 
 ABANDONED_SECONDS = 0.02  # between two looks at whether a step is still wanted

@@ -29,7 +29,7 @@ from gpu.runner.runner import NO_LINKS
 from gpu.sharding import Layout
 
 if TYPE_CHECKING:
-    from gpu.model_loader import WorkerOptions
+    from gpu.runner.runner import WorkerOptions
     from gpu.worker import Worker
 
 
@@ -77,7 +77,8 @@ Join = Callable[[RankSetup, "WorkerOptions", ModelFiles], Any]
 def load(setup: RankSetup, rank: Rank, tell: Callable[[Up], None], join: Join) -> tuple[Worker, str, int]:
     """The worker, what it says of its weights, and the vocabulary's size. `join` makes the communicator."""
     from gpu.executor import load_worker
-    from gpu.model_loader import WorkerOptions, use_device
+    from gpu.model_loader import use_device
+    from gpu.runner.runner import WorkerOptions
 
     files = open_model(
         setup.model,

@@ -31,12 +31,13 @@ from engine.curve import CurveServer, Keys, Socket, connect
 from engine.errors import ConfigError, ErrorInWords, HeadraceError, RankLost
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint import Progress as ReportProgress
-from gpu.model_loader import WorkerOptions, library_for, resolve_device
+from gpu.model_loader import library_for, resolve_device
 from gpu.parallel.links import StageLink
 from gpu.parallel.messages import Failed, Group, RankSetup, Up, decode_up, encode
 from gpu.parallel.multiproc import MultiprocExecutor, RankProcess
 from gpu.parallel.rank import Rank
 from gpu.parallel.rank_main import in_few_words, join_on_this_machine, load
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 
 LOOK_SECONDS = 0.05  # between two looks at whether a rank that is waited for still lives

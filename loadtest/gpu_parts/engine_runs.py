@@ -17,7 +17,7 @@ from engine.core.core import EngineCore
 from engine.messages import EngineCoreRequest, FinishReason, SamplingParams
 from gpu.checkpoint import ModelConfig
 from gpu.executor import UniProcExecutor
-from gpu.model_loader import WorkerOptions
+from gpu.runner.runner import WorkerOptions
 from gpu.weights.tensors import drawn_on
 from gpu.worker import Worker
 from loadtest.gpu_parts.report import Report

@@ -24,7 +24,7 @@ from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint.model_files import no_progress
-from gpu.model_loader import WorkerOptions
+from gpu.runner.runner import WorkerOptions
 from tests.engine.helpers import id_of
 from tests.server.tiny_model import write_tiny_model
 

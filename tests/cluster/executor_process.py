@@ -26,8 +26,8 @@ from ray._private import state  # isort: skip
 from engine.errors import EngineDead, HeadraceError
 from gpu.checkpoint import open_model
 from gpu.executor import load_executor
-from gpu.model_loader import WorkerOptions
 from gpu.parallel.ray_ranks import RayExecutor
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from tests.cluster.cluster import actors
 from tests.gpu.sampling_helpers import new_request

@@ -27,7 +27,7 @@ from gpu.executor import UniProcExecutor
 from gpu.kv_tiers.chunks import HostMemory, Seal, TorchMemory
 from gpu.kv_tiers.stores import DiskStore, RamStore
 from gpu.kv_tiers.tier import BlockStore, KVTier
-from gpu.model_loader import WorkerOptions
+from gpu.runner.runner import WorkerOptions
 from gpu.worker import Worker
 from tests.engine.helpers import make_request
 from tests.golden.driving import RecordedExecutor

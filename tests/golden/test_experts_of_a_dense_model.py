@@ -9,7 +9,7 @@ import pytest
 
 from gpu.checkpoint import ModelConfig, open_model
 from gpu.checkpoint.tensors import Weight
-from gpu.model_loader import WorkerOptions
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.weights.reading import floats, read_weights
 from gpu.worker import Worker

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from engine.errors import ConfigError, HeadraceError
 from gpu.cuda_host import check_compiler, ensure_kernel_cache, why_no_device
 from gpu.kv_cache import GIB
-from gpu.model_loader import WorkerOptions, _warn_once, resolve_device
+from gpu.model_loader import _warn_once, resolve_device
 from gpu.models.communicators import TorchCommunicator
 from gpu.parallel.messages import Group, RankSetup
 from gpu.parallel.rank import Rank
 from gpu.parallel.rank_main import load
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf

@@ -16,9 +16,10 @@ from engine.plan import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from gpu.checkpoint import ModelConfig, ModelFiles, open_model
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.executor import UniProcExecutor, load_executor
-from gpu.model_loader import WorkerOptions, resolve_device
+from gpu.model_loader import resolve_device
 from gpu.models.torch_model import resolve_dtype
 from gpu.profile import TorchProfile
+from gpu.runner.runner import WorkerOptions
 from gpu.worker import Worker
 from tests.embedded_model import embedded_gguf
 from tests.gpu.checkpoint_files import TINY, TinyGGUF

@@ -31,8 +31,9 @@ from gpu.checkpoint.gguf_model import GGUF_FAMILIES
 from gpu.checkpoint.hf_config import config_from_hf
 from gpu.checkpoint.tensors import tensor_shapes
 from gpu.cpu.decoder import CPUCausalLM
-from gpu.model_loader import WorkerOptions, load_model
+from gpu.model_loader import load_model
 from gpu.models.layers import weight_slots
+from gpu.runner.runner import WorkerOptions
 from gpu.weights.reading import dummy_weights
 from gpu.weights.tensors import weights_of
 from tests.gpu import sink_models

@@ -19,7 +19,7 @@ from gpu.kv_tiers.chunks import HEADER_BYTES, HostMemory, Seal, TorchMemory
 from gpu.kv_tiers.opening import check_tiers
 from gpu.kv_tiers.stores import STALE, DiskStore, RamStore
 from gpu.kv_tiers.tier import MEASURE_AGAIN, KVTier
-from gpu.model_loader import WorkerOptions
+from gpu.runner.runner import WorkerOptions
 from tests.gpu.kv_stores import SECRET, SIZE, SPACES, file_of, is_right, loaded, name, open_store, payload
 
 

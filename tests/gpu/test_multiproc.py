@@ -24,8 +24,8 @@ from engine.messages import Pooling
 from engine.plan import SchedulerOutput, TokenMasks
 from gpu.checkpoint import ModelError, open_model
 from gpu.executor import UniProcExecutor, load_executor
-from gpu.model_loader import WorkerOptions
 from gpu.parallel.multiproc import MultiprocExecutor, seconds_without_a_core
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from tests.gpu.native_builds import needs_library
 from tests.gpu.sampling_helpers import new_request

@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from gpu import model_loader
 from gpu.checkpoint.config import ModelConfig
 from gpu.cpu.library import load_library
-from gpu.model_loader import WorkerOptions, import_what_computes, resolve_device
+from gpu.model_loader import import_what_computes, resolve_device
+from gpu.runner.runner import WorkerOptions
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

@@ -19,10 +19,10 @@ from engine.plan import ModelRunnerOutput, SchedulerOutput
 from gpu.checkpoint import ModelConfig, open_model
 from gpu.cpu.communicator import SharedMemoryCommunicator
 from gpu.cpu.library import load_library
-from gpu.model_loader import WorkerOptions, rank_spec
+from gpu.model_loader import rank_spec
 from gpu.models.communicators import TorchCommunicator
 from gpu.runner.host_runner import ModelRunner
-from gpu.runner.runner import FinishedStep, StageLinks
+from gpu.runner.runner import FinishedStep, StageLinks, WorkerOptions
 from gpu.sharding import Layout, cut
 from gpu.weights.reading import read_weights
 from gpu.worker import Worker

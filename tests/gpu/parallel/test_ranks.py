@@ -17,9 +17,10 @@ from engine.errors import ErrorInWords, RankLost
 from gpu.checkpoint import ModelConfig
 from gpu.device.graphs import LARGEST
 from gpu.kv_cache import kv_cache_size, kv_layout
-from gpu.model_loader import WorkerOptions, rank_spec
+from gpu.model_loader import rank_spec
 from gpu.models import blocks
 from gpu.models.communicators import SharedTensors
+from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 from tests.embedded_model import embedded_gguf
 from tests.golden.histories import small_model

@@ -6,7 +6,6 @@ without a model and a model without a server. An `Executor` runs its plans; the 
 In reading order:
 
 errors       Errors that the engine raises to its callers, and their form between processes.
-curve        ZMQ sockets between machines, authenticated by CURVE keys.
 kv_events    Events of the prefix cache, and the hashes that name prompt prefixes.
 child_main   The start of a bounded child process: limits, framing, and the watchdog that ends it with its parent.
 messages     Requests, outputs and stats: the structs that cross the seams.

@@ -12,5 +12,4 @@ response_store  Kept responses and their event logs, in bounded memory for each 
 process         The process of `headrace serve`: workers, Hypercorn, SIGHUP, shutdown.
 engine_main     The main module of an engine's process.
 rank_main       The main module of a rank's process.
-engine_on_ray   The main of an engine in a Ray actor.
 """

@@ -155,22 +155,15 @@ def make_client(
         return ThreadClient(core_factory(settings, files, grammars=grammars))
     if not settings.engines_start_again:
         return make_process_client(Share(settings), progress)
-    if settings.executor == "ray":
-        from app.serving.engine_on_ray import make_ray_client
-
-        most = settings.max_data_parallel_size or settings.data_parallel_size
-
-        def place(index: int) -> ProcessClient:
-            return make_ray_client(settings, index if most > 1 else None, progress)
-
-        size, slots = settings.data_parallel_size, settings.max_num_seqs
-        return DataParallelClient(place, size, slots, most, stall_limit=settings.stall_limit)
-    shares = divide(settings)  # where an engine may lose a process of its own, even one is started again
+    size = settings.data_parallel_size
+    most = settings.max_data_parallel_size or size
+    # Ray divides the machines of its cluster. An engine that may lose a process is started again, even a single one.
+    shares = [Share(settings)] * most if settings.executor == "ray" else divide(settings)
 
     def make(index: int) -> ProcessClient:
-        return make_process_client(shares[index], progress, index if len(shares) > 1 else None)
+        return make_process_client(shares[index], progress, index if most > 1 else None)
 
-    return DataParallelClient(make, len(shares), settings.max_num_seqs, stall_limit=settings.stall_limit)
+    return DataParallelClient(make, size, settings.max_num_seqs, most, stall_limit=settings.stall_limit)
 
 
 def join_ray() -> None:
@@ -296,7 +289,7 @@ def make_executor(settings: Settings, files: ModelFiles, kv_cache_share: float) 
         kv_cache_ram=settings.kv_cache_ram,
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
-    if settings.num_ranks > 1 or settings.executor == "mp":  # one rank on Ray is an engine's own process
+    if settings.has_rank_processes:
         from app.serving.rank_main import RankLog
         from gpu.parallel.multiproc import MultiprocExecutor
         from gpu.sharding import Layout

@@ -15,14 +15,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import anyio
 import zmq
 
+from engine.commands import Command, Event
 from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
-from engine.transport.wire import HEARTBEAT, Ended, Ends, Link
+from engine.transport.wire import HEARTBEAT, Ends, NumberChecker, Numberer, decoder
 
 _LONGEST_PATH = 100  # of a Unix socket's 107 characters
 # What a process has said last may still be on its way when its end is known. With status 0 it has said that it ends,
@@ -32,7 +33,14 @@ CUT_OFF_SECONDS = 0.05
 LOOKING_SECONDS = 0.1  # between two checks whether the process is stopped
 
 
-class Child(Link):
+class Ended(NamedTuple):
+    """How an engine's process has ended."""
+
+    error: EngineDead
+    last_event_seconds: float  # for which its last event may still be on its way
+
+
+class Child:
     """An engine process; a context manager that starts it and, at the end, kills it if it still runs.
 
     What `command` starts calls `engine.transport.process_core.serve_parent`, with the path of a private directory and
@@ -47,10 +55,13 @@ class Child(Link):
         ends_when_stopped: bool = False,
     ) -> None:
         """With `ends_when_stopped`, a process that is stopped (SIGSTOP) and cannot answer is killed."""
-        super().__init__()
         self._command = command
         self._environment = environment
         self._ends_when_stopped = ends_when_stopped
+        self._encode = Numberer().encode
+        self._decode = decoder(Event).decode
+        self._numbers = NumberChecker()
+        self._peer: bytes | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -70,9 +81,43 @@ class Child(Link):
             self._resources = stack.pop_all()
         return self
 
+    def __exit__(self, *exc_info: object) -> None:
+        self._resources.close()
+
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    async def connect(self, setup: Any) -> None:
+        """Wait for the engine's first message, then send it its setup: plain data, before all commands.
+
+        ROUTER would drop what is sent earlier, because it does not know its peer yet.
+        """
+        while self._peer is None:
+            try:
+                self._peer, *_ = self._down.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                await anyio.wait_readable(_descriptor(self._down))
+        self.send(setup)
+
+    def send(self, command: Command | Any) -> None:
+        """Send without waiting: the high-water mark is off. ZMQ drops what is sent to an engine that has ended."""
+        if self._peer is not None:
+            self._down.send_multipart([self._peer, self._encode(command)], zmq.NOBLOCK)
+
+    async def receive(self) -> list[Event]:
+        """Return all events that have arrived, in order, and wait for the first. Raises msgspec.DecodeError for a
+        message that is no event."""
+        while True:
+            events: list[Event] = []
+            # The descriptor of a ZMQ socket reports a change only once. So wait for it only after a receive has failed,
+            # which has seen every change so far.
+            with suppress(zmq.Again):
+                while True:
+                    events.append(self._decode(self._numbers.content_of(self._up.recv(zmq.NOBLOCK))))
+            if events:
+                return events
+            await anyio.wait_readable(_descriptor(self._up))
 
     async def wait_gone(self) -> Ended:
         """Wait until the process has ended, and reap it."""
@@ -117,6 +162,12 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> z
     socket.set_hwm(0)
     socket.bind(address)
     return socket
+
+
+def _descriptor(of: zmq.Socket[bytes]) -> int:
+    descriptor = of.get(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor
 
 
 def _start(arguments: list[str], environment: Mapping[str, str] | None, lifeline: int) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """The engine in a process of its own: HTTP, JSON and tokenization share no interpreter lock with the steps.
 
 `ProcessClient` is the counterpart of `engine.transport.client.ThreadClient`. The other end is
-`engine.transport.process_core`, on another machine `engine.transport.remote_core`.
+`engine.transport.process_core`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from engine.core.heartbeat import Heartbeat
 from engine.errors import EngineDead
 from engine.messages import EngineReady
 from engine.transport.channel import Deliver, or_dead
+from engine.transport.child import Child
 from engine.transport.queries import Queries
-from engine.transport.wire import Link, Report
+from engine.transport.wire import Report
 
 END_SECONDS = 2.5  # that a step in progress has to end when the engine is told to
 
 
 class ProcessClient:
-    """An engine in a process of its own, of this machine (`engine.transport.child`) or another
-    (`engine.transport.remote`): `make_link` makes a hold on a new one.
+    """An engine in a process of its own. `make_link` makes a hold on a new one.
 
     `setup` is plain data for the process; it holds no secrets. `on_progress` hears on the event loop how far loading
     is. The process' death, by whatever cause, is known at once; the death of this one ends it.
     """
 
-    def __init__(self, make_link: Callable[[], Link], setup: Any, *, on_progress: Report | None = None) -> None:
+    def __init__(self, make_link: Callable[[], Child], setup: Any, *, on_progress: Report | None = None) -> None:
         self._make_link = make_link
         self._setup = setup
         self._on_progress = on_progress or (lambda phase, done, total: None)
-        self._link: Link | None = None
+        self._link: Child | None = None
         self._queries = Queries(self.send)
         self._heartbeat = Heartbeat()
         self._is_ready = False
@@ -97,11 +97,11 @@ class ProcessClient:
     async def query(self, question: Question) -> dict[int, Answer]:
         return {0: await self._queries.ask(question)}
 
-    def _break_off(self, link: Link) -> None:
+    def _break_off(self, link: Child) -> None:
         self._over.set()
         link.kill()
 
-    async def _end(self, link: Link) -> None:
+    async def _end(self, link: Child) -> None:
         """Tell the engine to end. A step may take its time, within limits; loading need not be waited for."""
         self._is_ending = True
         if self._is_ready:
@@ -110,7 +110,7 @@ class ProcessClient:
                 await self._gone.wait()
         link.kill()
 
-    async def _attend(self, link: Link, deliver: Deliver) -> None:
+    async def _attend(self, link: Child, deliver: Deliver) -> None:
         """Be there for the process until it has ended, and no longer. Cancellation has to wait: `_end` sees to that."""
         try:
             with anyio.CancelScope(shield=True):
@@ -128,7 +128,7 @@ class ProcessClient:
             link.kill()
             self._gone.set()
 
-    async def _listen(self, link: Link, deliver: Deliver) -> None:
+    async def _listen(self, link: Child, deliver: Deliver) -> None:
         await link.connect(self._setup)
         while not self._over.is_set():
             events: list[Event] = []

@@ -32,7 +32,7 @@ from engine.core.core import EngineCore
 from engine.core.heartbeat import Heartbeat
 from engine.transport.channel import Inbox
 from engine.transport.client import run_loop
-from engine.transport.wire import HEARTBEAT, Ends, NumberChecker, Numberer, Pulse, Report, decoder
+from engine.transport.wire import HEARTBEAT, Ends, NumberChecker, Numberer, Report, decoder
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class ProcessChannel(Inbox):
     def __init__(self, ends: Ends) -> None:
         super().__init__()
         self._ends = ends
-        self._outbox: SimpleQueue[Event | Pulse | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Event | None] = SimpleQueue()
         self._numbers = NumberChecker()
         # Two contexts: closing one waits until everything has been sent, and nobody waits for the other.
         self._down = zmq.Context().socket(zmq.DEALER)
@@ -108,7 +108,7 @@ class ProcessChannel(Inbox):
         self._output.start()
         return setup
 
-    def send(self, event: Event | Pulse) -> None:
+    def send(self, event: Event) -> None:
         """Hand an event to the output thread. Never waits."""
         self._outbox.put(event)
 

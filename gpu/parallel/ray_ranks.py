@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +27,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.child_main import end_when_stopped
-from engine.curve import CurveServer, Keys, Socket, connect
 from engine.errors import ConfigError, ErrorInWords, HeadraceError, RankLost
 from gpu.checkpoint import ModelFiles
 from gpu.checkpoint import Progress as ReportProgress
@@ -37,6 +36,7 @@ from gpu.parallel.messages import Failed, Group, RankSetup, Up, decode_up, encod
 from gpu.parallel.multiproc import MultiprocExecutor, RankProcess
 from gpu.parallel.rank import Rank
 from gpu.parallel.rank_main import in_few_words, join_on_this_machine, load
+from gpu.parallel.secure_sockets import CurveServer, Keys, Socket, connect
 from gpu.runner.runner import WorkerOptions
 from gpu.sharding import Layout
 
@@ -54,15 +54,23 @@ class RayExecutor(MultiprocExecutor):
     def __init__(
         self, model: dict[str, Any], options: WorkerOptions, layout: Layout, progress: ReportProgress, **local: Any
     ) -> None:
+        device = options.device
+        if device == "auto":
+            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
         num_threads = options.num_threads or 1
-        self._room = {"CPU": float(num_threads)} if options.device == "cpu" else {"CPU": 1.0, "GPU": 1.0}
+        options = replace(options, device=device, num_threads=num_threads)
+        self._room = {"CPU": float(num_threads)} if device == "cpu" else {"CPU": 1.0, "GPU": 1.0}
         progress(f"Waiting for {layout.world_size} x {self._room} on the Ray cluster", 0, None)
         self._group: PlacementGroup = placement_group([self._room] * layout.world_size, strategy="PACK")
         try:
             ray.get(self._group.ready())
             self._nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-            self._hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-            super().__init__(model, replace(options, num_threads=num_threads), layout, progress, **local)
+            nodes = {node["NodeID"]: node for node in ray.nodes()}
+            self._hosts = {name: node["NodeManagerHostname"] for name, node in nodes.items()}
+            if layout.world_size == 1:  # other engines of one rank may be on its machine, each with its cores
+                num_cores = nodes[self._nodes[0]]["Resources"].get("CPU", self._room["CPU"])
+                options = replace(options, kv_cache_share=min(1.0, self._room["CPU"] / num_cores))
+            super().__init__(model, options, layout, progress, **local)
         except BaseException:
             remove_placement_group(self._group)
             raise
@@ -204,7 +212,10 @@ def join_cluster() -> None:
     """The one that RAY_ADDRESS names, or that this machine is one of. Raises ConfigError."""
     if not ray.is_initialized():
         try:
-            ray.init(os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level=logging.ERROR)
+            # On a thread: on the main thread Ray would replace the process's handler of SIGTERM.
+            address = os.environ.get("RAY_ADDRESS", "auto")
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(ray.init, address, log_to_driver=False, logging_level=logging.ERROR).result()
         except ConnectionError as error:
             allowed = "it needs a Ray cluster, and this machine is not one of any"
             hint = "after `ray start --head` it works, and with RAY_ADDRESS for another"

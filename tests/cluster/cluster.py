@@ -18,12 +18,8 @@ class RayCluster:
     address: str
     pid: int  # of the process whose children its machines are
 
-    def engines(self) -> list[int]:
-        """The process ids of those that live."""
-        return actors(self.pid, "EngineActor")
-
     def ranks(self) -> list[int]:
-        """Those of engines that have several."""
+        """The process ids of those that live."""
         return actors(self.pid, "RankActor")
 
 

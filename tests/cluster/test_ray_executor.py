@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.curve import SILENCE_SECONDS
+from gpu.parallel.secure_sockets import SILENCE_SECONDS
 from tests.server.harness import REPOSITORY
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A server whose engines are processes on the machines of a Ray cluster, which it reaches over TCP."""
+"""A server whose engines have their ranks on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def server(machines: RayCluster) -> Iterator[Server]:
 
 
 def test_engines_on_a_cluster_say_what_one_here_says(server: Server, machines: RayCluster) -> None:
-    assert len({parent(engine) for engine in machines.engines()}) == 2, "each on a machine of its own"
-    assert not machines.ranks(), "one rank is its engine"
+    assert len({parent(rank) for rank in machines.ranks()}) == 2, "each on a machine of its own"
     body = {"max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
     there = [server.complete(PROMPT, **body)["choices"][0]["token_ids"] for _ in range(2)]
     with tiny_server(device="cpu") as here:
@@ -62,9 +61,9 @@ def test_one_that_is_lost_is_named_and_comes_back(server: Server, machines: RayC
     events = [sse_events(client.chunks()) for client in clients if client.read_head().status_code == 200]
     for each in events:
         next(each)
-    before = machines.engines()
+    before = machines.ranks()
     os.kill(before[0], sent)
-    server.poll(machines.engines, lambda now: len(now) == 2 and before[0] not in now, 0.05)
+    server.poll(machines.ranks, lambda now: len(now) == 2 and before[0] not in now, 0.05)
     said = [[event for event in each if isinstance(event, dict) and "error" in event] for each in events]
     assert sorted(map(len, said)) == [0, 1], "one stream goes on"
     [[error]] = [each for each in said if each]
@@ -86,7 +85,6 @@ def test_an_engine_of_several_ranks_has_them_on_several_machines(
     with fleet:
         assert fleet.wait_ready().complete(PROMPT, **body)["choices"][0]["token_ids"] == expected
         assert len({parent(rank) for rank in machines.ranks()}) == 2
-        fleet.poll(machines.engines, lambda now: len(now) == 1, 0.05)
         client = fleet.connect()
         client.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": True})
         assert client.read_head().status_code == 200
@@ -108,16 +106,16 @@ def test_engines_follow_the_queue_and_no_stream_is_cut(machines: RayCluster, tmp
     fleet.environment["RAY_ADDRESS"] = machines.address
     with fleet, ThreadPoolExecutor(4) as readers:
         fleet.wait_ready()
-        assert len(machines.engines()) == 1
+        assert len(machines.ranks()) == 1
         alone = _num_blocks(fleet)
         with keep_busy(fleet, 16):
             fleet.poll(fleet.metrics, lambda now: now.samples["headrace:engines"] == 2, 0.1)
             assert _num_blocks(fleet) == 2 * alone
-            assert len(machines.engines()) == 2
+            assert len(machines.ranks()) == 2
             streams = [readers.submit(num_streamed, fleet, number, NUM_TOKENS) for number in range(4)]
         fleet.poll(lambda: fleet.log, lambda log: "There should be 1 engines, not 2" in log, 0.1)
         assert [stream.result() for stream in streams] == [NUM_TOKENS] * 4
-        fleet.poll(machines.engines, lambda now: len(now) == 1, 0.1)
+        fleet.poll(machines.ranks, lambda now: len(now) == 1, 0.1)
         assert fleet.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
         assert _num_blocks(fleet) == alone
         assert fleet.metrics().finished["error"] == 0

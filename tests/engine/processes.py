@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import math
-import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import anyio
 import msgspec
 
-from engine.errors import EngineLost
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreRequest
 from engine.transport.child import Child
 from engine.transport.client import EngineClient, ThreadClient
 from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
-from engine.transport.remote import RemoteLink
-from engine.transport.wire import Ends, Report
+from engine.transport.wire import Report
 from tests.engine.helpers import RecordingObserver, until
 from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE
 from tests.engine.simulated_process import COMMAND, Simulation, build
 
-Where = Literal["thread", "process", "remote"]
+Where = Literal["thread", "process"]
 
 
 def simulation(**options: Any) -> Simulation:
@@ -42,39 +38,7 @@ def process_client(
     return ProcessClient(child, setup, on_progress=on_progress)
 
 
-class Launched:
-    """An engine's process that is no child of its front end's, as far as that knows."""
-
-    def __init__(self, ends: Ends) -> None:
-        self.ends = ends
-        self.process = subprocess.Popen([*COMMAND, "remote"], stdin=subprocess.PIPE)
-        assert self.process.stdin is not None
-        with self.process.stdin as pipe:
-            pipe.write(msgspec.json.encode(ends))
-
-    async def wait_ended(self) -> str:
-        while self.process.poll() is None:  # noqa: ASYNC110 - as a cluster would
-            await anyio.sleep(0.05)
-        return f"its machine says that it has ended with {self.process.returncode}"
-
-    def lost(self, how: str) -> EngineLost:
-        return EngineLost(how)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def remote_client(
-    launch: Callable[[Ends], Launched] = Launched, on_progress: Report | None = None, **options: Any
-) -> ProcessClient:
-    setup = msgspec.to_builtins(simulation(**options))
-    return ProcessClient(partial(RemoteLink, launch, "127.0.0.1"), setup, on_progress=on_progress)
-
-
 def client(where: Where, **options: Any) -> EngineClient:
-    if where == "remote":
-        return remote_client(**options)
     if where == "process":
         return process_client(**options)
     return ThreadClient(lambda: build(simulation(**options), lambda phase, done, total: None))

@@ -98,9 +98,4 @@ def build_from(setup: object, report: Report) -> SimulatedCore:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["remote"]:
-        from engine.transport.remote_core import serve_remote
-        from engine.transport.wire import Ends
-
-        serve_remote(build_from, msgspec.json.decode(sys.stdin.buffer.read(), type=Ends))
     serve_parent(build_from)

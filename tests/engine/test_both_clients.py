@@ -30,8 +30,7 @@ LOOPS: dict[str, tuple[str, dict[str, bool]]] = {
     "uvloop": ("asyncio", {"use_uvloop": True}),
     "trio": ("trio", {}),
 }
-# What differs between the last two is below the loop, and is asked in test_remote_client.py.
-PLACES = [*itertools.product(("thread", "process"), LOOPS), ("remote", "uvloop")]
+PLACES = list(itertools.product(("thread", "process"), LOOPS))
 
 
 @pytest.fixture(params=PLACES, ids="-".join)

@@ -20,11 +20,13 @@ from engine.errors import ConfigError, EngineDead
 from engine.frontend.async_llm import AsyncLLM
 from engine.messages import EngineCoreOutputs, EngineReady, FinishReason
 from engine.transport.child import Child
+from engine.transport.data_parallel import DataParallelClient
 from engine.transport.process_client import ProcessClient
+from engine.transport.replica import NOTHING_DONE
 from engine.transport.wire import NumberChecker, Numberer, decoder, encoder
 from tests.engine.helpers import make_request, until
 from tests.engine.processes import is_running, process_client, serving
-from tests.engine.serving import TOKENIZER, collect, expected_tokens
+from tests.engine.serving import MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, collect, expected_tokens
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -45,6 +47,71 @@ async def test_a_command_that_is_no_engine_is_a_dead_engine() -> None:
     async with llm.running():
         with pytest.raises(EngineDead, match="status 3"):
             await llm.wait_ready()
+
+
+BABBLER = """
+import pathlib, sys, zmq
+from engine.transport.wire import Ends
+*_, messages, directory, lifeline = sys.argv
+ends, context = Ends.within(pathlib.Path(directory)), zmq.Context()
+down, up = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+down.connect(ends.down)
+up.connect(ends.up)
+down.send(b"")
+for number, message in enumerate(messages.split(",")):
+    while b"ResetPrefixCache" not in down.recv() and number > 0:
+        pass
+    data, _, times = message.partition("*")
+    up.send(number.to_bytes(8, "little") + bytes.fromhex(data) * int(times or 1))
+down.recv()
+"""
+READY = EngineReady(vocab_size=VOCAB_SIZE, num_blocks=64, block_size=4, max_model_len=MAX_MODEL_LEN)
+NO_BLOCKS = msgspec.structs.replace(READY, block_size=0)
+
+
+def babbler(*said: str) -> Child:
+    """Send the first of these messages (hexadecimal, *count) after the setup, the next one after ResetPrefixCache."""
+    return Child([sys.executable, "-c", BABBLER, ",".join(said)])
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["c1", msgspec.msgpack.encode(["EngineReady", "no number"]).hex(), "91*100000", encoder().encode(NO_BLOCKS).hex()],
+)
+async def test_what_is_no_event_ends_its_engine_and_not_the_front_end(said: str) -> None:
+    client = ProcessClient(lambda: babbler(said), {})
+    llm = AsyncLLM(client, TOKENIZER)
+    async with llm.running():
+        with pytest.raises(EngineDead, match="says what is no event: (?!message)"):
+            await llm.wait_ready()
+    assert client.pid is None
+
+
+async def test_one_of_several_that_makes_no_sense_starts_again_and_the_others_go_on() -> None:
+    started: list[int] = []
+    stats = msgspec.structs.replace(NOTHING_DONE, step_costs=b"{}")
+    senseless = EngineCoreOutputs(outputs=[], stats=stats, timestamp=0.0)
+    said = [encoder().encode(each).hex() for each in (READY, senseless)]
+
+    def make(index: int) -> ProcessClient:
+        client = process_client()
+        make_real = client._make_link
+
+        def make_link() -> Child:
+            started.append(index)
+            return babbler(*said) if index == 0 and started.count(0) == 1 else make_real()
+
+        client._make_link = make_link
+        return client
+
+    parallel = DataParallelClient(make, 2, 8)
+    async with serving(parallel) as both:
+        both.llm.send(ResetPrefixCache())
+        await until(lambda: started.count(0) == 2 and parallel.num_engines == 2)
+        assert started.count(1) == 1
+        request = make_request(range(9), max_tokens=9)
+        assert await both.read(request) == expected_tokens(request)
+        await both.assert_nothing_left()
 
 
 async def test_killed_engine_ends_its_streams_at_once() -> None:

@@ -1,7 +1,6 @@
-"""ZMQ between machines: CURVE, by which each side proves to the other that it has the keys which were made for it.
+"""ZMQ sockets between machines, authenticated and encrypted by CURVE with keys that are made for one client.
 
-The engine's transport stands on it, and ranks of one model that run on several machines. Strangers are dropped by ZMQ
-before anybody looks at what they send.
+Ranks on several machines use them. ZMQ drops the messages of strangers before Headrace reads them.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-# Of what comes from another machine: the logits of a long step's prompt, all of them, are about half of it.
+# The limit of a message from another machine. All logits of a long prompt's step take about half of it.
 MAX_MESSAGE_BYTES = 256 * 2**20
-# ZMQ's own threads ask each other whether they are there, however busy Python is. So long may a machine be silent.
+# ZMQ's threads probe each other, however busy Python is. A machine that is silent for longer counts as lost.
 PROBE_SECONDS, SILENCE_SECONDS = 1.0, 5.0
-HANDSHAKE_SECONDS = 5.0  # until who connects has shown his key
+HANDSHAKE_SECONDS = 5.0  # until a client has shown its key
 
 Socket = zmq.Socket[bytes]
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """What one client proves itself with. Secret: it must not come to a log."""
+    """The keys with which one client proves its identity. They are secret and must not be logged."""
 
     server_public: bytes
     public: bytes
@@ -34,11 +33,10 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 class CurveServer:
-    """Sockets that let in who got keys from here, and nobody else. A context manager; leaving it drops what is still
-    to be sent."""
+    """A context manager. Its sockets accept only clients that have its keys, and leaving it drops unsent messages."""
 
     def __init__(self, host: str) -> None:
-        """`host`: the address of this machine at which clients find it."""
+        """Take the address of this machine at which clients find it."""
         self._host = f"[{host}]" if ":" in host else host
         self._known: set[bytes] = set()
 
@@ -58,7 +56,7 @@ class CurveServer:
         self._resources.close()
 
     def bind(self, kind: int) -> tuple[Socket, str]:
-        """A socket without a high-water mark, and its address."""
+        """Bind a socket without a high-water mark. Returns it and its address."""
         socket = _limited(self._context.socket(kind))
         socket.curve_server = True
         socket.curve_secretkey = self._secret
@@ -69,18 +67,18 @@ class CurveServer:
         return socket, address.decode()
 
     def new_keys(self) -> Keys:
-        """For one client."""
+        """Make the keys of one client."""
         public, secret = zmq.curve_keypair()
         self._known.add(public)
         return Keys(self._public, public, secret)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Asked by ZMQ's authenticator."""
+        """Return True if the key is a client's. ZMQ's authenticator calls this."""
         return key in self._known
 
 
 def connect(socket: Socket, address: str, keys: Keys) -> None:
-    """Connect a client's socket, once: what is sent while nobody hears would be lost without a word."""
+    """Connect a client's socket without reconnects: messages that are sent between two connections would be lost."""
     _limited(socket)
     socket.curve_serverkey = keys.server_public
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
